@@ -15,6 +15,7 @@ from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Collective, Profile, read_profile
 from planner.bounds.bounds import places_to_stay, policy_bounds
 from planner.bounds.machine import machine_bound
+from planner.bounds.work import Works
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -22,6 +23,7 @@ from planner.predict.faster import Group, faster
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.climb import WAYS
+from planner.search.frames import Frames
 from planner.search.relax import Relaxation
 from planner.search.space import eager_is_legal, family_of, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
@@ -351,7 +353,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
     step_s, mean_s = of.step_s(policy), of.mean_step_s(policy)
     if step_s is None or mean_s is None:
         return []
-    bounds = [*policy_bounds(plan, cost), machine_bound(plan, cost)]
+    bounds = [*policy_bounds(plan, Works(cost)), machine_bound(plan, cost)]
     found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
     if relaxation is not None:
         family = family_of(policy, of.semantics)
@@ -365,7 +367,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
 
 
 def relaxation_of(of: Cell) -> Relaxation:
-    return Relaxation(of.model, of.workload, of.semantics, CostModel(of.profile), of.clipped_fraction)
+    return Relaxation(Frames(of.model, of.workload, of.semantics, CostModel(of.profile)), of.clipped_fraction)
 
 
 def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:

@@ -1,6 +1,6 @@
 """Small plans for tests, and edits that make them wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 
 from planner.check.check import check
 from planner.lower.lower import lower
-from planner.lower.waits import with_waits
+from planner.lower.waits import waits_of
 from runtime.errors import PlanError
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
 from tests.strategies import MODEL, PROFILE, small_workload
@@ -77,6 +77,11 @@ def reordered(plan: Plan, order: Sequence[int]) -> Plan:
     places = {i: place for place, i in enumerate(order)}
     waits = [tuple(replace(w, op=places[w.op]) for w in plan.ops[i].waits if w.op in places) for i in order]
     return replace(plan, ops=tuple(replace(plan.ops[i], waits=of) for i, of in zip(order, waits, strict=True)))
+
+
+def with_waits(ops: Sequence[Op], after: Mapping[int, Wait]) -> tuple[Op, ...]:
+    """The ops with the waits that lowering would give them."""
+    return tuple(replace(op, waits=waits) for op, waits in zip(ops, waits_of(ops, after), strict=True))
 
 
 def rewaited(plan: Plan) -> Plan:

@@ -15,7 +15,7 @@ from runtime.plan.workload import BlockKind
 
 from .facets import Array, Facets
 from .reasons import Numbers, Subject, reasons
-from .work import Buffers, Groups, Work, early_fetches, least_slots, ops_of, spared_ops, work_of
+from .work import Buffers, Groups, Work, Works, early_fetches, least_slots, ops_of, spared_ops
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
@@ -38,30 +38,30 @@ def places_to_stay(plan: Setup, profile: Profile) -> list[int]:
 
 def policy_bound(plan: Setup, cost: CostModel) -> Bound:
     """Valid for the plan's own policy: the largest of `policy_bounds`."""
-    return max(policy_bounds(plan, cost), key=lambda bound: bound.seconds)
+    return max(policy_bounds(plan, Works(cost)), key=lambda bound: bound.seconds)
 
 
-def policy_bounds(plan: Setup, cost: CostModel) -> Iterator[Bound]:
-    """Every reason for the plan's own policy. The plan needs arenas, no ops: these are counted, not read."""
-    facets = Facets((plan,), cost)
-    for name, binding, quantity in reasons(subject_of(plan, cost, facets), facets, Numbers()):
+def policy_bounds(plan: Setup, works: Works) -> Iterator[Bound]:
+    """Every reason for the plan's own policy. The plan needs neither arenas nor ops: these are counted, not read."""
+    facets = Facets((plan,), works.cost)
+    for name, binding, quantity in reasons(subject_of(plan, works, facets), facets, Numbers()):
         yield Bound(float(quantity[0]), binding, name)
 
 
-def subject_of(plan: Setup, cost: CostModel, facets: Facets) -> Subject:
+def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
     """A policy, as reasons are asked about it."""
-    policy, group = plan.policy, plan.policy.accumulation_group
+    policy, group, cost = plan.policy, plan.policy.accumulation_group, works.cost
     groups = Groups.of(plan, range(group, group + 1))
     buffers = Buffers.of(plan, policy.gradient_slots, group)
-    alike = plan.blocks_alike()
-    works = {b: work_of(plan, cost, facets, b, groups) for b in alike}
+    alike = plan.blocks_alike
+    of_block = {b: works.of(plan, facets, b, groups) for b in alike}
     whole = Work.none(len(facets.keys))
     for b, blocks in alike.items():
-        whole.add(works[b], len(blocks))
+        whole.add(of_block[b], len(blocks))
     for kind, demand, count in spared_ops(plan, cost):
         whole["total"][:, 0] -= count * facets.of(kind, demand)
     n_leaving = sum(plan.n_ops(Kind.OFFLOAD_GRADIENT, b) > 0 for b in _layers(plan)) * (1 if plan.reduced else groups.n_alone)
-    of_block = {b: first for first, blocks in alike.items() for b in blocks}
+    of_block |= {b: of_block[first] for first, blocks in alike.items() for b in blocks}
     return Subject(
         policy.update,
         plan.workload.trains_all,
@@ -73,14 +73,14 @@ def subject_of(plan: Setup, cost: CostModel, facets: Facets) -> Subject:
         bool(policy.device_blocks),
         whole,
         _early(plan, whole),
-        _one_block(plan, cost, [works[of_block[b]] for b in range(len(plan.workload.blocks))]),
+        _one_block(plan, cost, [of_block[b] for b in range(len(plan.workload.blocks))]),
     )
 
 
 def busy_s(plan: Setup, cost: CostModel) -> dict[Lane, float]:
     """Seconds of the ops of each lane, one after the other, with the loads that turns spare left out."""
     found = dict.fromkeys(plan.lanes, 0.0)
-    for b, blocks in plan.blocks_alike().items():
+    for b, blocks in plan.blocks_alike.items():
         for kind, demand, count in ops_of(plan, cost, b):
             found[LANE_OF[kind]] += len(blocks) * count * demand.uncontended_s
     for kind, demand, count in spared_ops(plan, cost):

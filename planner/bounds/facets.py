@@ -58,8 +58,9 @@ class Facets:
 
     def __init__(self, plans: Sequence[Setup], cost: CostModel) -> None:
         region = Region(tuple(cost.capacity.items()))
-        uses = {kind: frozenset(d.uses for plan in plans for d in demands_of(plan, cost, kind)) for kind in Kind}
-        priced = _priced(tuple(uses.items()), region)
+        # Facets of the same uses are the same
+        self.uses = tuple((kind, frozenset(d.uses for plan in plans for d in demands_of(plan, cost, kind))) for kind in Kind)
+        priced = _priced(self.uses, region)
         self.keys: tuple[Key, ...] = (*plans[0].lanes, *Resource, *(meeting for meeting, _ in priced))
         # A lane and a direction of the link may have one name
         self._of_lane = {lane: i for i, lane in enumerate(plans[0].lanes)}
@@ -94,7 +95,7 @@ def demands_of(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
     often, n = OPS[kind].often, plan.semantics.n_micro_batches
     has_several = often is Often.MICRO_BATCH or (often is Often.GRADIENT and not plan.reduced)
     micro_batches: Iterable[int | None] = [m for m, _ in plan.alike(range(n))] if has_several else [None]
-    for b in plan.blocks_alike():
+    for b in plan.blocks_alike:
         if OPS[kind].where(plan, b) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, b)):
             for micro_batch in micro_batches:
                 demand = cost.demand(plan, Op(kind, b, micro_batch))

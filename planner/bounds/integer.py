@@ -40,8 +40,9 @@ class Program:
         self.rows.append(dict(row))
         self.limits.append(limit)
 
-    def solve(self) -> tuple[float, list[float]] | None:
-        """The dual bound, and the best solution found (all at their lowest if none was); None where there can be none."""
+    def solve(self, integers: bool = True) -> tuple[float, list[float]] | None:
+        """The dual bound, and the best solution found (all at their lowest if none was); None where there can be none. Without
+        `integers` the bound of the linear program, which is lower."""
         matrix = np.zeros((len(self.rows), len(self.cost)))
         for i, row in enumerate(self.rows):
             matrix[i, list(row)] = list(row.values())
@@ -50,12 +51,12 @@ class Program:
                 np.array(self.cost),
                 constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
-                integrality=np.array(self.integer),
+                integrality=np.array(self.integer) * integers,
                 options={"mip_rel_gap": 1e-4, "node_limit": MOST_NODES},
             )
         if found.status == INFEASIBLE:
             return None
-        bound = found.mip_dual_bound if any(self.integer) else found.fun  # of a linear program the two are one
+        bound = found.mip_dual_bound if integers and any(self.integer) else found.fun  # of a linear program the two are one
         assert bound is not None, f"the solver ends with {found.message}"
         return float(bound), self.low if found.x is None else [float(x) for x in found.x]
 

@@ -146,6 +146,22 @@ def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
     return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
 
 
+class Works:
+    """Work of single blocks, worked out once for all policies of a workload that treat a block alike. Plans need no arenas."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._known: dict[object, Work] = {}
+
+    def of(self, plan: Setup, facets: Facets, block: int, groups: Groups) -> Work:
+        policy = plan.policy
+        of_all = policy.update, policy.accumulation_group, policy.square_on_device
+        key = facets.uses, groups, of_all, plan.treatment(block)
+        if key not in self._known:
+            self._known[key] = work_of(plan, self.cost, facets, block, groups)
+        return self._known[key]
+
+
 def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Groups) -> Work:
     """Of one block."""
     work, of = Work.none(len(facets.keys)), plan.workload.blocks[block]

@@ -17,7 +17,7 @@ from runtime.plan.workload import Model, Workload
 from .arenas import arenas_of
 from .fold import N_SHOWN, fold
 from .passes import drafts
-from .waits import with_waits
+from .waits import waits_of
 
 FEWEST_FOLDED_GROUPS = 8  # of micro-batches; a step of fewer is not much longer than what does not repeat of it
 FEWEST_FOLDED = 1000  # micro-batches times blocks, each of which is four ops or more: about what simulates in a tenth of a second
@@ -53,7 +53,7 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: 
         semantics = replace(semantics, batch_size=n * semantics.micro_batch)
     setup = Setup(semantics, policy, Model({}), workload, ())
     found = 0
-    for b, blocks in setup.blocks_alike().items():
+    for b, blocks in setup.blocks_alike.items():
         again = setup.uses(b) if setup.n_ops(Kind.RECOMPUTE, b) else 0  # what is recomputed may bring its weights once more
         of_kind = (setup.n_ops(kind, b) + again * (row.often is Often.USE) for kind, row in OPS.items() if row.where(setup, b))
         found += len(blocks) * sum(of_kind)
@@ -107,7 +107,7 @@ def _written(plan: Plan, rings_go_on: bool, weights_go_on: bool = True) -> Plan:
     found = drafts(plan, rings_go_on, weights_go_on)
     number = {id(draft): i for i, draft in enumerate(found)}
     after = {i: Wait(number[id(d.after[0])], d.after[1]) for i, d in enumerate(found) if d.after is not None}
-    return replace(plan, ops=with_waits([draft.op() for draft in found], after))
+    return replace(plan, ops=tuple([draft.op(waits) for draft, waits in zip(found, waits_of(found, after), strict=True)]))
 
 
 def _group_starts(plan: Plan) -> list[int]:

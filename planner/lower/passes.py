@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 
-from runtime.plan import OPS, Kind, Op, Semantics, Setup, Slot, Update
+from runtime.plan import OPS, Kind, Op, Semantics, Setup, Slot, Update, Wait
 from runtime.plan.ops import Operand
 from runtime.plan.workload import BlockKind
 
@@ -48,12 +48,11 @@ class Draft:
     def slot(self, name: str) -> Slot:
         return next(slot for known, slot in self.operands if known == name)
 
-    def op(self) -> Op:
-        """The op without its waits, operands in the contract's order."""
+    def op(self, waits: tuple[Wait, ...] = ()) -> Op:
+        """Operands in the contract's order."""
         order = OPS[self.kind].names
-        return Op(
-            self.kind, self.block, self.micro_batch, tuple(sorted(self.operands, key=lambda operand: order.index(operand[0])))
-        )
+        operands = sorted(self.operands, key=lambda operand: order.index(operand[0])) if self.operands[1:] else self.operands
+        return Op(self.kind, self.block, self.micro_batch, tuple(operands), waits)
 
 
 def drafts(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> list[Draft]:

@@ -1,48 +1,59 @@
 """Dependencies between lanes, from the slots that ops read and write."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from runtime.compiled import compiled, integers
-from runtime.plan import Lane, Op, Slot, Wait
+from runtime.plan import LANE_OF, OPS, Kind, Lane, Slot, Wait
+from runtime.plan.ops import Operand
 
 LANE_NUMBER = {lane: i for i, lane in enumerate(Lane)}
 NONE = -1
+_NO_WAIT = Wait(NONE)
 
 
-def with_waits(ops: Sequence[Op], after: Mapping[int, Wait]) -> tuple[Op, ...]:
-    """The ops with the fewest waits that order every two uses of a slot, one of them a write, as the program does.
+class User(Protocol):
+    """What uses slots: an op, or one that is being written."""
 
-    `after`: what op number i follows besides. Two steps are walked in program order; the waits of the second are those of
-    every later one (tests walk a third).
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def operands(self) -> Sequence[Operand]: ...
+
+
+def waits_of(ops: Sequence[User], after: Mapping[int, Wait], n_steps: int = 2) -> list[tuple[Wait, ...]]:
+    """The fewest waits that order every two uses of a slot, one of them a write, as the program does.
+
+    `after`: what op number i follows besides. Steps are walked in program order; the waits of the second are those of every later
+    one (tests walk a third).
     """
-    found = zip(ops, waits_of(ops, after, n_steps=2), strict=True)
-    return tuple([Op(op.kind, op.block, op.micro_batch, op.operands, waits) for op, waits in found])
-
-
-def waits_of(ops: Sequence[Op], after: Mapping[int, Wait], n_steps: int) -> list[tuple[Wait, ...]]:
-    """The waits of each op in the last of `n_steps` steps."""
     n = len(ops)
     numbers: dict[Slot, int] = {}
     uses: list[int] = []  # slots that an op reads, then those that it writes
     first_read, first_write = list[int](), list[int]()
     for op in ops:
         first_read.append(len(uses))
-        uses += [numbers.setdefault(slot, len(numbers)) for slot in op.reads]
+        row, written = OPS[op.kind], list[int]()
+        for name, slot in op.operands:
+            number = numbers.setdefault(slot, len(numbers))
+            if name in row.reads:
+                uses.append(number)
+            if name in row.writes:
+                written.append(number)
         first_write.append(len(uses))
-        uses += [numbers.setdefault(slot, len(numbers)) for slot in op.writes]
+        uses += written
     first_read.append(len(uses))
-    extra = [after.get(i, Wait(NONE)) for i in range(n)]
-    lanes = [LANE_NUMBER[op.lane] for op in ops]
+    extra = [after.get(i, _NO_WAIT) for i in range(n)]
+    lanes = [LANE_NUMBER[LANE_OF[op.kind]] for op in ops]
     targets, ends = _targets(
         n_steps, len(numbers), len(Lane), integers(lanes), integers(uses), integers(first_read), integers(first_write),
         integers([wait.op for wait in extra]), integers([wait.distance for wait in extra]),
     )  # fmt: skip
-    found, first, last = list[tuple[Wait, ...]](), 0, n_steps - 1
-    for i, end in enumerate(ends):
-        waits = tuple([Wait(int(t) % n, last - int(t) // n) for t in targets[first:end]])
-        assert all(w.distance in (0, 1) for w in waits), f"{ops[i].name} depends on a step before the previous one"
-        found.append(tuple(sorted(waits, key=lambda wait: (wait.distance, wait.op))))
+    assert min(targets, default=n) >= (n_steps - 2) * n, "an op depends on a step before the previous one"
+    here, found, first = (n_steps - 1) * n, list[tuple[Wait, ...]](), 0
+    for end in ends:  # of a later op first
+        of_op = list(map(int, reversed(targets[first:end])))
+        found.append((*[Wait(t - here) for t in of_op if t >= here], *[Wait(t - here + n, 1) for t in of_op if t < here]))
         first = end
     return found
 

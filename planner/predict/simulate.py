@@ -60,11 +60,11 @@ class Simulator:
     def __init__(self, plan: Plan) -> None:
         ops, repeat = plan.ops, plan.repeat or NOTHING
         self.plan, self.repeat = plan, repeat
-        queues = {lane: [i for i, op in enumerate(ops) if op.lane is lane] for lane in Lane}
+        queues: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        for i, op in enumerate(ops):
+            queues[op.lane].append(i)
         self.lanes = [lane for lane, queue in queues.items() if queue]
         self.queues = [queues[lane] for lane in self.lanes]
-        waits = [[_times_before(repeat, i, wait) for wait in op.waits] for i, op in enumerate(ops)]
-        wait_op, *times = zip(*(wait for of_op in waits for wait in of_op), strict=True) if any(waits) else [()] * 4
         n_kept = min(repeat.times, FIRST_KEPT + LAST_KEPT)
         self.n_spans_of = [n_kept if i in repeat else 1 for i in range(len(ops))]
         self.first_span = _ends(self.n_spans_of)
@@ -74,9 +74,9 @@ class Simulator:
             queue=integers([op for queue in self.queues for op in queue]),
             part_first=integers(first),
             part_end=integers(end),
-            wait_first=integers(_ends([len(of_op) for of_op in waits])),
-            wait_op=integers(wait_op),
-            wait_times=integers([n for of_wait in zip(*times, strict=True) for n in of_wait]),
+            wait_first=integers(_ends([len(op.waits) for op in ops])),
+            wait_op=integers([wait.op for op in ops for wait in op.waits]),
+            wait_times=integers([n for i, op in enumerate(ops) for wait in op.waits for n in _times_before(repeat, i, wait)]),
             first_span=integers(self.first_span),
             repeat_first=repeat.start,
             repeat_end=repeat.end,
@@ -182,13 +182,13 @@ class Simulator:
         return f"{self.plan.ops[op].name} needs what the machine has none of"
 
 
-def _times_before(repeat: Repeat, i: int, wait: Wait) -> tuple[int, int, int, int]:
-    """An op, and a, b, c: it is waited for until it has been performed a * step + b * repetition + c times since the start."""
-    if wait.op not in repeat:
-        return wait.op, 1, 0, 1 - wait.distance
+def _times_before(repeat: Repeat, i: int, wait: Wait) -> tuple[int, int, int]:
+    """a, b, c: an op is waited for until it has been performed a * step + b * repetition + c times since the start."""
+    if not repeat.start <= wait.op < repeat.end:
+        return 1, 0, 1 - wait.distance
     if i in repeat and not wait.distance:
-        return wait.op, repeat.times, 1, 1 - wait.back
-    return wait.op, repeat.times, 0, (1 - wait.distance) * repeat.times
+        return repeat.times, 1, 1 - wait.back
+    return repeat.times, 0, (1 - wait.distance) * repeat.times
 
 
 def _ends(counts: Sequence[int]) -> list[int]:

@@ -11,8 +11,9 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import inf
 
-from planner.bounds.bounds import busy_s, policy_bound
+from planner.bounds.bounds import busy_s
 from runtime.errors import PlanError
 from runtime.plan import Lane, Policy
 
@@ -27,8 +28,8 @@ MOST_RELAXED = 120  # parts whose bound is asked for, once that is spent
 LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the budget pays for few of them
 SCOUTED_FAMILIES = 3
 SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
-MOST_CLIMBED_OPS = 250_000  # of the plans of all climbs
-MOST_RESTARTED_OPS = 20_000  # of the plans of one climb in a smaller space
+MOST_CLIMBED_OPS = 120_000  # of the plans of all climbs
+MOST_RESTARTED_OPS = 12_000  # of the plans of one climb in a smaller space
 CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
 HOPELESS_FRACTION = 0.25  # by which a plan may be slower than that of another size, and still be climbed from
 LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
@@ -59,11 +60,11 @@ class Tree:
         from .relax import Relaxation  # scipy takes a while to load, and a policy that is asked for by name needs none
 
         self.trial = trial
-        self.relaxation = Relaxation(trial.model, trial.workload, trial.semantics, trial.cost, trial.clipped_fraction)
+        self.relaxation = Relaxation(trial.frames, trial.clipped_fraction)
         self.families = families(trial.semantics, trial.workload)
         self.best: Policy | None = None
-        self.known_s = float("inf")  # a step with other sizes
-        self.bound_s = float("inf")  # of all that was not simulated
+        self.known_s = inf  # a step with other sizes
+        self.bound_s = inf  # of all that was not simulated
         self.n_nodes = 0
         self.open: list[_Node] = []
         self.too_long: list[_Node] = []  # policies that were not simulated
@@ -71,13 +72,12 @@ class Tree:
     def relax(self) -> float:
         """Bound every family; the lowest bound is that of the whole space. Infinite: nothing fits."""
         for family in self.families:
-            if family.boundary_stride == 1:
-                self._relax(family, 0.0)
-            else:
-                self._push(self._computing_s(family), family, relaxed=False)
+            bound_s = self.relaxation.linear_bound_s(family) if family.boundary_stride == 1 else self._computing_s(family)
+            if bound_s < inf:
+                self._push(bound_s, family, relaxed=False)
         while self.open and not self.open[0].relaxed:
             self._expand(heapq.heappop(self.open))
-        return self.open[0].bound_s if self.open else float("inf")
+        return self.open[0].bound_s if self.open else inf
 
     def try_first(self, start: Iterable[Policy]) -> float:
         """The step of the best of these policies and of one that the relaxation of the most promising family suggests; infinite if
@@ -89,9 +89,9 @@ class Tree:
             suggested = self._suggested(replace(one, largest_group=one.accumulation_group), *SCOUTED_BUFFERS[1])
             for policy in [policy for policy in suggested if self._may_try(policy)][:1]:
                 self._take(policy)
-        return float("inf") if self.best is None else self.trial.step_s(self.best)
+        return inf if self.best is None else self.trial.step_s(self.best)
 
-    def explore(self, known_s: float = float("inf")) -> None:
+    def explore(self, known_s: float = inf) -> None:
         """Find the best policy; `bound_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
         a climb goes."""
         self.trial.n_ops = 0  # what was tried first is not counted
@@ -123,7 +123,7 @@ class Tree:
 
     def _computing_s(self, family: Family) -> float:
         """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
-        return busy_s(self.trial.frame(family.policy(self.trial.semantics)), self.trial.cost)[Lane.GPU]
+        return busy_s(self.trial.frames.of(family.policy(self.trial.semantics)), self.trial.cost)[Lane.GPU]
 
     def _scout(self) -> None:
         """Where plans are so long that few can be simulated, or bounds know less, begin with one of each promising family."""
@@ -192,7 +192,7 @@ class Tree:
             for policy in self._at_first(family, n_slots):
                 if self.trial.fits(policy):
                     is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.save)
-                    bound_s = 0.0 if is_lean else policy_bound(self.trial.frame(policy), self.trial.cost).seconds
+                    bound_s = 0.0 if is_lean else self.trial.frames.bound_s(policy)
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
@@ -220,8 +220,9 @@ class Tree:
         yield from found
 
     def _take(self, policy: Policy) -> None:
-        step_s = self.trial.step_s(policy)
-        if self.best is None or step_s < self.trial.step_s(self.best):
+        if self.best is None:
+            self.trial.step_s(policy)
+        if self.best is None or self.trial.beats(policy, self.best):
             self.best = policy
 
     def _climb_all(self) -> None:
@@ -256,13 +257,13 @@ class Tree:
         climbing = True
         while climbing and self.trial.step_s(best) > self.bound_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            near = neighbours(self.trial.frame(best), self.trial.profile, self.trial.clipped_fraction is not None, fine)
+            near = neighbours(self.trial.frames.of(best), self.trial.profile, self.trial.clipped_fraction is not None, fine)
             for policy in near if lacking else chain(self._refilled(best), near):
                 if self.trial.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
-                if self.trial.step_s(policy) < self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION):
+                if self.trial.beats(policy, best, LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
                     break
         return best

@@ -13,43 +13,17 @@ from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.integer import Program
 from planner.bounds.work import early_fetches, least_slots
 from planner.lower.arenas import N_SAVED_SLOTS, leaving_bytes
-from planner.predict.cost import CostModel
-from planner.predict.memory import footprint, frame
-from runtime.plan import Policy, Semantics, Setup, Update
+from runtime.plan import Policy, Update
 from runtime.plan.legality import can_square
 from runtime.plan.policy import RICHER
-from runtime.plan.workload import BlockKind, Model, Saved, Workload
+from runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
+from .frames import Frames
 from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
 
 RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 Treated = Callable[[Policy, Sequence[int]], Policy]
-
-
-class Frames:
-    """Policies of one workload, with their arenas and without ops."""
-
-    def __init__(self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel) -> None:
-        self.model, self.workload, self.semantics, self.cost = model, workload, semantics, cost
-        self._known: dict[Policy, Setup] = {}
-        self._peaks: dict[Policy, tuple[int, int]] = {}
-
-    def of(self, policy: Policy) -> Setup:
-        if policy not in self._known:
-            self._known[policy] = frame(self.model, self.workload, self.semantics, policy)
-        return self._known[policy]
-
-    def peaks(self, policy: Policy) -> tuple[int, int]:
-        """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""
-        one_slot = replace(policy, gradient_slots=1)
-        if one_slot not in self._peaks:
-            plan = self.of(one_slot)
-            found, gradients = footprint(plan, self.cost.profile), plan.arena("gradients")
-            assert gradients is not None
-            leaving_bytes = sum(gradients.slot_bytes[:2])
-            self._peaks[one_slot] = found.device_peak_bytes - plan.transient_bytes - leaving_bytes, found.host_peak_bytes
-        return self._peaks[one_slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +153,7 @@ class Choices:
 
     def within_memory(self) -> None:
         """A row for the device and one for the host, each in shares of what the machine has."""
-        p, profile, blocks = self.program, self.frames.cost.profile, self.workload.blocks
-        needs = footprint(self.plan, profile)
+        p, blocks, needs = self.program, self.workload.blocks, self.frames.needs(self.lean)
         has = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
         rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
 

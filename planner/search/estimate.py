@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
 
-from hwprofiles.schema import Profile
-from planner.bounds.bounds import busy_s, policy_bound
-from planner.predict.cost import CostModel
-from planner.predict.memory import footprint, frame
-from runtime.plan import Kind, Op, Policy, Semantics, Setup, Update
+from planner.bounds.bounds import busy_s
+from runtime.plan import Kind, Op, Policy, Setup, Update
 from runtime.plan.footprint import device_needs
-from runtime.plan.workload import ITEM_BYTES, Block, Model, Saved, Workload
+from runtime.plan.workload import ITEM_BYTES, Block, Saved
 
+from .frames import Frames
 from .space import (
     Family,
     Way,
@@ -53,11 +51,9 @@ class _Upgrade:
 class Greedy:
     """Greedy policies of one workload."""
 
-    def __init__(self, model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> None:
-        self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
-        self.cost = CostModel(profile)
-        self._frames: dict[Policy, Setup] = {}
-        self._bounds_s: dict[Policy, float] = {}
+    def __init__(self, frames: Frames) -> None:
+        self.frames, self.workload, self.semantics, self.profile = frames, frames.workload, frames.semantics, frames.profile
+        self.cost = frames.cost
 
     def policies(self) -> list[Policy]:
         """Those that fit."""
@@ -74,7 +70,7 @@ class Greedy:
                 leaves |= not has_all
                 if has_all:
                     break  # what boundaries on the host would make room for is there
-                if filled is not None and group < n and self.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
+                if filled is not None and group < n and self.frames.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
                     others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
                     found |= {other: None for other in others if other is not None}
         for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
@@ -93,7 +89,7 @@ class Greedy:
 
     def _may_stay(self) -> Sequence[int]:
         """The first blocks, as many as leave their state room on the device under a lean policy."""
-        whole = self._frame(Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED))
+        whole = self.frames.of(Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED))
         return most_on_device(whole, self.profile)[0].policy.device_blocks
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
@@ -102,7 +98,7 @@ class Greedy:
         block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
         if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
-        plan = self._frame(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
+        plan = self.frames.of(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
@@ -116,19 +112,9 @@ class Greedy:
                 {layers[i]: away[layers[i]] for i in range(0, len(layers), each)} for each in FEWER_LEAVING if each < len(layers)
             )
 
-    # -- how long a step takes --------------------------------------------------------------------------------------
-
     def lanes_s(self, policy: Policy) -> float:
         """No step is shorter than the ops of its busiest lane, one after the other."""
-        return max(busy_s(self._frame(policy), self.cost).values())
-
-    def bound_s(self, policy: Policy) -> float:
-        """Nor than what shares the machine, and the ring of updates, allow."""
-        if policy not in self._bounds_s:
-            self._bounds_s[policy] = policy_bound(self._frame(policy), self.cost).seconds
-        return self._bounds_s[policy]
-
-    # -- what it does with memory -----------------------------------------------------------------------------------
+        return max(busy_s(self.frames.of(policy), self.cost).values())
 
     def _of_largest_group(self, spills: bool) -> tuple[Policy | None, bool]:
         """With half of the micro-batches in a group, or a quarter, and so on."""
@@ -158,10 +144,10 @@ class Greedy:
         of_family = with_ways(of_family, away)
         of_family = staying(of_family, stay) if stay else of_family
         leans = (replace(of_family, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
-        lean = next((lean for lean in leans if footprint(self._frame(lean), self.profile).fits), None)
+        lean = next((lean for lean in leans if self.frames.needs(lean).fits), None)
         if lean is None:
             return None, False
-        framed = self._frame(lean)
+        framed = self.frames.of(lean)
         of_others = (upgrade for upgrade in self._upgrades(lean, family) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
         n = most(len(upgrades) + len(blocks), lambda n: self._fits(framed, _with(lean, upgrades, blocks, n)))
@@ -200,11 +186,6 @@ class Greedy:
             if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # which saves its input too
                 ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
         return ways
-
-    def _frame(self, policy: Policy) -> Setup:
-        if policy not in self._frames:
-            self._frames[policy] = frame(self.model, self.workload, self.semantics, policy)
-        return self._frames[policy]
 
 
 def halves(n: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ simulated.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -15,14 +16,16 @@ from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.facets import Array, Facets
 from planner.bounds.integer import Rows
 from planner.bounds.reasons import Subject, reasons
-from planner.bounds.work import Buffers, Groups, Work, least_slots, work_of
+from planner.bounds.work import Buffers, Groups, Work, Works, least_slots
 from planner.predict.cost import CostModel
-from runtime.plan import Kind, Op, Policy, Semantics, Setup, Update
-from runtime.plan.workload import Model, Workload
+from runtime.plan import Kind, Op, Policy, Setup, Update
 
-from .choices import Choices, Frames
+from .choices import Choices
 from .climb import Omission
+from .frames import Frames
 from .space import GRADIENT_SLOTS, Family, Fill, can_spill, staying, ways_of, with_ways
+
+_Part = tuple[Family, int | None, int | None, Omission | None]
 
 LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
 MORE_LONGEST = 64
@@ -43,15 +46,13 @@ class Relaxation:
     A prefetch depth above the usual ones stands for itself and all that are deeper, and so do gradient slots for more of them.
     """
 
-    def __init__(
-        self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel, clipped_fraction: float | None
-    ) -> None:
+    def __init__(self, frames: Frames, clipped_fraction: float | None) -> None:
         self.clipped_fraction = clipped_fraction
-        self._frames = Frames(model, workload, semantics, cost)
-        self._clipped_cost = CostModel(cost.profile, clipped=True)
+        self._frames = frames
+        self._clipped_works = Works(CostModel(frames.profile, clipped=True))
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
-        self._works: dict[tuple[Policy, int, Groups, bool], Work] = {}
-        self._known: dict[tuple[Family, int | None, int | None, Omission | None], Relaxed | None] = {}
+        self._known: dict[_Part, Relaxed | None] = {}
+        self._programs: dict[_Part, tuple[Choices, float]] = {}  # of which only the linear bound is known
 
     @property
     def n_solved(self) -> int:
@@ -64,12 +65,25 @@ class Relaxation:
         is not made, for a suggestion."""
         key = (family, prefetch_depth, gradient_slots, lacking)
         if key not in self._known:
-            self._known[key] = self._solved(family, prefetch_depth, gradient_slots, lacking)
+            choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
+            found = choices.program.solve()
+            self._known[key] = None
+            if found is not None:
+                bound, x = found
+                self._known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
         return self._known[key]
 
-    def _solved(
+    def linear_bound_s(self, family: Family) -> float:
+        """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""
+        key = (family, None, None, None)
+        self._programs[key] = choices, scale_s = self._program(*key)
+        found = choices.program.solve(integers=False)
+        return inf if found is None else found[0] * scale_s * (1 - SLACK)
+
+    def _program(
         self, family: Family, prefetch_depth: int | None, gradient_slots: int | None, lacking: Omission | None
-    ) -> Relaxed | None:
+    ) -> tuple[Choices, float]:
+        """The program, and how many seconds its unit is."""
         lean = replace(family.policy(self._frames.semantics), gradient_slots=gradient_slots or 1)
         choices = Choices(self._frames, lean, family, prefetch_depth, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
@@ -84,11 +98,7 @@ class Relaxation:
                     rows.at_least(step, quantity)
         choices.together(lacking)
         choices.within_memory()
-        found = choices.program.solve()
-        if found is None:
-            return None
-        bound, x = found
-        return Relaxed(bound * rows.scale * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
+        return choices, rows.scale
 
     def _facets_of(self, lean: Policy) -> Facets:
         """Facets that hold for every policy which sums gradients where this lean one does, and trains in the same places."""
@@ -106,8 +116,8 @@ class Relaxation:
             yield of(replace(lean, boundary_stride=2))
         if plan.reduced and plan.workload.trains_all:
             yield of(replace(lean, square_on_device=True))
-            yield of(staying(lean, places_to_stay(plan, self._frames.cost.profile)))
-        of_cpu = self._frames.cost.profile.device.kind == "cpu"
+            yield of(staying(lean, places_to_stay(plan, self._frames.profile)))
+        of_cpu = self._frames.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
                 if way.away or of_cpu:
@@ -117,7 +127,7 @@ class Relaxation:
         """Work of the family: the lean policy's, plus each choice's difference times its count."""
         facets = self._facets_of(lean)
         whole = Work.none(len(facets.keys), width)
-        for first, blocks in choices.plan.blocks_alike().items():
+        for first, blocks in choices.plan.blocks_alike.items():
             whole.add(self._of_block(lean, first, groups, facets, clipped), len(blocks))
         for choice in choices.all():
             b = choice.blocks[0]
@@ -130,11 +140,8 @@ class Relaxation:
         return whole
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
-        key = (replace(policy, gradient_slots=1), block, groups, clipped)  # on how many slots there are no op's cost depends
-        if key not in self._works:
-            cost = self._clipped_cost if clipped else self._frames.cost
-            self._works[key] = work_of(self._frames.of(key[0]), cost, facets, block, groups)
-        return self._works[key]
+        works = self._clipped_works if clipped else self._frames.works
+        return works.of(self._frames.bare(policy), facets, block, groups)
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows

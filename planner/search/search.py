@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from math import inf
 
 from hwprofiles.schema import Profile
-from planner.bounds.bounds import policy_bound
 from planner.bounds.machine import machine_bound
-from planner.predict.memory import Footprint, footprint
+from planner.predict.memory import Footprint
 from runtime.errors import PenstockError, PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_illegal
@@ -55,7 +54,7 @@ def search(
         return _of_policy(trials, fixed, free)
     for trial in trials:
         refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
-    machine_s = [machine_bound(trial.frame(Policy()), trial.cost).seconds for trial in trials]
+    machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
     ready = [(bound_s, False, i) for i, bound_s in enumerate(machine_s)]  # seconds, whether families are bounded, which
     heapq.heapify(ready)
     trees: dict[int, Tree] = {}
@@ -106,9 +105,8 @@ def _refuse_too_long(sizes: Sequence[Size], fixed: Policy | str | None) -> None:
 def _starts(trial: Trial) -> list[Policy]:
     """Policies to begin with: other systems' schedules, and some greedy ones."""
     others = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
-    greedy = Greedy(trial.model, trial.workload, trial.semantics, trial.profile)
-    likely = [policy for policy in greedy.policies() if not trial.is_too_long(policy)]
-    return [*filter(trial.fits, others), *sorted(likely, key=greedy.bound_s)[:STARTS]]
+    likely = [policy for policy in Greedy(trial.frames).policies() if not trial.is_too_long(policy)]
+    return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, others)]
 
 
 def _nothing_fits(trials: Sequence[Trial], trees: Sequence[Tree], free: frozenset[str]) -> PenstockError:
@@ -140,10 +138,9 @@ def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str
         except PlanError as error:  # with other micro-batches, say, than its groups have
             refused = refused or error
             continue
-        plan = trial.frame(policy)
-        needs.append(footprint(plan, trial.profile))
+        needs.append(trial.frames.needs(policy))
         if needs[-1].fits:
-            ready.append((policy_bound(plan, trial.cost).seconds, i, policy))
+            ready.append((trial.frames.bound_s(policy), i, policy))
     if not needs:
         assert refused is not None
         raise refused

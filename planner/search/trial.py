@@ -6,12 +6,13 @@ from typing import Any
 from hwprofiles.schema import Profile
 from planner.lower.lower import lower, plan_ops
 from planner.predict.cost import CostModel, region_of
-from planner.predict.memory import footprint, frame, short_of
+from planner.predict.memory import short_of
 from planner.predict.simulate import Prediction, Simulator, n_simulated
-from runtime.plan import Plan, Policy, Semantics, Setup
+from runtime.plan import Plan, Policy, Semantics
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.workload import Model, Saved, Workload
 
+from .frames import Frames
 from .space import BASELINES, baseline
 
 MAX_STEPS = 24
@@ -28,11 +29,11 @@ class Trial:
         self.clipped_fraction = clipped_fraction  # of the steps; None: unknown, so no block is updated before the norm
         self.profile_json = profile.to_json()
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
+        self.frames = Frames(model, workload, semantics, self.cost)
         self.tried: dict[Policy, Prediction] = {}  # without timelines
         self.clipped: dict[Policy, float] = {}
         self.n_ops = 0  # that were simulated
         self._lowered: dict[Policy, tuple[Plan, Simulator]] = {}  # by all of a policy that decides on ops
-        self._fits: dict[Policy, bool] = {}
 
     def step_s(self, policy: Policy) -> float:
         """Seconds of a step, in the mean over those that are clipped and those that are not."""
@@ -49,7 +50,7 @@ class Trial:
         if known is None:
             return lower(self.model, self.workload, self.semantics, policy, self.profile_json)
         refuse_illegal(self.workload, self.semantics, policy)
-        return replace(known[0], policy=policy, arenas=self.frame(policy).arenas)
+        return replace(known[0], policy=policy, arenas=self.frames.of(policy).arenas)
 
     def adopt(self, plan: Plan) -> None:
         """Simulate a plan as the one of its policy."""
@@ -71,22 +72,22 @@ class Trial:
         """Whether its plan has too many ops to be simulated in a search: groups too large to repeat often."""
         return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
 
-    def frame(self, policy: Policy) -> Setup:
-        return frame(self.model, self.workload, self.semantics, policy)
-
     def fits(self, policy: Policy) -> bool:
         """Whether the memory there is is enough, and one rank's share of the step may go through the layers so."""
-        if policy not in self._fits:
-            of_ranks = policy.accumulation_group >= self.semantics.least_group
-            self._fits[policy] = of_ranks and footprint(self.frame(policy), self.profile).fits
-        return self._fits[policy]
+        return policy.accumulation_group >= self.semantics.least_group and self.frames.needs(policy).fits
+
+    def beats(self, policy: Policy, other: Policy, by_fraction: float = 0.0) -> bool:
+        """Whether its step is shorter than that of another, by more than that share. Its bound is asked first: lowering takes
+        twenty times as long."""
+        limit_s = self.step_s(other) * (1 - by_fraction)
+        return (policy in self.tried or self.frames.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """What each static candidate would take, or why it cannot run here."""
         result: dict[str, dict[str, Any]] = {}
         for name in BASELINES:
             policy = baseline(name, self.semantics, self.workload)
-            needs = footprint(self.frame(policy), self.profile)
+            needs = self.frames.needs(policy)
             result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
         return result
 

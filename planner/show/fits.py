@@ -19,7 +19,7 @@ from planner.search.estimate import Greedy
 from planner.search.micro_batch import possible_sizes
 from planner.search.space import leanest
 from planner.search.trial import Trial
-from runtime.plan import Policy, Semantics
+from runtime.plan import Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB
 
@@ -133,13 +133,13 @@ def does_fit(model: Model, semantics: Semantics, profile: Profile) -> bool:
 def estimated_s(model: Model, semantics: Semantics, profile: Profile) -> float:
     """About the seconds of a step, of a model that fits: that of the greedy plan with the lowest bound."""
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
-    greedy = [Greedy(model, workload, of, profile) for of, workload in sizes]
-    likely: list[tuple[Greedy, Policy]] = [(of, policy) for of in greedy[:N_ESTIMATED] for policy in of.policies()]
+    trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
+    likely = [(of, policy) for of in trials[:N_ESTIMATED] for policy in Greedy(of.frames).policies()]
     if not likely:  # so tight that only the leanest fit
-        lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in greedy)
+        lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in trials)
         likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
-    of, policy = min(likely, key=lambda pair: pair[0].bound_s(pair[1]))
-    return Trial(model, of.workload, of.semantics, profile, None).step_s(policy)
+    of, policy = min(likely, key=lambda pair: pair[0].frames.bound_s(pair[1]))
+    return of.step_s(policy)
 
 
 def _semantics(model: Model, semantics: Semantics) -> Semantics:

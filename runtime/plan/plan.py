@@ -26,7 +26,7 @@ MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has so
 P = TypeVar("P", bound="Plan")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan(Setup):
     """The ops of one steady-state step and everything needed to perform them."""
 
@@ -61,7 +61,7 @@ class Plan(Setup):
         return len(self.ops) + (0 if self.repeat is None else (self.repeat.times - 1) * self.repeat.n_ops)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Written(Plan):
     """A plan as it is in a file."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -22,7 +23,7 @@ Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # what a layer may save besides its input, the least first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Semantics:
     """What is computed: the user's choice. It alone decides the bits of the result."""
 
@@ -54,7 +55,7 @@ class Semantics:
     base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
     __pydantic_config__ = FILE
 
-    @property
+    @cached_property
     def n_micro_batches(self) -> int:
         """The last of them has what is left of the batch."""
         return -(-self.batch_size // self.micro_batch)
@@ -99,7 +100,7 @@ class Semantics:
         """Sums of one gradient that there are at a time."""
         return self.sum_groups.bit_length()
 
-    @property
+    @cached_property
     def _of_a_sum(self) -> int:
         return self.n_micro_batches // self.sum_groups
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated
 
 from pydantic import Field
@@ -50,7 +50,7 @@ class Arena:
         return sum(self.slot_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
     """What a plan is about, with the arenas its ops will use."""
 
@@ -80,7 +80,7 @@ class Setup:
         counts = ((0, n_first), (1, len(micro_batches) - n_first - n_last), (last, n_last))
         return [(m, count) for m, count in counts if count]
 
-    @property
+    @cached_property
     def reduced(self) -> bool:
         """Whether the device sums the micro-batches: all are in one group, and a gradient crosses the link once a step."""
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
@@ -187,7 +187,7 @@ class Setup:
         is_whole_there = self.policy.square_on_device and block in can_square(self.workload, self.semantics)
         return is_whole_there or block in self.policy.device_blocks
 
-    @property
+    @cached_property
     def squared(self) -> list[int]:
         """The blocks of whose gradients the device sums the squares."""
         return [b for b in range(len(self.workload.blocks)) if self.squares(b)]
@@ -232,14 +232,23 @@ class Setup:
             case Often.USE:
                 return 1 if block in self.policy.resident_blocks else self.uses(block)
 
+    @cached_property
     def blocks_alike(self) -> dict[int, list[int]]:
         """Blocks that differ in nothing but names and to which the policy does the same, by the first of them."""
-        policy, found = self.policy, dict[object, list[int]]()
-        lists = [frozenset(getattr(policy, name)) for name in BLOCK_LISTS]
-        for b, first in self.workload.first_alike.items():
-            is_again = policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, b)
-            found.setdefault((first, policy.saved(b), is_again, *[b in blocks for blocks in lists]), []).append(b)
+        found: dict[object, list[int]] = {}
+        for b in range(len(self.workload.blocks)):
+            found.setdefault(self.treatment(b), []).append(b)
         return {blocks[0]: blocks for blocks in found.values()}
+
+    def treatment(self, block: int) -> tuple[object, ...]:
+        """What a block is but for names, and all that the policy says of it alone."""
+        is_again = self.policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, block)
+        is_listed = [block in blocks for blocks in self._lists]
+        return (self.workload.first_alike[block], self.policy.saved(block), is_again, *is_listed)
+
+    @cached_property
+    def _lists(self) -> list[frozenset[int]]:
+        return [frozenset(getattr(self.policy, name)) for name in BLOCK_LISTS]
 
     def uses(self, block: int) -> int:
         """How many runs of micro-batches compute with a block's weights: each group's forward, and a layer's backward."""
@@ -266,7 +275,7 @@ class Setup:
         """Slots of `weights` for layers that come and go. Where they come packed, as many wait so, and one is unpacked."""
         return 1 if self.packed_slots else self.policy.prefetch_depth + 1
 
-    @property
+    @cached_property
     def packed_slots(self) -> int:
         """Slots of `packed`, for layers that come and go."""
         layers = range(1, self.workload.n_layers + 1)
@@ -310,7 +319,7 @@ class Setup:
         saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike.values())
         return self.policy.accumulation_group * (saved - away)
 
-    @property
+    @cached_property
     def _layers_alike(self) -> dict[tuple[int, Saved], tuple[int, int]]:
         """By class and what is saved: one such layer, and how many there are."""
         found: dict[tuple[int, Saved], tuple[int, int]] = {}

@@ -7,9 +7,10 @@ import pytest
 
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
-from planner.bounds import bounds
+from planner.bounds import work as of_blocks
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
+from planner.search.frames import Frames
 from planner.search.relax import Relaxation
 from planner.search.space import Family
 from runtime.plan import Policy, Semantics, Update
@@ -64,7 +65,7 @@ def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
 @pytest.mark.parametrize(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
 def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, n_sequences, sizes):
     of = grouped(model, machine, seq_len, n_sequences)
-    relaxation = Relaxation(of.model, of.workload, of.semantics, CostModel(of.profile), None)
+    relaxation = Relaxation(Frames(of.model, of.workload, of.semantics, CostModel(of.profile)), None)
     for size in sizes:
         lean = Family(Update.DEFERRED, size, size, 1).policy(of.semantics)
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):
@@ -77,13 +78,13 @@ def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, 
 def test_what_was_wrong_is_caught(monkeypatch):
     """The head's gradients counted among those that leave on the way down, all of them, as they once were."""
     of = grouped("qwen2.5-0.5b", "rtx4090-desktop", 1024, 32)
-    right = bounds.work_of
+    right = of_blocks.work_of
 
     def work_of(plan, cost, facets, block, groups):
         work = right(plan, cost, facets, block, groups)
         work["head_leaving"][:] *= plan.semantics.n_micro_batches / groups.n
         return work
 
-    monkeypatch.setattr(bounds, "work_of", work_of)
+    monkeypatch.setattr(of_blocks, "work_of", work_of)
     policy = Policy(prefetch_depth=3, gradient_slots=2, accumulation_group=16)
     assert [h.name for h in held(of, policy) if h.is_broken]

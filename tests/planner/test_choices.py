@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from planner.predict.cost import CostModel
-from planner.search.choices import Choices, Frames
+from planner.search.choices import Choices
+from planner.search.frames import Frames
 from runtime.plan import Policy
 from tests.adversary import Cell, cell, drawn_policy, family_of
 

@@ -13,13 +13,14 @@ from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
-from planner.predict.cost import region_of
+from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import footprint, frame
 from planner.predict.simulate import simulate
 from planner.search import search as room
 from planner.search.answer import Answer
 from planner.search.branch import Tree
 from planner.search.estimate import Greedy
+from planner.search.frames import Frames
 from planner.search.micro_batch import (
     LEAST_LOSS_TILE,
     MORE_PARTS,
@@ -124,9 +125,8 @@ def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
     answer = fastest(model, profile, start(model, profile, 4096, 4))
     for of, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
-        greedy = Greedy(model, workload, of, profile)
         trial = Trial(model, workload, of, profile, None)
-        steps_s = [trial.step_s(policy) for policy in greedy.policies()]
+        steps_s = [trial.step_s(policy) for policy in Greedy(trial.frames).policies()]
         assert answer.step_s <= min(steps_s, default=float("inf")) * (1 + NEAR_FRACTION)
         assert answer.certificate.policy_bound_s <= min(steps_s, default=float("inf"))
 
@@ -183,7 +183,7 @@ def test_greedy_plans_are_right_and_no_step_is_below_their_bounds(cell: int) -> 
     profile = on(machine, device_bytes)
     of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 and one that is smaller
     workload = build_workload(model, of)
-    greedy = Greedy(model, workload, of, profile)
+    greedy = Greedy(Frames(model, workload, of, CostModel(profile)))
     found = greedy.policies()
     assert {1} < {policy.accumulation_group for policy in found}
     for policy in found:
@@ -191,7 +191,7 @@ def test_greedy_plans_are_right_and_no_step_is_below_their_bounds(cell: int) -> 
         check(plan)
         demands = greedy.cost.demands(plan)
         step_s = simulate(plan, demands, region_of(profile)).step_s
-        assert greedy.lanes_s(policy) <= greedy.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
+        assert greedy.lanes_s(policy) <= greedy.frames.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
         if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers and not policy.device_blocks:
             more = replace(policy, resident_blocks=tuple(range(larger + 1)))

@@ -15,7 +15,7 @@ from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
 from planner.bounds.bounds import policy_bound, policy_bounds
 from planner.bounds.machine import machine_bound
-from planner.bounds.work import ops_of, spared_ops
+from planner.bounds.work import Works, ops_of, spared_ops
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
@@ -25,6 +25,7 @@ from planner.predict.resident import shares_memory
 from planner.predict.simulate import simulate
 from planner.search.branch import Tree
 from planner.search.estimate import Greedy
+from planner.search.frames import Frames
 from planner.search.micro_batch import sizes_of
 from planner.search.relax import Relaxation
 from planner.search.search import search
@@ -220,7 +221,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
 
-    relaxation = Relaxation(model, workload, s, CostModel(profile), None)
+    relaxation = Relaxation(Frames(model, workload, s, CostModel(profile)), None)
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     lowest_s = min(below_s.values())
     if opens:  # into sizes of groups, and into numbers of slots
@@ -348,7 +349,7 @@ def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     )  # fmt: skip
     plan = lower(model, workload, semantics, policy, {})
     simulated = simulate(plan, cost.demands(plan), region_of(cost.profile))
-    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, cost)}
+    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, Works(cost))}
     busy_s = simulated.busy_s(plan)[Lane.H2D]
     assert busy_s > 1.1 * bounds["lane h2d"]
     assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)

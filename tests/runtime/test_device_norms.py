@@ -16,6 +16,7 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import frame
 from planner.predict.simulate import simulate
+from planner.search.frames import Frames
 from planner.search.relax import Relaxation
 from planner.search.space import Family, family_of
 from runtime.errors import PlanError
@@ -118,7 +119,7 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     cost = CostModel(machine)
     plan = lower(NOBODY, workload, s, policy, {})
     prediction = simulate(plan, cost.demands(plan), region_of(machine))
-    relaxation = Relaxation(NOBODY, workload, s, cost, 0.0 if speculates else None)
+    relaxation = Relaxation(Frames(NOBODY, workload, s, cost), 0.0 if speculates else None)
     for buffers in ((None, None), (policy.prefetch_depth, policy.gradient_slots)):
         relaxed = relaxation.solve(family_of(policy, s), *buffers)
         assert relaxed is not None

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from hwprofiles.schema import read_profile
 from planner.check.check import check
-from planner.lower.waits import with_waits
 from planner.model.workload import build_workload
 from runtime.compute.blocks import op_seed
 from runtime.errors import PenstockError
 from runtime.executor import OpError, execute
 from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
 from runtime.plan.workload import Model, Saved
+from tests.edits import with_waits
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.training import (
