@@ -1,6 +1,7 @@
 """Arenas of a policy: which slots, how large, on which memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from runtime.plan import Arena, Place, Setup, Update
 from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
@@ -56,7 +57,7 @@ def arenas_of(plan: Setup) -> Iterator[Arena]:
 
 def _device_arenas(plan: Setup) -> Iterator[Arena]:
     blocks, policy = plan.workload.blocks, plan.policy
-    item, slots = ITEM_BYTES[plan.semantics.compute_dtype], [plan.slot_elements(b) for b in range(len(blocks))]
+    item, slots = ITEM_BYTES[plan.semantics.compute_dtype], _of_blocks(plan, plan.slot_elements)
     layer_elements, vocab_elements = _largest(slots)
     resident = [slots[b] * item for b in policy.resident_blocks]
     yield Arena("weights", Place.DEVICE, (*(layer_elements * item,) * plan.n_streaming, vocab_elements * item, *resident))
@@ -72,9 +73,9 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.offload_blocks:
         largest_bytes = max(plan.recompute(b).slot_bytes for b in policy.offload_blocks)
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
-    leaving = [0 if b in policy.device_blocks else leaving_bytes(plan, b) for b in range(len(blocks))]
+    leaving, on_device = _of_blocks(plan, partial(leaving_bytes, plan)), {*policy.device_blocks}
     ranks = plan.semantics.ranks
-    layer_bytes, vocab_bytes = _largest(leaving)
+    layer_bytes, vocab_bytes = _largest([0 if b in on_device else n_bytes for b, n_bytes in enumerate(leaving)])
     kept = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *kept))
     if policy.device_blocks:
@@ -93,6 +94,12 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("squares", Place.DEVICE, tuple(_aligned(SQUARE_BYTES * len(blocks[b].trained)) for b in squared))
 
 
+def _of_blocks(plan: Setup, of: Callable[[int], int]) -> list[int]:
+    """A number of each block, asked of one of each sort."""
+    known = {blocks[0]: of(blocks[0]) for blocks in plan.workload.classes}
+    return [known[plan.workload.first_alike[b]] for b in range(len(plan.workload.blocks))]
+
+
 def _largest(of_blocks: Sequence[int]) -> tuple[int, int]:
     """The largest of the layers' numbers, and of the embedding's and the head's."""
     return max(of_blocks[1:-1]), max(of_blocks[0], of_blocks[-1])
@@ -106,7 +113,7 @@ def leaving_bytes(plan: Setup, block: int) -> int:
 
 def _largest_gradients(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
     """Of a layer's gradient, and of the embedding's or the head's, those of some blocks apart."""
-    return _largest([0 if b in without else plan.gradient_elements(b) for b in range(len(plan.workload.blocks))])
+    return _largest([0 if b in without else n for b, n in enumerate(_of_blocks(plan, plan.gradient_elements))])
 
 
 def _activation_bytes(plan: Setup) -> list[int]:
@@ -114,16 +121,17 @@ def _activation_bytes(plan: Setup) -> list[int]:
 
 
 def _host_arenas(plan: Setup) -> Iterator[Arena]:
-    blocks, policy = plan.workload.blocks, plan.policy
+    policy = plan.policy
     per_param = sum(plan.state_bytes().values())
     on_device = {*policy.device_blocks}  # which have nothing here
-    in_state = [plan.part_elements(b) * per_param * (b not in on_device) for b in range(len(blocks))]
+    parts = _of_blocks(plan, plan.part_elements)
+    in_state = [n * per_param * (b not in on_device) for b, n in enumerate(parts)]
     if not plan.workload.trains_all:
         in_state = [n_bytes + plan.frozen_bytes(b) for b, n_bytes in enumerate(in_state)]
-    in_state += [plan.part_elements(b) * per_param for b in policy.speculate_blocks]
+    in_state += [parts[b] * per_param for b in policy.speculate_blocks]
     yield Arena("state", Place.HOST, tuple(in_state))
-    sent = [plan.gradient_elements(b) // plan.semantics.ranks * (b not in on_device) for b in range(len(blocks))]
-    gradients = [n_elements * ITEM_BYTES[plan.host_gradient_dtype(i)] for i, n_elements in enumerate(sent)]
+    sent = _of_blocks(plan, lambda b: plan.gradient_elements(b) // plan.semantics.ranks * ITEM_BYTES[plan.host_gradient_dtype(b)])
+    gradients = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(sent)]
     if eager_ring(plan):
         layers = gradients[1:-1]
         gradients[1:-1] = [max(layers)] * min(N_EAGER_SLOTS, len(layers))
@@ -138,6 +146,6 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     if policy.spill_blocks:
         sizes = _activation_bytes(plan)
         yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)))
-    n_numbers = [plan.norm_numbers(b) for b in range(len(blocks))]
+    n_numbers = _of_blocks(plan, plan.norm_numbers)
     n_clip = 1 if plan.semantics.ranks == 1 else plan.semantics.ranks * plan.shared_numbers()
     yield Arena("norm", Place.HOST, tuple(_aligned(SQUARE_BYTES * n) for n in (*n_numbers, n_clip)))

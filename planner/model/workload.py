@@ -8,7 +8,7 @@ square that is really computed.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 
 from runtime.plan import Semantics
 from runtime.plan.train import TARGETS, Train
@@ -340,4 +340,9 @@ def log_softmax_bytes(tokens: int, vocab: int) -> int:
 
 def _renamed(block: Block, name: str) -> Block:
     """The same layer under another name, its weights' names starting with it."""
-    return replace(block, name=name, parameters=tuple(replace(p, name=f"{name}.{p.name}") for p in block.parameters))
+    return replace(block, name=name, parameters=_under(name, block.parameters))
+
+
+@lru_cache(maxsize=4096)
+def _under(name: str, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    return tuple(replace(p, name=f"{name}.{p.name}") for p in parameters)

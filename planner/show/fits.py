@@ -7,6 +7,7 @@ of a greedy plan, which a search beats, or misses, by a few per cent.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from math import log
 from typing import Any
 
@@ -16,7 +17,7 @@ from planner.model.config import shipped_models
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
 from planner.search.estimate import Greedy
-from planner.search.micro_batch import possible_sizes
+from planner.search.micro_batch import Size, possible_sizes
 from planner.search.space import leanest
 from planner.search.trial import Trial
 from runtime.plan import Semantics
@@ -63,6 +64,7 @@ def family_of(name: str, model_type: str) -> str:
     return f"{stem}-moe" if model_type.endswith("_moe") else stem
 
 
+@lru_cache(maxsize=1)
 def families() -> dict[str, list[str]]:
     """The shipped models by family, the smallest first; families by name."""
     sizes: dict[str, list[tuple[int, str]]] = {}
@@ -101,38 +103,39 @@ def fits(
     for whole, n_bytes in hosts(profiles, host_memories):
         profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
         fit = Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched)
-        model = next((model for model in models if does_fit(model, _semantics(model, semantics), profile)), None)
-        if model is not None:
-            key, of = (profile.name, str(model.name)), _semantics(model, semantics)
+        fitting = ((model, fitting_sizes(model, _semantics(model, semantics), profile)) for model in models)
+        if largest := next(((model, sizes) for model, sizes in fitting if sizes), None):
+            model, sizes = largest
+            key = profile.name, str(model.name)
             if key not in speeds:
-                speeds[key] = tokens_per_s(model, of, profile, searched)
-            fit = replace(fit, model=model.name, n_params=build_workload(model, of).n_params, tokens_per_s=speeds[key])
+                speeds[key] = tokens_per_s(model, sizes, profile, searched)
+            fit = replace(fit, model=model.name, n_params=sizes[0][1].n_params, tokens_per_s=speeds[key])
         found.append(fit)
     return found
 
 
-def tokens_per_s(model: Model, semantics: Semantics, profile: Profile, searched: bool) -> float:
+def tokens_per_s(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> float:
     """The speed of a model that fits: of the plan that a search finds, or an estimate."""
+    semantics = sizes[-1][0]
     if not searched:
-        return semantics.tokens_per_step / estimated_s(model, semantics, profile)
+        return semantics.tokens_per_step / estimated_s(model, sizes, profile)
     found = candidate(model, profile, semantics).speed
     assert found is not None, f"{model.name} fits {profile.name}"
     return found.tokens_per_s
 
 
-def does_fit(model: Model, semantics: Semantics, profile: Profile) -> bool:
-    """Whether some policy fits with some sizes that may be chosen."""
+def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Sequence[Size]:
+    """The sizes that may be chosen, if some policy fits with one of them; none, if not."""
     workload = build_workload(model, semantics)
     least_bytes = workload.n_trained * LEAST_STATE_BYTES + (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
     if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
-        return False
+        return []
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
-    return any(needs.fits for of, workload in sizes for _, needs in leanest(model, workload, of, profile))
+    return sizes if any(needs.fits for of, workload in sizes for _, needs in leanest(model, workload, of, profile)) else []
 
 
-def estimated_s(model: Model, semantics: Semantics, profile: Profile) -> float:
+def estimated_s(model: Model, sizes: Sequence[Size], profile: Profile) -> float:
     """About the seconds of a step, of a model that fits: that of the greedy plan with the lowest bound."""
-    sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
     trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
     likely = [(of, policy) for of in trials[:N_ESTIMATED] for policy in Greedy(of.frames).policies()]
     if not likely:  # so tight that only the leanest fit

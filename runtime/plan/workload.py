@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -285,7 +285,7 @@ class Workload:
         first layer, the head."""
         found: dict[object, list[int]] = {}
         for b, sizes in enumerate(zip(self.blocks, self.smaller or self.blocks, strict=True)):
-            found.setdefault((b >= self.first_trained, *map(_nameless, sizes)), []).append(b)
+            found.setdefault((b >= self.first_trained, *map(_sizes, sizes)), []).append(b)
         return list(found.values())
 
     @cached_property
@@ -304,9 +304,13 @@ def aligned_elements(p: Parameter) -> int:
     return -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
-def _nameless(block: Block) -> Block:
-    shapes = tuple(replace(p, name="") for p in block.parameters)
-    return replace(block, name="", parameters=shapes)
+_SIZES = tuple(field.name for field in fields(Block) if field.name not in ("name", "parameters"))
+
+
+def _sizes(block: Block) -> tuple[object, ...]:
+    """All of a block but names."""
+    parameters = tuple([(p.shape, p.tied_to, p.frozen) for p in block.parameters])
+    return (parameters, *[getattr(block, name) for name in _SIZES])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
 from planner.search.micro_batch import sizes_of
 from planner.search.search import search
-from planner.show.fits import does_fit, estimated_s, families, family_of, fits, hosts
+from planner.show.fits import estimated_s, families, family_of, fits, fitting_sizes, hosts
 from runtime.errors import ProfileError
 from runtime.plan import Semantics
 from runtime.units import GB
@@ -37,8 +37,8 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
     for fit, n_bytes in zip(found, sizes, strict=True):
         assert fit.is_estimate
         profile = DESKTOP.with_memory(None, n_bytes)
-        assert does_fit(read_model(fit.model), SEMANTICS, profile)
-        assert not does_fit(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
+        assert fitting_sizes(read_model(fit.model), SEMANTICS, profile)
+        assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
     (none,) = fits("rtx4090", [DESKTOP], "qwen3", SEMANTICS, (8 * GB,), searched=False)
     assert (none.model, none.n_params, none.tokens_per_s, none.job(1000)) == (None,) * 4
 
@@ -50,15 +50,17 @@ def test_several_gpus_train_what_their_parts_hold_together(gpus, n_hosts):
     of = replace(SEMANTICS, batch_size=8, sum_groups=4).shared_by(gpus * n_hosts)
     (found,) = fits("8xrtx4090", [box], "qwen2.5", of, (n_bytes,), False, n_hosts)
     part, names = shared_by(box.with_memory(None, n_bytes), gpus, n_hosts), families()["qwen2.5"]
-    assert does_fit(read_model(found.model), of, part)
-    assert not does_fit(read_model(names[names.index(found.model) + 1]), of, part)
+    assert fitting_sizes(read_model(found.model), of, part)
+    assert not fitting_sizes(read_model(names[names.index(found.model) + 1]), of, part)
     assert (found.machine, found.model) == ("8xrtx4090", {1: "qwen2.5-7b", 2: "qwen2.5-14b"}[n_hosts])
 
 
 def test_an_estimate_is_within_some_per_cent_of_a_search():
     model = read_model("qwen3-0.6b")
     sizes = sizes_of(model, with_kernels(model, SEMANTICS, DESKTOP), DESKTOP)
-    assert estimated_s(model, SEMANTICS, DESKTOP) == pytest.approx(search(model, sizes, DESKTOP).step_s, rel=0.1)
+    assert estimated_s(model, fitting_sizes(model, SEMANTICS, DESKTOP), DESKTOP) == pytest.approx(
+        search(model, sizes, DESKTOP).step_s, rel=0.1
+    )
 
 
 def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
