@@ -50,7 +50,7 @@ class _Node:
     @property
     def can_be_simulated(self) -> bool:
         """Whether it is one policy, or so small a part that its policies are next."""
-        return self.policy is not None or self.n_slots is not None
+        return self.policy is not None or (self.n_slots is not None and self.relaxed)
 
 
 class Tree:
@@ -72,12 +72,25 @@ class Tree:
     def relax(self) -> float:
         """Bound every family; the lowest bound is that of the whole space. Infinite: nothing fits."""
         for family in self.families:
-            bound_s = self.relaxation.linear_bound_s(family) if family.boundary_stride == 1 else self._computing_s(family)
-            if bound_s < inf:
-                self._push(bound_s, family, relaxed=False)
+            if family.boundary_stride == 1:
+                self._relax(family, 0.0)
+            else:
+                self._push(self._computing_s(family), family, relaxed=False)
         while self.open and not self.open[0].relaxed:
             self._expand(heapq.heappop(self.open))
         return self.open[0].bound_s if self.open else inf
+
+    @property
+    def lowest_s(self) -> float:
+        """No policy is below, simulated or not, but for those that were."""
+        return min([self.bound_s, *(node.bound_s for node in self.open[:1])])
+
+    def tighten(self) -> bool:
+        """Bound the lowest part by smaller ones, without simulating any policy. False where its policies would be next."""
+        if not self.open or self.open[0].can_be_simulated:
+            return False
+        self._expand(heapq.heappop(self.open))
+        return True
 
     def try_first(self, start: Iterable[Policy]) -> float:
         """The step of the best of these policies and of one that the relaxation of the most promising family suggests; infinite if
@@ -116,10 +129,10 @@ class Tree:
             self._prefetch_less()
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
-        """Push a part with the bound of its relaxation, which is at least that of the part around it, `least_s`."""
-        relaxed = self.relaxation.solve(family, None, n_slots)
-        if relaxed is not None:
-            self._push(max(relaxed.bound_s, least_s), family, n_slots)
+        """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""
+        bound_s = self.relaxation.linear_bound_s(family, n_slots)
+        if bound_s < inf:
+            self._push(max(bound_s, least_s), family, n_slots, relaxed=False)
 
     def _computing_s(self, family: Family) -> float:
         """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
@@ -179,7 +192,8 @@ class Tree:
         elif node.policy is not None:
             self._take(node.policy)
         elif not node.relaxed:
-            self._relax(family, node.bound_s)
+            if (relaxed := self.relaxation.solve(family, None, n_slots)) is not None:
+                self._push(max(relaxed.bound_s, node.bound_s), family, n_slots)
         elif len(family.groups) > 1:
             for half in family.halves():
                 self._relax(half, node.bound_s)

@@ -73,9 +73,9 @@ class Relaxation:
                 self._known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
         return self._known[key]
 
-    def linear_bound_s(self, family: Family) -> float:
+    def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
         """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""
-        key = (family, None, None, None)
+        key = (family, None, gradient_slots, None)
         self._programs[key] = choices, scale_s = self._program(*key)
         found = choices.program.solve(integers=False)
         return inf if found is None else found[0] * scale_s * (1 - SLACK)

@@ -27,6 +27,7 @@ from .trial import Trial
 
 STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
 MOST_SEARCHED = 2  # sizes, those with the fastest first tries, besides the one with the lowest bound; if none of these fits, others
+MOST_TIGHTENED = 64  # parts of sizes not searched whose bounds are brought nearer
 # Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
 # least about.
 NEAR_FRACTION = 0.001
@@ -82,6 +83,11 @@ def search(
             found[i] = trials[i].step_s(best)
     if not found:
         raise _nothing_fits(trials, list(trees.values()), free)
+    for _ in range(MOST_TIGHTENED):  # a certificate is as good as the lowest bound, which may be that of a size not searched
+        i = min(bounds_s, key=lambda i: (bounds_s[i], i))
+        if i in found or i not in trees or min(found.values()) <= bounds_s[i] * (1 + CLOSE_FRACTION) or not trees[i].tighten():
+            break
+        bounds_s[i] = max(bounds_s[i], trees[i].lowest_s)
     chosen = min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
     tree, others_s = trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
     assert tree.best is not None, "it was found"
