@@ -27,7 +27,7 @@ class Rule:
     """An optimizer's arithmetic."""
 
     kernel: Kernel  # on the host
-    on_device: Callable[[torch.device], Kernel]  # to the host's bits; PlanError where no way to perform it there gives them
+    on_device: Callable[[torch.device], Kernel]  # to the host's bits; PlanError where it does not give them
 
     @cached_property
     def loop(self) -> UpdateLoop:
