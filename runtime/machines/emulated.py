@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runtime.executor import Record
 from runtime.host.slabs import Shared
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.region import Demand, Region, rates
@@ -196,5 +197,5 @@ class EmulatedMachine:
     def follow(self, lane: Lane, token: float) -> None:
         self._due_s[lane] = max(self._due_s.get(lane, token), token)
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return spans
+    def measured(self, records: Sequence[Record]) -> Sequence[Span]:
+        return [span for span, _ in records]

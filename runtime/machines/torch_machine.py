@@ -17,7 +17,7 @@ from torch.cuda import Event
 from runtime.batch import Batch, positions_of
 from runtime.compute.compute import Compute
 from runtime.compute.inference import Abandoned, Head, Inference
-from runtime.executor import AgreedStop, StepResult, Stop, execute
+from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
@@ -34,8 +34,7 @@ from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import Lanes
-from .stopwatch import Stopwatch
+from .lanes import Lanes, Timers
 from .streams import CudaStreams
 
 
@@ -157,11 +156,10 @@ class LaneMachine:
         lanes: Lanes,
         workers: Workers[Scratch],
         staging: Staging | None,
-        stopwatch: Stopwatch | None,
     ) -> None:
-        """`workers` help the host's own lane; `staging` holds the tokens of a device that is late, `stopwatch` its timers."""
+        """`workers` help the host's own lane; `staging` holds the tokens of a device that is late."""
         self.plan, self.lanes, self.streams = plan, lanes, lanes.streams
-        self._ops, self._workers, self._staging, self._stopwatch = ops, workers, staging, stopwatch
+        self._ops, self._workers, self._staging = ops, workers, staging
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
@@ -183,15 +181,15 @@ class LaneMachine:
                 finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
                     self.lanes.finish(lane)
 
-    def perform(self, index: int, op: Op, step: int) -> None:
+    def perform(self, index: int, op: Op, step: int) -> Timers | None:
         """Do op number `index` of the plan, or issue it to the lane's stream."""
         self._last[op.lane] = index
         if op.lane is Lane.GPU and self._staging is not None:
             self._staging.fill(step)
-        timers = self._stopwatch.around(index, step) if self._stopwatch is not None and op.lane is not Lane.CPU else ()
-        self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step), timers)
+        timers = self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step))
         if op.kind is Kind.LOSS:
             self._losses[step] = self.lanes.mark(op.lane)
+        return timers
 
     def work(self, index: int, op: Op, step: int) -> None:
         """What an op does, in its stream where it has one."""
@@ -207,8 +205,8 @@ class LaneMachine:
         issued, lanes = self._losses.pop(step, None), self.lanes
         return self._ops.result(step, lambda: None if issued is None else lanes.follow(Lane.CPU, issued))
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+    def measured(self, records: Sequence[Record]) -> Sequence[Span]:
+        return self.lanes.timed(records, lambda index: self.plan.ops[index].lane)
 
 
 class TorchMachine(LaneMachine):
@@ -241,17 +239,15 @@ class TorchMachine(LaneMachine):
             self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
-        stopwatch = None
         if lanes.streams is not None:
             lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(self._rank))
-            stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
         with lanes.current(Lane.GPU):  # in which a device is tried
             self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
         copies = Copies(plan, self.arenas, self._rank)
         ops = TrainingOps(plan, copies, self.compute, self._updates, self._collectives(plan))
-        super().__init__(plan, ops, lanes, workers, staging, stopwatch)
+        super().__init__(plan, ops, lanes, workers, staging)
 
     def _collectives(self, plan: Plan) -> Collectives | None:
         return None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
@@ -305,7 +301,7 @@ class TorchMachine(LaneMachine):
         collectives = self._collectives(plan)
         gather = collectives.perform if collectives is not None else None
         ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, self._rank, gather)
-        return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # its ops are not timed
+        return LaneMachine(plan, ops, self.lanes, self._workers, staging)
 
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""

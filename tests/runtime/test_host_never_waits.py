@@ -148,7 +148,7 @@ def test_lanes_of_the_link_only_copy_between_arenas(policy, tied):
         def work(self, index, op, step):
             if op.lane not in (Lane.H2D, Lane.D2H):
                 return super().work(index, op, step)
-            with OnlyCopying(set(self.arenas.addresses.values())) as copying:
+            with OnlyCopying({slab.data_ptr() for slab in self.arenas.slabs.values()}) as copying:
                 super().work(index, op, step)
             found.append(copying)
             return None

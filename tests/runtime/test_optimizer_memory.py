@@ -123,7 +123,9 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied, monkeypatch):
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
     scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | set(machine.arenas.addresses.values())
+    known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | {
+        slab.data_ptr() for slab in machine.arenas.slabs.values()
+    }
     largest, n_calls = 0, 0
 
     class Watching(TorchDispatchMode):

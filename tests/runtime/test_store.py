@@ -61,9 +61,9 @@ def test_no_arena_moves_and_no_page_is_faulted_in_again(policy):
     """In most of 10 steps: a tensor that came and went would be hundreds of pages in each; Python and a busy machine take some."""
     config = tiny_config("llama", hidden_size=128, intermediate_size=512, vocab_size=2000)  # tensors of 256 pages and more
     machine = machine_for(plan_of(config, semantics_of("llama", seq_len=64), policy), Counting, n_workers=2)
-    before = machine.arenas.addresses
+    before = {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()}
     execute(machine.plan, machine, 12)
-    assert machine.arenas.addresses == before
+    assert {name: slab.data_ptr() for name, slab in machine.arenas.slabs.items()} == before
     assert {"h2d", "d2h", "cpu", "worker-1"} <= machine.n_faults.keys()
     for lane, by_step in machine.n_faults.items():
         if lane is not Lane.GPU:
@@ -183,13 +183,13 @@ def test_every_arena_of_the_host_is_registered_once_and_whole():
     """And no two of them share a page, however small they are."""
     driver, arenas = Driver(), Arenas(ARENAS, CPU)
     pieces = register_for_dma(arenas.host_slabs(), driver)
-    assert driver.registered == dict(pieces) == {arenas.addresses["state"]: 5 * MiB, arenas.addresses["norm"]: 256}
+    assert driver.registered == dict(pieces) == {arenas.slabs["state"].data_ptr(): 5 * MiB, arenas.slabs["norm"].data_ptr(): 256}
     slabs.unregister(pieces, driver)
     assert driver.registered == {}
     small = [Arena(f"small{i}", Place.HOST, (1 + 37 * i,)) for i in range(200)]
     arenas = Arenas(small, CPU)
     register_for_dma(arenas.host_slabs(), driver)
-    assert driver.registered == {arenas.addresses[arena.name]: arena.n_bytes for arena in small}
+    assert driver.registered == {arenas.slabs[arena.name].data_ptr(): arena.n_bytes for arena in small}
 
 
 def test_a_large_arena_has_several_slabs_that_a_driver_takes(monkeypatch):
@@ -198,7 +198,7 @@ def test_a_large_arena_has_several_slabs_that_a_driver_takes(monkeypatch):
     monkeypatch.setattr(slabs, "REGISTER_BYTES", 2 * MiB)
     driver, arenas = Driver(most_at_once=2 * MiB), Arenas(ARENAS, CPU)
     register_for_dma(arenas.host_slabs(), driver)
-    first, second, norm = (arenas.addresses[name] for name in ("state", "state.1", "norm"))
+    first, second, norm = (arenas.slabs[name].data_ptr() for name in ("state", "state.1", "norm"))
     assert driver.registered == {first: 2 * MiB, first + 2 * MiB: MiB, second: 2 * MiB, norm: 256}
     assert arenas.n_bytes == {"state": 5 * MiB, "norm": 256, "staging": 0, "weights": 4 * MiB}
     assert arenas.raw(Slot("state", 1)).data_ptr() == second
@@ -209,7 +209,7 @@ def test_an_arena_of_several_slabs_trains_the_same_bits(monkeypatch):
     monkeypatch.setattr(slabs, "SLAB_BYTES", 2048)
     machine = streamed(tiny_config("llama"), semantics_of("llama"), policy)
     for name, n_slabs in {"state": 6, "host_gradients": 4, "spilled": 2}.items():
-        assert {f"{name}.{n}" for n in range(1, n_slabs)} <= machine.arenas.addresses.keys()
+        assert {f"{name}.{n}" for n in range(1, n_slabs)} <= machine.arenas.slabs.keys()
     assert differences(machine) == []
 
 
