@@ -1,7 +1,7 @@
 """Compute on the device: forward, loss and backward of one block, and what autograd keeps between them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,38 +30,59 @@ class Losses:
     each: list[torch.Tensor]  # of every micro-batch, where there are other ranks to tell
 
 
+@dataclass(frozen=True, slots=True)
+class LastHidden:
+    """A micro-batch as the last layer leaves it. Views of slots: what is to outlive them must be another tensor."""
+
+    templates: Templates
+    weights: Weights  # the head's
+    hidden_BTD: torch.Tensor
+    targets_BT: torch.Tensor
+    step: int
+    micro_batch: int
+
+
+Head = Callable[[LastHidden], None]  # called on the thread of the lane that computes, in its stream
+
+
 class Compute:
     """The ops of the gpu lane that compute. Only that lane's thread may use it."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], seed: int, generator: torch.Generator, rank: int = 0
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        templates: Templates,
+        batches: Callable[[int], Batch],
+        seed: int,
+        generator: torch.Generator,
+        rank: int = 0,
+        head: Head | None = None,
     ) -> None:
-        """Build the templates; WorkloadError when transformers builds other modules than the plan counted.
-
-        `batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
-        from there.
-        """
-        self._first_trained = plan.workload.first_trained
+        """`batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
+        from there. `head`: of a forward plan, which has no backward; it gets what the last layer made."""
+        self._head, self._head_block = head, len(plan.workload.blocks) - 1
+        self._first_trained = plan.workload.first_trained if head is None else len(plan.workload.blocks)
         self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
         self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
         self.losses: dict[int, Losses] = {}  # of the steps that have begun, until they are taken
-        self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
-        self._views, self.inputs = Views(plan, arenas), Inputs(self.templates, batches)
+        self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
-    def forget(self) -> None:
-        """Drop what a run that failed in the middle of a step has left."""
+    def at_work(self) -> AbstractContextManager[None]:
+        """Around all of a run's ops. What a run that failed in the middle of a step has left is dropped."""
         self.inputs.forget()
         self.losses.clear()
         self._site = None
         self._graphs.clear()
         self._shelves.clear()
+        return nullcontext() if self._head is None else self.templates.evaluating()
 
     def _begin(self, step: int) -> None:
         """A step's tokens are there, and its losses."""
-        if (batch := self.inputs.begin(step)) is not None:
+        if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             self.losses[step] = Losses(batch.n_supervised, total, [])
 
@@ -82,7 +103,12 @@ class Compute:
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         m, weight_slot, has_backward = op.micro_batch, op["weights"], op.block >= self._first_trained
-        self._seed(step, op)
+        if self._head is None:  # else nothing is drawn
+            self._seed(step, op)
+        elif op.block == self._head_block:
+            targets_BT = self.inputs.of(m).targets
+            self._head(LastHidden(self.templates, self._weights(op), self._at(op, op["x"]), targets_BT, step, m))
+            return
         if op.block == 0:
             self._begin(step)
             weights = self._views.leaves(op.block, weight_slot)

@@ -15,8 +15,8 @@ import torch
 from torch.cuda import Event
 
 from runtime.batch import Batch, positions_of
-from runtime.compute.compute import Compute
-from runtime.compute.inference import Abandoned, Head, Inference
+from runtime.compute.blocks import Templates
+from runtime.compute.compute import Compute, Head
 from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
@@ -38,8 +38,12 @@ from .lanes import Lanes, Timers
 from .streams import CudaStreams
 
 
-class TrainingOps:
-    """What each op of a plan that trains does: load, compute, offload, update."""
+class Abandoned(Exception):
+    """The run was asked to end during a forward, whose result is not there."""
+
+
+class PlanOps:
+    """What each op of a plan does: load, compute, offload, update."""
 
     def __init__(self, plan: Plan, copies: Copies, compute: Compute, updates: Updates, collectives: Collectives | None) -> None:
         self.plan, self._copies, self._compute, self._updates, self._collectives = plan, copies, compute, updates, collectives
@@ -49,8 +53,8 @@ class TrainingOps:
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
         if lane is Lane.GPU:
-            self._compute.forget()
-        elif lane is Lane.CPU:
+            return self._compute.at_work()
+        if lane is Lane.CPU:
             self._updates.forget()
         elif lane is Lane.H2D:  # from here on: what unpacks waits for a load
             self._loaded.clear()  # a forward between two runs may have had their places
@@ -106,9 +110,11 @@ class TrainingOps:
             case _:
                 assert_never(op.kind)
 
-    def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult:
+    def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult | None:
         """As a machine's. `loss_is_there` returns once the device has added up the step's losses."""
-        losses, (grad_norm, skipped) = self._compute.losses.pop(step), self._updates.taken(step)
+        if (losses := self._compute.losses.pop(step, None)) is None:
+            return None
+        grad_norm, skipped = self._updates.taken(step)
         of_all = None if self._collectives is None else self._updates.loss_of_all(step)
 
         def loss_sum() -> float:
@@ -118,6 +124,14 @@ class TrainingOps:
             return losses.total.item()
 
         return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
+
+
+class GivingOps(PlanOps):
+    """A forward by a rank that only gives the others its weights."""
+
+    def perform(self, index: int, op: Op, step: int) -> None:
+        if op.kind is not Kind.FORWARD:
+            super().perform(index, op, step)
 
 
 class Staging:
@@ -152,7 +166,7 @@ class LaneMachine:
     def __init__(
         self,
         plan: Plan,
-        ops: TrainingOps | Inference,
+        ops: PlanOps,
         lanes: Lanes,
         workers: Workers[Scratch],
         staging: Staging | None,
@@ -236,7 +250,9 @@ class TorchMachine(LaneMachine):
             staging, on_device = _staged(plan, batches, lanes)
             self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, self.arenas, self._rank)
-            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), self._rank)
+            self._generator = _generator(lanes.device)
+            templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
+            self.compute = Compute(plan, self.arenas, templates, on_device, seed, self._generator, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
@@ -245,12 +261,11 @@ class TorchMachine(LaneMachine):
         with lanes.current(Lane.GPU):  # in which a device is tried
             self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        copies = Copies(plan, self.arenas, self._rank)
-        ops = TrainingOps(plan, copies, self.compute, self._updates, self._collectives(plan))
-        super().__init__(plan, ops, lanes, workers, staging)
+        super().__init__(plan, self._ops_of(plan, self.compute), lanes, workers, staging)
 
-    def _collectives(self, plan: Plan) -> Collectives | None:
-        return None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
+    def _ops_of(self, plan: Plan, compute: Compute, kind: type[PlanOps] = PlanOps) -> PlanOps:
+        collectives = None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
+        return kind(plan, Copies(plan, self.arenas, self._rank), compute, self._updates, collectives)
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
@@ -298,9 +313,8 @@ class TorchMachine(LaneMachine):
         """
         with self.lanes.current(Lane.GPU):
             staging, on_device = _staged(plan, batches, self.lanes) if head is not None else (None, batches)
-        collectives = self._collectives(plan)
-        gather = collectives.perform if collectives is not None else None
-        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, self._rank, gather)
+        compute = Compute(plan, self.arenas, self.compute.templates, on_device, self.seed, self._generator, self._rank, head)
+        ops = self._ops_of(plan, compute, GivingOps if head is None else PlanOps)
         return LaneMachine(plan, ops, self.lanes, self._workers, staging)
 
     def device_peak_bytes(self) -> int | None:

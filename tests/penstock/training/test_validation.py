@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
-from runtime.compute.inference import Abandoned
 from runtime.errors import DataError
 from runtime.executor import OpError, Stop, execute
 from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import Abandoned
 from runtime.plan import Kind, Lane, Policy, saves
 from runtime.plan.workload import Model
 from tests.forwards import POLICIES, LateForBoth, exact, machine_of, resident, sequences, sequences_of, watch_forwards
