@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
-from runtime.batch import Batch, positions_of
+from runtime.batch import Batch
 from runtime.host.memory import Arenas
 from runtime.layers.recompute import Graph, Replay, kept
 from runtime.layers.views import Shelf, Views, Weights
@@ -177,70 +177,55 @@ class Compute:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
             gradients = gradients[1:]
-        self._put_gradient(op, {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None})
+        found = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
+        self._add(op, self._running(op)[0], found)
 
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         self._seed(step, op)
         self._begin(step)
-        hidden_BTD, losses = self._at(op, op["x"]), self.losses[step]
-        total, out = op.get("sum"), op.get("gradient")
-        first = total is None or self.plan.semantics.begins_sum(op.micro_batch)
-        total = total or out
-        running = Weights() if total is None else self._views.gradients(op.block, total, "fp32")
-        head, own = running.get(HEAD), None
-        if head is not None:
-            # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
-            own = head.zero_() if first else torch.zeros_like(head)
-        targets_BT = self.inputs.of(op.micro_batch).targets
-        loss_sum, hidden_gradient, others = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
+        hidden_BTD, losses, targets_BT = self._at(op, op["x"]), self.losses[step], self.inputs.of(op.micro_batch).targets
+        running, begins = self._running(op)
+        head = running.get(HEAD)
+        # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
+        own = head if head is None or begins else torch.zeros_like(head)
+        loss_sum, hidden_gradient, found = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.each.append(loss_sum)
         hidden_BTD.copy_(hidden_gradient)
-        if head is not None and own is not None and not first:
-            head += own
-        for name, gradient in others.items():
-            running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
-        running = self._joined(op, running)
-        if out is not None and out != total:
-            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block)).items():
-                view.copy_(running[name])
+        if own is not None and not begins:
+            found[HEAD] = own
+        self._add(op, running, found)
 
-    def _joined(self, op: Op, part: Weights) -> Weights:
-        """The sum that this one has joined, in the end: its own where it is the right part of none."""
+    def _running(self, op: Op) -> tuple[Weights, bool]:
+        """The sum that a micro-batch's gradients are added to, and whether they begin it, at zero: that of a single one is its
+        gradient. A weight that nothing uses (an expert without tokens) has gradient zero."""
+        plan, total, out = self.plan, op.get("sum"), op.get("gradient")
+        begins = total is None or plan.semantics.begins_sum(op.micro_batch or 0)
+        if (slot := total or out) is None:
+            return {}, begins
+        running = self._views.gradients(
+            op.block, slot, plan.gradient_dtype(op.block) if total is None else plan.sum_dtype(op.block)
+        )
+        for view in running.values() if begins else ():
+            view.zero_()
+        return running, begins
+
+    def _add(self, op: Op, running: Weights, found: Weights) -> None:
+        """Add gradients to the running sum, and join those that it is the right part of; the last of all is rounded into the
+        gradient's slot."""
+        for name, gradient in found.items():
+            running[name] += gradient
         for slot in op.every("into"):
             total = self._views.gradients(op.block, slot, "fp32")
             for name, view in total.items():
-                view += part[name]
-            part = total
-        return part
-
-    def _put_gradient(self, op: Op, found: Weights) -> None:
-        """Add a micro-batch's gradients to the running fp32 sum, or start it; the last one rounds the sum into the gradient slot.
-
-        A weight that nothing used (an expert without tokens) has gradient zero.
-        """
-        total, out = op.get("sum"), op.get("gradient")
-        rounded = {} if out is None else self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block))
-        if total is None:  # there is only one micro-batch to put there
-            for name, view in rounded.items():
-                if name not in found:
-                    view.zero_()
-                elif view.dtype == found[name].dtype:
-                    view.copy_(found[name]).add_(0.0)  # the sum starts from zero: -0.0 becomes +0.0
-                else:
-                    view.copy_(found[name] + 0.0)  # before it is rounded
-            return
-        running = self._views.gradients(op.block, total, self.plan.sum_dtype(op.block))
-        for name, view in running.items():
-            if self.plan.semantics.begins_sum(op.micro_batch or 0):
-                view.zero_()
-            if name in found:
-                view += found[name]
-        running = self._joined(op, running)
-        for name, view in rounded.items():
-            view.copy_(running[name])
+                view += running[name]
+            running = total
+        out = op.get("gradient")
+        if out is not None and op.get("sum") is not None:
+            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block)).items():
+                view.copy_(running[name])
 
 
 def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights) -> Graph:
@@ -290,8 +275,6 @@ class Inputs:
     def embed(self, weights: Weights, m: int) -> torch.Tensor:
         """The first layer's input; what layers are passed besides is noted."""
         batch = self.of(m)
-        if batch.document_tokens is not None and batch.positions_BT is None:
-            batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
         tokens_BT, n_sequences = batch.input_ids, len(batch.input_ids)
         self.packed[m] = batch if batch.document_tokens is not None else None
         if n_sequences in self.alike:

@@ -35,7 +35,6 @@ from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
 from .lanes import Lanes, Timers
-from .streams import CudaStreams
 
 
 class Abandoned(Exception):
@@ -134,46 +133,13 @@ class GivingOps(PlanOps):
             super().perform(index, op, step)
 
 
-class Staging:
-    """Tokens that wait in pinned memory for a device which is still at work on the step before."""
-
-    def __init__(self, batches: Callable[[int], Batch], streams: CudaStreams) -> None:
-        self._batches, self._streams = batches, streams
-        self._last_filled: int | None = None  # step
-        self._pinned: dict[int, Batch] = {}  # by step, until it is uploaded
-
-    def forget(self) -> None:
-        """Drop what a run that failed in the middle of a step has left."""
-        self._last_filled, self._pinned = None, {}
-
-    def fill(self, step: int) -> None:
-        """Put a step's tokens into pinned memory, before any of its compute is issued."""
-        if step == self._last_filled:
-            return
-        batch = self._batches(step)
-        positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
-        batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
-        self._last_filled, self._pinned[step] = step, batch.moved(self._streams.pinned)
-
-    def upload(self, step: int) -> Batch:
-        """The step's tokens on the device, once the stream has come so far. Part of the work of one of the step's ops."""
-        return self._pinned.pop(step).moved(lambda tokens: tokens.to(self._streams.device, non_blocking=True))
-
-
 class LaneMachine:
     """Performs the ops that it is given: a `Machine`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        ops: PlanOps,
-        lanes: Lanes,
-        workers: Workers[Scratch],
-        staging: Staging | None,
-    ) -> None:
-        """`workers` help the host's own lane; `staging` holds the tokens of a device that is late."""
+    def __init__(self, plan: Plan, ops: PlanOps, lanes: Lanes, workers: Workers[Scratch]) -> None:
+        """`workers` help the host's own lane."""
         self.plan, self.lanes, self.streams = plan, lanes, lanes.streams
-        self._ops, self._workers, self._staging = ops, workers, staging
+        self._ops, self._workers = ops, workers
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
@@ -183,8 +149,6 @@ class LaneMachine:
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        if lane is Lane.GPU and self._staging is not None:
-            self._staging.forget()
         with self._ops.at_work(lane):
             if lane is Lane.GPU and self.streams is None:
                 give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
@@ -198,8 +162,6 @@ class LaneMachine:
     def perform(self, index: int, op: Op, step: int) -> Timers | None:
         """Do op number `index` of the plan, or issue it to the lane's stream."""
         self._last[op.lane] = index
-        if op.lane is Lane.GPU and self._staging is not None:
-            self._staging.fill(step)
         timers = self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step))
         if op.kind is Kind.LOSS:
             self._losses[step] = self.lanes.mark(op.lane)
@@ -247,12 +209,11 @@ class TorchMachine(LaneMachine):
             batches = of_rank(batches, self._rank, plan.semantics.batch_size)
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.current(Lane.GPU):
-            staging, on_device = _staged(plan, batches, lanes)
             self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, self.arenas, self._rank)
             self._generator = _generator(lanes.device)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
-            self.compute = Compute(plan, self.arenas, templates, on_device, seed, self._generator, self._rank)
+            self.compute = Compute(plan, self.arenas, templates, _uploaded(batches, lanes), seed, self._generator, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
@@ -261,7 +222,7 @@ class TorchMachine(LaneMachine):
         with lanes.current(Lane.GPU):  # in which a device is tried
             self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        super().__init__(plan, self._ops_of(plan, self.compute), lanes, workers, staging)
+        super().__init__(plan, self._ops_of(plan, self.compute), lanes, workers)
 
     def _ops_of(self, plan: Plan, compute: Compute, kind: type[PlanOps] = PlanOps) -> PlanOps:
         collectives = None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
@@ -311,11 +272,10 @@ class TorchMachine(LaneMachine):
         It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
         is not. Without a head it only gives other ranks its weights.
         """
-        with self.lanes.current(Lane.GPU):
-            staging, on_device = _staged(plan, batches, self.lanes) if head is not None else (None, batches)
-        compute = Compute(plan, self.arenas, self.compute.templates, on_device, self.seed, self._generator, self._rank, head)
+        on_device, templates = _uploaded(batches, self.lanes), self.compute.templates
+        compute = Compute(plan, self.arenas, templates, on_device, self.seed, self._generator, self._rank, head)
         ops = self._ops_of(plan, compute, GivingOps if head is None else PlanOps)
-        return LaneMachine(plan, ops, self.lanes, self._workers, staging)
+        return LaneMachine(plan, ops, self.lanes, self._workers)
 
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""
@@ -356,12 +316,19 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
 
 
-def _staged(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> tuple[Staging | None, Callable[[int], Batch]]:
-    """Where a step's tokens wait for a device that is still at work on the one before, and what gives them on the device."""
-    if lanes.streams is None:
-        return None, batches
-    staging = Staging(batches, lanes.streams)
-    return staging, staging.upload
+def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], Batch]:
+    """What gives a step's tokens on the device, as work of the lane that computes: a GPU copies them from pinned memory while the
+    host goes on."""
+
+    def moved(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if lanes.streams is None else lanes.streams.pinned(tokens).to(lanes.device, non_blocking=True)
+
+    def batch_of(step: int) -> Batch:
+        batch = batches(step)
+        positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
+        return replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT).moved(moved)
+
+    return batch_of
 
 
 def _generator(device: torch.device) -> torch.Generator:
