@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 
-from runtime.batch import Batch
+from runtime.batch import Batch, positions_of
 from runtime.host.memory import Arenas
 from runtime.layers.recompute import Graph, Replay, kept
 from runtime.layers.views import Shelf, Views, Weights
@@ -275,6 +275,8 @@ class Inputs:
     def embed(self, weights: Weights, m: int) -> torch.Tensor:
         """The first layer's input; what layers are passed besides is noted."""
         batch = self.of(m)
+        if batch.document_tokens is not None and batch.positions_BT is None:
+            batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
         tokens_BT, n_sequences = batch.input_ids, len(batch.input_ids)
         self.packed[m] = batch if batch.document_tokens is not None else None
         if n_sequences in self.alike:

@@ -320,13 +320,14 @@ def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], 
     """What gives a step's tokens on the device, as work of the lane that computes: a GPU copies them from pinned memory while the
     host goes on."""
 
-    def moved(tokens: torch.Tensor) -> torch.Tensor:
-        return tokens if lanes.streams is None else lanes.streams.pinned(tokens).to(lanes.device, non_blocking=True)
+    if (streams := lanes.streams) is None:
+        return batches
 
     def batch_of(step: int) -> Batch:
         batch = batches(step)
         positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
-        return replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT).moved(moved)
+        batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
+        return batch.moved(lambda tokens: streams.pinned(tokens).to(streams.device, non_blocking=True))
 
     return batch_of
 
