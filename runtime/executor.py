@@ -236,13 +236,11 @@ class Execution:
 
         n_kept = max(2, min(KEEP_STEPS, MOST_SPANS // sum(track.n_spans for track in board.tracks)))
         workers: list[_Worker] = []
-        threads: list[threading.Thread] = []
         try:
             # Compute last: its thread settings are to stay.
             for track in sorted(board.tracks, key=lambda track: track.lane is Lane.GPU):
                 workers.append(_Worker(track, machine, board, numbers, n_kept))
-                threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
-                threads[-1].start()
+                workers[-1].start()
                 workers[-1].ready.wait()
             yield from _watch(board, done, self._quiet_s)
         except BaseException as error:
@@ -251,7 +249,7 @@ class Execution:
                 self._on_interrupt()
             raise
         finally:
-            _join(threads, board, self._quiet_s)
+            _join(workers, board, self._quiet_s)
             for track in board.tracks:
                 track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
         if board.failure is not None:
@@ -274,10 +272,11 @@ def execute(
     return steps.timeline
 
 
-class _Worker:
-    """What one lane's thread does."""
+class _Worker(threading.Thread):
+    """One lane's thread."""
 
     def __init__(self, track: Track, machine: Machine, board: _Board, steps: range, n_kept: int) -> None:
+        super().__init__(name=f"lane-{track.lane}", daemon=True)
         self.track, self.machine, self.board, self.steps = track, machine, board, steps
         self.ready = threading.Event()
         self.records: deque[Record] = deque(maxlen=n_kept * track.n_spans)

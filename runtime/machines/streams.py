@@ -92,8 +92,8 @@ class CudaStreams(CudaEvents):
             return torch.cuda.device(self.device)
 
         slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
-        pieces = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
-        weakref.finalize(arenas, unregister, pieces)
+        locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
+        weakref.finalize(arenas, unregister, locked)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
 
