@@ -1,7 +1,6 @@
 """Memory traffic and allocations of the host's optimizer, counted from the calls of its loops."""
 
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
 
 def interpreted(monkeypatch):
     """Loops run by the interpreter, whose calls are seen."""
-    monkeypatch.setitem(optimizer.RULES, "adamw", SimpleNamespace(loop=chunks.update_loop(adamw.fused)))
+    monkeypatch.setattr(optimizer, "host_loop", lambda: chunks.update_loop(adamw.fused))
     monkeypatch.setattr(norms, "run_squares", chunks.squares_of_chunks)
     monkeypatch.setattr(chunks, "run_add", chunks.add_chunks)
 
