@@ -14,7 +14,6 @@ from .slabs import available_host_bytes as available_host_bytes
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
 FRONTS = "fronts"  # the slab of what is apart from the rest of its slot
-SLAB_ALIGN_BYTES = {"cpu": 64, "cuda": 256}  # results of matrix products depend on alignment below 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,6 @@ class Arenas:
         except (RuntimeError, MemoryError) as error:  # the allocator's own out-of-memory error, or the system's
             reason = (str(error).splitlines() or ["no memory"])[0][:120]
             raise PlanError(f"arena {arena.name} of {arena.n_bytes} bytes cannot be allocated ({reason})") from None
-        assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(device.type, 64) == 0
         self.slabs[name], self._arena_of[name] = slab, arena
         return regions
 

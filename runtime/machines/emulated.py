@@ -16,7 +16,7 @@ import torch
 from runtime.executor import Record
 from runtime.host.slabs import Shared
 from runtime.plan import Lane, Op, Semantics
-from runtime.plan.region import Demand, Region, rates
+from runtime.plan.region import Demand, Region, shares
 from runtime.plan.timeline import Span
 
 from .torch_machine import TorchMachine
@@ -140,7 +140,7 @@ class LiveRegion:
 
     def _solve(self) -> None:
         working = [s for s in self._shares if s.work_from_s <= self._at_s]
-        for share, speed in zip(working, rates([s.demand for s in working], self._region), strict=True):
+        for share, speed in zip(working, shares(tuple(s.demand.uses for s in working), self._region), strict=True):
             share.speed = speed
 
     def _advance(self, to_s: float) -> None:
