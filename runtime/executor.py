@@ -22,7 +22,7 @@ from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
-MOST_SPANS = 2**16  # of these, each some hundred bytes, and a device's timers as many
+MOST_SPANS = 2**15  # of these, and twice as many timers of a device, each some hundred bytes
 
 
 @dataclass(frozen=True)

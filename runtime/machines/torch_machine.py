@@ -211,9 +211,10 @@ class TorchMachine(LaneMachine):
         with lanes.current(Lane.GPU):
             self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, self.arenas, self._rank)
-            self._generator = _generator(lanes.device)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
-            self.compute = Compute(plan, self.arenas, templates, _uploaded(batches, lanes), seed, self._generator, self._rank)
+            self.compute = Compute(
+                plan, self.arenas, templates, _uploaded(batches, lanes), seed, _generator(lanes.device), self._rank
+            )
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
@@ -272,8 +273,8 @@ class TorchMachine(LaneMachine):
         It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
         is not. Without a head it only gives other ranks its weights.
         """
-        on_device, templates = _uploaded(batches, self.lanes), self.compute.templates
-        compute = Compute(plan, self.arenas, templates, on_device, self.seed, self._generator, self._rank, head)
+        on_device, of = _uploaded(batches, self.lanes), self.compute
+        compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, of.generator, self._rank, head)
         ops = self._ops_of(plan, compute, GivingOps if head is None else PlanOps)
         return LaneMachine(plan, ops, self.lanes, self._workers)
 
@@ -319,7 +320,6 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
 def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], Batch]:
     """What gives a step's tokens on the device, as work of the lane that computes: a GPU copies them from pinned memory while the
     host goes on."""
-
     if (streams := lanes.streams) is None:
         return batches
 
