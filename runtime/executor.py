@@ -15,13 +15,14 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from runtime.plan import Lane, Op, Plan
-from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
+from runtime.plan.timeline import Span, Timeline, is_kept
 
 from .errors import PenstockError
 from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of
 
 QUIET_S = 600.0  # said on stderr when no op has ended for so long, and again after twice the time; a long op is no error
 KEEP_STEPS = 64  # steps whose spans are remembered; a long run must not grow
+MOST_SPANS = 2**15  # of these, and twice as many timers of a device, each some hundred bytes
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class StepResult:
         return self.loss_sum() / self.n_supervised
 
 
+Record = tuple[Span, Any]
+
+
 class Machine(Protocol):
     """What an executor needs: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, which keeps another machine's time.
 
@@ -52,8 +56,8 @@ class Machine(Protocol):
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
         """Prepare the calling thread to be this lane, until the context ends."""
 
-    def perform(self, index: int, op: Op, step: int) -> None:
-        """Do op number `index` of the plan for this step. Called on its lane's thread."""
+    def perform(self, index: int, op: Op, step: int) -> Any:
+        """Do op number `index` of the plan for this step. Called on its lane's thread. What tells when it really ran, or None."""
 
     def mark(self, op: Op) -> Any:
         """Called on the lane's thread after `perform`: a token for lanes that wait for the op."""
@@ -64,9 +68,9 @@ class Machine(Protocol):
     def result(self, step: int) -> StepResult | None:
         """What came of a step that all lanes have done, handed over: the machine forgets it. None: it was no training."""
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        """When ops really ran, given when the lanes' threads were in `perform`, by the host's clock. Called once all lanes have
-        ended."""
+    def measured(self, records: Sequence[Record]) -> Sequence[Span]:
+        """When ops really ran, given when the lanes' threads were in `perform`, by the host's clock, and what that returned. Called
+        once all lanes have ended."""
 
 
 class StallError(RuntimeError):
@@ -230,14 +234,13 @@ class Execution:
                 seconds, before_s = now_s - before_s, now_s
                 yield Step(numbers[turn], seconds, busy_s, machine.result(numbers[turn]))
 
+        n_kept = max(2, min(KEEP_STEPS, MOST_SPANS // sum(track.n_spans for track in board.tracks)))
         workers: list[_Worker] = []
-        threads: list[threading.Thread] = []
         try:
             # Compute last: its thread settings are to stay.
             for track in sorted(board.tracks, key=lambda track: track.lane is Lane.GPU):
-                workers.append(_Worker(track, machine, board, numbers))
-                threads.append(threading.Thread(target=workers[-1].run, name=f"lane-{track.lane}", daemon=True))
-                threads[-1].start()
+                workers.append(_Worker(track, machine, board, numbers, n_kept))
+                workers[-1].start()
                 workers[-1].ready.wait()
             yield from _watch(board, done, self._quiet_s)
         except BaseException as error:
@@ -246,7 +249,7 @@ class Execution:
                 self._on_interrupt()
             raise
         finally:
-            _join(threads, board, self._quiet_s)
+            _join(workers, board, self._quiet_s)
             for track in board.tracks:
                 track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
         if board.failure is not None:
@@ -254,9 +257,9 @@ class Execution:
                 yield from done()  # by then
             finally:
                 raise board.failure
-        spans = sorted((span for worker in workers for span in worker.records), key=lambda s: (s.step, s.op, s.repetition))
-        measured = machine.measured(spans)
-        self.timeline = Timeline(tuple([replace(s, start_s=s.start_s - start_s, end_s=s.end_s - start_s) for s in measured]))
+        spans = machine.measured([record for worker in workers for record in worker.records])
+        spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans]
+        self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.step, span.op, span.repetition))))
 
 
 def execute(
@@ -269,15 +272,14 @@ def execute(
     return steps.timeline
 
 
-class _Worker:
-    """What one lane's thread does."""
+class _Worker(threading.Thread):
+    """One lane's thread."""
 
-    def __init__(self, track: Track, machine: Machine, board: _Board, steps: range) -> None:
+    def __init__(self, track: Track, machine: Machine, board: _Board, steps: range, n_kept: int) -> None:
+        super().__init__(name=f"lane-{track.lane}", daemon=True)
         self.track, self.machine, self.board, self.steps = track, machine, board, steps
         self.ready = threading.Event()
-        n_kept = min(track.times, FIRST_KEPT + LAST_KEPT)  # of an op that repeats
-        n_records = KEEP_STEPS * (len(track.entries) + (n_kept - 1) * len(track.repeated))
-        self.records: deque[Span] = deque(maxlen=n_records)
+        self.records: deque[Record] = deque(maxlen=n_kept * track.n_spans)
         self._step, self._at = steps.start, "its set-up"
 
     def run(self) -> None:
@@ -316,10 +318,10 @@ class _Worker:
         if track.is_stopped:
             return False
         began_s = time.perf_counter()
-        machine.perform(entry.index, op, step)
+        when = machine.perform(entry.index, op, step)
         ended_s = time.perf_counter()
         if is_kept(repetition, track.times):
-            self.records.append(Span(entry.index, step, began_s, ended_s, repetition))
+            self.records.append((Span(entry.index, step, began_s, ended_s, repetition), when))
         track.busy_s[turn] += ended_s - began_s
         track.advance(machine.mark(op))
         return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from runtime.plan import Lane, Op, Plan, Repeat, Wait
+from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
 LOOK_S = 0.5  # how often a thread that sleeps looks for itself, should a bell not be heard
 
@@ -86,6 +87,11 @@ class Track:
     def times(self) -> int:
         """How many times a step performs what repeats."""
         return 1 if self.repeat is None else self.repeat.times
+
+    @property
+    def n_spans(self) -> int:
+        """Spans of a step that a timeline keeps."""
+        return len(self.entries) + (min(self.times, FIRST_KEPT + LAST_KEPT) - 1) * len(self.repeated)
 
     def walk(self) -> Iterator[tuple[Entry, int]]:
         """The entries of a step as they are performed, each with its repetition."""

@@ -24,13 +24,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is not None and not match[2] and float(match[1]) < LEAST_PLAIN_BYTES:
         raise PenstockError(f"{text.strip()[:40]!r} is not a size, for it has no unit; write for example 80GB, 1.5TB or 24GiB")
-    if match is None or (match[2] and match[2].upper() not in _UNITS):
-        raise PenstockError(f"{text!r} is not a size; write for example 80GB, 1.5TB or 24GiB")
-    value = float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1)
-    n_bytes = round(value) if value < 2**63 else 0
-    if n_bytes <= 0:
+    value = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].upper() or "B", 0)
+    if not 0.5 < value < 2**63:
         raise PenstockError(f"{text[:40]!r} is not a size above zero that exists; write for example 80GB, 1.5TB or 24GiB")
-    return n_bytes
+    return round(value)
 
 
 def parse_count(text: str) -> int:

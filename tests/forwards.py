@@ -70,7 +70,7 @@ def watch_forwards(machine, told):
     def watched(*given):
         forward = forwards(*given)
         perform = forward.perform
-        forward.perform = lambda index, op, step: (told(op, step), perform(index, op, step))
+        forward.perform = lambda index, op, step: (told(op, step), perform(index, op, step))[1]
         return forward
 
     machine.forwards = watched

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from runtime.executor import StepResult
+from runtime.executor import Record, StepResult
 from runtime.plan import Lane, Op
 from runtime.plan.timeline import Span
 
@@ -31,5 +31,5 @@ class NullMachine:
     def result(self, step: int) -> StepResult | None:
         return None
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return spans
+    def measured(self, records: Sequence[Record]) -> Sequence[Span]:
+        return [span for span, _ in records]

@@ -27,6 +27,7 @@ from .options import (
     with_prices,
     with_training,
 )
+from .outputs import check_output
 
 if TYPE_CHECKING:
     from penstock.api import Planned
@@ -115,10 +116,9 @@ def plan(
     from planner.show.facts import facts
     from planner.show.text import print_report
     from runtime.compiled import IS_COMPILED
-    from runtime.plan import PlanFile
 
     if output is not None:
-        PlanFile.refuse_unwritable(output)
+        check_output(output)
     try:
         found = api.plan(
             model,

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogit
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.compute.blocks import op_seed
-from runtime.compute.inference import LastHidden
+from runtime.compute.compute import LastHidden
 from runtime.errors import DataError, PenstockError
 from runtime.executor import Stop
 from runtime.forward_plan import forward_plan

@@ -11,10 +11,10 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, set_aside
 from penstock.checkpoint.saver import Saver
-from runtime.compute.inference import Abandoned
 from runtime.errors import CheckpointError, PenstockError
 from runtime.executor import Execution, OpError, Step, Stop
 from runtime.files import write_whole
+from runtime.machines.torch_machine import Abandoned
 from runtime.plan import Lane
 from runtime.plan.timeline import Timeline
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.compute.inference import LastHidden
+from runtime.compute.compute import LastHidden
 from runtime.errors import DataError
 from runtime.executor import Stop
 from runtime.forward_plan import forward_plan, most_micro_batches

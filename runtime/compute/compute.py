@@ -1,7 +1,7 @@
 """Compute on the device: forward, loss and backward of one block, and what autograd keeps between them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,38 +30,59 @@ class Losses:
     each: list[torch.Tensor]  # of every micro-batch, where there are other ranks to tell
 
 
+@dataclass(frozen=True, slots=True)
+class LastHidden:
+    """A micro-batch as the last layer leaves it. Views of slots: what is to outlive them must be another tensor."""
+
+    templates: Templates
+    weights: Weights  # the head's
+    hidden_BTD: torch.Tensor
+    targets_BT: torch.Tensor
+    step: int
+    micro_batch: int
+
+
+Head = Callable[[LastHidden], None]  # called on the thread of the lane that computes, in its stream
+
+
 class Compute:
     """The ops of the gpu lane that compute. Only that lane's thread may use it."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, batches: Callable[[int], Batch], seed: int, generator: torch.Generator, rank: int = 0
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        templates: Templates,
+        batches: Callable[[int], Batch],
+        seed: int,
+        generator: torch.Generator,
+        rank: int = 0,
+        head: Head | None = None,
     ) -> None:
-        """Build the templates; WorkloadError when transformers builds other modules than the plan counted.
-
-        `batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
-        from there.
-        """
-        self._first_trained = plan.workload.first_trained
+        """`batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
+        from there. `head`: of a forward plan, which has no backward; it gets what the last layer made."""
+        self._head, self._head_block = head, len(plan.workload.blocks) - 1
+        self._first_trained = plan.workload.first_trained if head is None else len(plan.workload.blocks)
         self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
         self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
         self.losses: dict[int, Losses] = {}  # of the steps that have begun, until they are taken
-        self.templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, generator.device)
-        self._views, self.inputs = Views(plan, arenas), Inputs(self.templates, batches)
+        self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
-    def forget(self) -> None:
-        """Drop what a run that failed in the middle of a step has left."""
+    def at_work(self) -> AbstractContextManager[None]:
+        """Around all of a run's ops. What a run that failed in the middle of a step has left is dropped."""
         self.inputs.forget()
         self.losses.clear()
         self._site = None
         self._graphs.clear()
         self._shelves.clear()
+        return nullcontext() if self._head is None else self.templates.evaluating()
 
     def _begin(self, step: int) -> None:
         """A step's tokens are there, and its losses."""
-        if (batch := self.inputs.begin(step)) is not None:
+        if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             self.losses[step] = Losses(batch.n_supervised, total, [])
 
@@ -82,7 +103,12 @@ class Compute:
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         m, weight_slot, has_backward = op.micro_batch, op["weights"], op.block >= self._first_trained
-        self._seed(step, op)
+        if self._head is None:  # else nothing is drawn
+            self._seed(step, op)
+        elif op.block == self._head_block:
+            targets_BT = self.inputs.of(m).targets
+            self._head(LastHidden(self.templates, self._weights(op), self._at(op, op["x"]), targets_BT, step, m))
+            return
         if op.block == 0:
             self._begin(step)
             weights = self._views.leaves(op.block, weight_slot)
@@ -151,70 +177,55 @@ class Compute:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
             gradients = gradients[1:]
-        self._put_gradient(op, {name: g for name, g in zip(graph.names, gradients, strict=True) if g is not None})
+        found = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
+        self._add(op, self._running(op)[0], found)
 
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         self._seed(step, op)
         self._begin(step)
-        hidden_BTD, losses = self._at(op, op["x"]), self.losses[step]
-        total, out = op.get("sum"), op.get("gradient")
-        first = total is None or self.plan.semantics.begins_sum(op.micro_batch)
-        total = total or out
-        running = Weights() if total is None else self._views.gradients(op.block, total, "fp32")
-        head, own = running.get(HEAD), None
-        if head is not None:
-            # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
-            own = head.zero_() if first else torch.zeros_like(head)
-        targets_BT = self.inputs.of(op.micro_batch).targets
-        loss_sum, hidden_gradient, others = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
+        hidden_BTD, losses, targets_BT = self._at(op, op["x"]), self.losses[step], self.inputs.of(op.micro_batch).targets
+        running, begins = self._running(op)
+        head = running.get(HEAD)
+        # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
+        own = head if head is None or begins else torch.zeros_like(head)
+        loss_sum, hidden_gradient, found = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.each.append(loss_sum)
         hidden_BTD.copy_(hidden_gradient)
-        if head is not None and own is not None and not first:
-            head += own
-        for name, gradient in others.items():
-            running[name].copy_(gradient + 0.0) if first else running[name].add_(gradient)
-        running = self._joined(op, running)
-        if out is not None and out != total:
-            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block)).items():
-                view.copy_(running[name])
+        if own is not None and not begins:
+            found[HEAD] = own
+        self._add(op, running, found)
 
-    def _joined(self, op: Op, part: Weights) -> Weights:
-        """The sum that this one has joined, in the end: its own where it is the right part of none."""
+    def _running(self, op: Op) -> tuple[Weights, bool]:
+        """The sum that a micro-batch's gradients are added to, and whether they begin it, at zero: that of a single one is its
+        gradient. A weight that nothing uses (an expert without tokens) has gradient zero."""
+        plan, total, out = self.plan, op.get("sum"), op.get("gradient")
+        begins = total is None or plan.semantics.begins_sum(op.micro_batch or 0)
+        if (slot := total or out) is None:
+            return {}, begins
+        running = self._views.gradients(
+            op.block, slot, plan.gradient_dtype(op.block) if total is None else plan.sum_dtype(op.block)
+        )
+        for view in running.values() if begins else ():
+            view.zero_()
+        return running, begins
+
+    def _add(self, op: Op, running: Weights, found: Weights) -> None:
+        """Add gradients to the running sum, and join those that it is the right part of; the last of all is rounded into the
+        gradient's slot."""
+        for name, gradient in found.items():
+            running[name] += gradient
         for slot in op.every("into"):
             total = self._views.gradients(op.block, slot, "fp32")
             for name, view in total.items():
-                view += part[name]
-            part = total
-        return part
-
-    def _put_gradient(self, op: Op, found: Weights) -> None:
-        """Add a micro-batch's gradients to the running fp32 sum, or start it; the last one rounds the sum into the gradient slot.
-
-        A weight that nothing used (an expert without tokens) has gradient zero.
-        """
-        total, out = op.get("sum"), op.get("gradient")
-        rounded = {} if out is None else self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block))
-        if total is None:  # there is only one micro-batch to put there
-            for name, view in rounded.items():
-                if name not in found:
-                    view.zero_()
-                elif view.dtype == found[name].dtype:
-                    view.copy_(found[name]).add_(0.0)  # the sum starts from zero: -0.0 becomes +0.0
-                else:
-                    view.copy_(found[name] + 0.0)  # before it is rounded
-            return
-        running = self._views.gradients(op.block, total, self.plan.sum_dtype(op.block))
-        for name, view in running.items():
-            if self.plan.semantics.begins_sum(op.micro_batch or 0):
-                view.zero_()
-            if name in found:
-                view += found[name]
-        running = self._joined(op, running)
-        for name, view in rounded.items():
-            view.copy_(running[name])
+                view += running[name]
+            running = total
+        out = op.get("gradient")
+        if out is not None and op.get("sum") is not None:
+            for name, view in self._views.gradients(op.block, out, self.plan.gradient_dtype(op.block)).items():
+                view.copy_(running[name])
 
 
 def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights) -> Graph:

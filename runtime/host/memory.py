@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -13,7 +14,6 @@ from .slabs import available_host_bytes as available_host_bytes
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
 FRONTS = "fronts"  # the slab of what is apart from the rest of its slot
-SLAB_ALIGN_BYTES = {"cpu": 64, "cuda": 256}  # results of matrix products depend on alignment below 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,10 @@ class Arenas:
         No view reaches across.
         """
         fronts = fronts or {}
-        self._slabs: dict[str, torch.UntypedStorage] = {}
+        self.slabs: dict[str, torch.Tensor] = {}  # bytes, by name: its arena's, with a number from the second on
+        self._arena_of: dict[str, Arena] = {}  # by slab
         self._regions: dict[Slot, _Region] = {}
         self._fronts: dict[Slot, _Region] = {}
-        self._in_host_memory: dict[str, torch.Tensor] = {}  # by slab: the device's too, if that is the processor
-        self._arena_of: dict[str, Arena] = {}  # by slab
         for arena in arenas:
             on = device if arena.place is Place.DEVICE else torch.device("cpu")
             for number, indices in enumerate(_slots_of_slabs(arena)):
@@ -69,37 +68,29 @@ class Arenas:
             regions[slot] = _Region(name, at, n_bytes)
             at += n_bytes
         try:
-            on_host = device.type == "cpu"
-            slab = make(at) if on_host else torch.zeros(at, dtype=torch.uint8, device=device)
+            slab = make(at) if device.type == "cpu" else torch.zeros(at, dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:  # the allocator's own out-of-memory error, or the system's
             reason = (str(error).splitlines() or ["no memory"])[0][:120]
             raise PlanError(f"arena {arena.name} of {arena.n_bytes} bytes cannot be allocated ({reason})") from None
-        assert at == 0 or slab.data_ptr() % SLAB_ALIGN_BYTES.get(device.type, 64) == 0
-        self._slabs[name], self._arena_of[name] = slab.untyped_storage(), arena
-        self._in_host_memory |= {name: slab} if on_host else {}
+        self.slabs[name], self._arena_of[name] = slab, arena
         return regions
 
     # -- slabs ----------------------------------------------------------------------------------------------------------
 
     def touch(self, n_threads: int) -> None:
         """Fault in all host memory, which is fresh: no step shall wait for the system to find pages."""
-        slabs.touch(self._in_host_memory.values(), n_threads)
+        slabs.touch([slab for slab in self.slabs.values() if slab.device.type == "cpu"], n_threads)
 
     def host_slabs(self) -> dict[str, torch.Tensor]:
         """The slabs of the host's arenas: what a device may be let to read and write by itself."""
-        return {name: slab for name, slab in self._in_host_memory.items() if self._arena_of[name].place is Place.HOST}
-
-    @property
-    def addresses(self) -> dict[str, int]:
-        """Where each slab begins, by its name: its arena's, with a number from the second on."""
-        return {name: slab.data_ptr() for name, slab in self._slabs.items()}
+        return {name: slab for name, slab in self.slabs.items() if self._arena_of[name].place is Place.HOST}
 
     @property
     def n_bytes(self) -> dict[str, int]:
         """Allocated bytes, by arena."""
         total = {arena.name: 0 for arena in self._arena_of.values()}
-        for name, slab in self._slabs.items():
-            total[self._arena_of[name].name] += slab.nbytes()
+        for name, slab in self.slabs.items():
+            total[self._arena_of[name].name] += slab.nbytes
         return total
 
     # -- slots ----------------------------------------------------------------------------------------------------------
@@ -110,9 +101,7 @@ class Arenas:
         Each call makes a tensor with a version counter of its own, so writing one view never invalidates what autograd
         saved of another.
         """
-        region, front = self._regions[slot], self._fronts.get(slot)
-        torch_dtype = DTYPE[dtype]
-        item = torch_dtype.itemsize
+        region, front, item = self._regions[slot], self._fronts.get(slot), DTYPE[dtype].itemsize
         if front is not None:
             if offset_elements * item < front.n_bytes:
                 region = front
@@ -120,24 +109,18 @@ class Arenas:
                 offset_elements -= front.n_bytes // item
         if shape is None:
             shape = (region.n_bytes // item - offset_elements,)
-        n_elements, strides = 1, []
-        for dim in reversed(shape):
-            strides.append(n_elements)
-            n_elements *= max(dim, 1)
-        n_elements *= 0 not in shape
-        assert (offset_elements + n_elements) * item <= region.n_bytes, f"{shape} of {dtype} at {offset_elements} exceeds {slot}"
-        slab = self._slabs[region.slab]
-        view = torch.empty(0, dtype=torch_dtype, device=slab.device)
-        return view.set_(slab, region.offset_bytes // item + offset_elements, shape, strides[::-1])
+        at, end = offset_elements * item, (offset_elements + prod(shape)) * item
+        assert end <= region.n_bytes, f"{shape} of {dtype} at {offset_elements} exceeds {slot}"
+        return self._bytes(region, at, end).view(DTYPE[dtype]).view(shape)
+
+    def _bytes(self, region: _Region, at: int, end: int) -> torch.Tensor:
+        return self.slabs[region.slab].data[region.offset_bytes + at : region.offset_bytes + end]
 
     def pieces(self, slot: Slot) -> list[torch.Tensor]:
         """The bytes of a slot: in one piece, or in two where its front is apart."""
-        found = []
-        for region in filter(None, (self._fronts.get(slot), self._regions[slot])):
-            slab = self._slabs[region.slab]
-            view = torch.empty(0, dtype=torch.uint8, device=slab.device)
-            found.append(view.set_(slab, region.offset_bytes, (region.n_bytes,), (1,)))
-        return found
+        return [
+            self._bytes(region, 0, region.n_bytes) for region in (self._fronts.get(slot), self._regions[slot]) if region is not None
+        ]
 
     def raw(self, slot: Slot) -> torch.Tensor:
         """The bytes of a slot that is in one piece."""
@@ -147,8 +130,8 @@ class Arenas:
     def offset_in(self, slot: Slot, tensor: torch.Tensor) -> int | None:
         """Byte offset of the tensor's first element in the slot, or None if it lives elsewhere."""
         region = self._regions[slot]
-        slab = self._slabs[region.slab]
-        if tensor.untyped_storage().data_ptr() != slab.data_ptr() or slab.nbytes() == 0:
+        slab = self.slabs[region.slab]
+        if tensor.untyped_storage().data_ptr() != slab.data_ptr() or slab.nbytes == 0:
             return None
         at = int(tensor.storage_offset()) * tensor.element_size() - region.offset_bytes
         return at if 0 <= at < region.n_bytes else None

@@ -4,9 +4,9 @@ A chunk's bits do not depend on where it lies: a kernel sees the same elements i
 whole. A task is some chunks of one parameter, and needs nothing but a thread's own scratch memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS, Hyperparameters
 
 from . import adamw, chunks
-from .chunks import Kernel, Scratch, UpdateLoop
+from .chunks import Scratch, UpdateLoop
 
 TASK_ELEMENTS = 16 * chunks.CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
 
@@ -22,19 +22,10 @@ T = TypeVar("T")
 Task = Callable[[Scratch], None]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An optimizer's arithmetic."""
-
-    kernel: Kernel  # on the host
-    on_device: Callable[[torch.device], Kernel]  # to the host's bits; PlanError where no way to perform it there gives them
-
-    @cached_property
-    def loop(self) -> UpdateLoop:
-        return chunks.scripted(chunks.update_loop(chunks.scripted(self.kernel)))
-
-
-RULES: Mapping[str, Rule] = {"adamw": Rule(adamw.fused, adamw.on_device)}  # by `Optimizer.name`
+@cache
+def host_loop() -> UpdateLoop:
+    """The host's, compiled when it is first asked for."""
+    return chunks.scripted(chunks.update_loop(chunks.scripted(adamw.fused)))
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -173,7 +164,7 @@ class Step:
 
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
-        loop = RULES[self.settings.optimizer.name].loop
+        loop = host_loop()
         return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
 
     def on_device(self, loop: UpdateLoop) -> None:

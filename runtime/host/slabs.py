@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,8 @@ from runtime.units import GiB, KiB, MiB, show_bytes
 from .workers import together
 
 TOUCH_BYTES = 64 * MiB  # what one thread faults in at a time
-# Drivers since 580 refuse 2**39 bytes at once (their table of pages, 16 B for each of 4 KiB, would be 2**31 B). A refused call
-# leaves an error behind that the thread's next kernel reports as its own: so none is tried that would be. No smaller than need
-# be: a copy from two pieces may be refused too.
-REGISTER_BYTES = 2**39 - 2**30
 # Slots of an arena share slabs of about this size: small enough that several threads, each at a slab of its own, lock an arena at
-# once
+# once; and no driver is asked for 2**39 bytes in one call, which those since 580 refuse
 SLAB_BYTES = 4 * GiB
 MOST_LOCKING_THREADS = 8  # beyond them a driver's own locks bind
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # numbers of the C library's `mallopt`
@@ -67,11 +64,11 @@ def mapped(descriptor: int, n_bytes: int, flags: int) -> torch.Tensor:
 
 def touch(slabs: Iterable[torch.Tensor], n_threads: int) -> None:
     """Fault every page of fresh slabs in, with several threads."""
+    together([partial(_touch, part) for slab in slabs if slab.numel() for part in slab.split(TOUCH_BYTES)], n_threads)
 
-    def task(part: torch.Tensor) -> Callable[[None], object]:
-        return lambda _: part[:: mmap.PAGESIZE].zero_()
 
-    together([task(part) for slab in slabs if slab.numel() for part in slab.split(TOUCH_BYTES)], n_threads)
+def _touch(part: torch.Tensor, _: None) -> None:
+    part[:: mmap.PAGESIZE].zero_()
 
 
 def available_host_bytes() -> int | None:
@@ -122,26 +119,23 @@ def register_for_dma(
     cudart: Any = None,
     n_threads: int = 1,
     settled: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> list[tuple[int, int]]:
+) -> list[int]:
     """Lock host slabs, by name, in memory, so that copies to and from a CUDA device neither block nor pass through a buffer.
 
-    Several threads do, each a piece at a time and `settled` for it, as a call locks a few GB a second. Returns (address, bytes) of
-    each registered piece, for `unregister`: a slab, or pieces of one that no driver takes whole. PlanError when memory may not be
-    locked; nothing is registered then.
+    Several threads do, each a slab at a time and `settled` for it, as a call locks a few GB a second. Returns the addresses, for
+    `unregister`. PlanError when memory may not be locked; nothing is registered then.
     """
     cudart = cudart if cudart is not None else torch.cuda.cudart()
-    done: list[tuple[int, int]] = []
+    done: list[int] = []
 
-    def task(name: str, piece: torch.Tensor) -> Callable[[None], object]:
-        def register(_: None) -> None:
-            if error := int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)):
-                raise _refused(name, slabs, error)
-            done.append((piece.data_ptr(), piece.numel()))
-
-        return register
+    def register(name: str, _: None) -> None:
+        slab = slabs[name]
+        if error := int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0)):
+            raise _refused(name, slabs, error)
+        done.append(slab.data_ptr())
 
     try:
-        tasks = [task(name, piece) for name, slab in slabs.items() if slab.numel() for piece in slab.split(REGISTER_BYTES)]
+        tasks = [partial(register, name) for name, slab in slabs.items() if slab.numel()]
         together(tasks, min(n_threads, MOST_LOCKING_THREADS), settled)
     except BaseException:
         unregister(done, cudart)
@@ -159,10 +153,10 @@ def _refused(name: str, slabs: Mapping[str, torch.Tensor], error: int) -> PlanEr
     )
 
 
-def unregister(pieces: Iterable[tuple[int, int]], cudart: Any = None) -> None:
-    """Give registered pieces back. What the driver answers no longer matters."""
+def unregister(addresses: Iterable[int], cudart: Any = None) -> None:
+    """Give registered slabs back. What the driver answers no longer matters."""
     cudart = cudart if cudart is not None else torch.cuda.cudart()
-    for address, _ in pieces:
+    for address in addresses:
         cudart.cudaHostUnregister(address)
 
 

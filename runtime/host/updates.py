@@ -14,11 +14,12 @@ from runtime.plan import Kind, Op, Plan, Slot, Update
 from runtime.plan.optimizer import Hyperparameters
 from runtime.plan.workload import Parameter
 
+from . import adamw
 from .chunks import Scratch, update_loop
 from .host_state import HostState
 from .memory import DTYPE, Arenas
 from .norms import SharedNumbers, added, clip_factor, squares_on_device, squares_tasks
-from .optimizer import RULES, Step, SummedGradient, Task, add_tasks, summed
+from .optimizer import Step, SummedGradient, Task, add_tasks, summed
 from .workers import Workers
 
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block
@@ -47,8 +48,7 @@ class Updates:
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
-        rule = RULES[plan.semantics.optimizer.name]
-        self._device_loop = update_loop(rule.on_device(device)) if plan.policy.device_blocks else None
+        self._device_loop = update_loop(adamw.on_device(device)) if plan.policy.device_blocks else None
         blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}

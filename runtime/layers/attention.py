@@ -4,15 +4,14 @@ Plans name it, because it decides bits and time. Documents of a packed sequence 
 says: cuDNN would make and keep a plan of its own for every length.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from runtime.errors import PlanError
+from runtime.host.memory import DTYPE
 from runtime.plan import Plan, Semantics
 from runtime.plan.policy import AttentionKernel
-from runtime.plan.workload import ITEM_BYTES
 
 WORDS: Mapping[AttentionKernel, str] = {
     "flash": "FlashAttention",
@@ -37,13 +36,13 @@ def refuse_any_order(semantics: Semantics) -> None:
         )
 
 
-def refuse_missing_attention(plan: Plan, can_use: Callable[[AttentionKernel, Any], bool] | None = None) -> None:
+def refuse_missing_attention(plan: Plan) -> None:
     """PlanError where the GPU lacks the kernel, or it does not take the plan's heads. Little is allocated to find out."""
     kernel, blocks = plan.semantics.attention_kernel, plan.workload.blocks
     attention = next((b.attention for b in blocks if b.attention is not None), None)
     if attention is None or plan.semantics.attention != "sdpa" or kernel == "flash":  # which falls back by itself
         return
-    if not (can_use or _can_use)(kernel, (attention.n_heads, attention.head_dim, ITEM_BYTES[plan.semantics.compute_dtype])):
+    if not _can_use(kernel, attention.n_heads, attention.head_dim, DTYPE[plan.semantics.compute_dtype]):
         heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
         raise PlanError(
             f"the plan attends with {WORDS[kernel]}, which this GPU or this torch does not have for {heads}; plan again with "
@@ -51,10 +50,8 @@ def refuse_missing_attention(plan: Plan, can_use: Callable[[AttentionKernel, Any
         )
 
 
-def _can_use(kernel: AttentionKernel, heads: tuple[int, int, int]) -> bool:
+def _can_use(kernel: AttentionKernel, n_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether torch would take it, by its own word."""
-    n_heads, head_dim, item_bytes = heads
-    dtype = torch.bfloat16 if item_bytes == 2 else torch.float32
     q = torch.zeros(1, n_heads, 128, head_dim, dtype=dtype, device="cuda", requires_grad=True)
     params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
     if kernel == "cudnn":

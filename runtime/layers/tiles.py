@@ -99,15 +99,14 @@ class _Site:
     x_ND: torch.Tensor | None = None
     weights: tuple[torch.Tensor, ...] = ()
 
-    def again(self, mlp: TiledMlp, at: slice) -> _Tile:
+    def again(self, mlp: TiledMlp, at: slice) -> torch.Tensor:
         """The forward of a tile, under grad."""
         assert self.x_ND is not None, "a tile is computed again while no backward is running"
         rows_ND = self.x_ND[at].detach().requires_grad_()
         names = [name for name, _ in mlp.rows.named_parameters()]
         weights = [w.detach().requires_grad_() for w in self.weights]
         with torch.enable_grad():
-            y_ND = functional_call(mlp.rows, dict(zip(names, weights, strict=True)), (rows_ND,), strict=True)
-        return _Tile(get_gradient_edge(y_ND), _edges(rows_ND, *weights))
+            return functional_call(mlp.rows, dict(zip(names, weights, strict=True)), (rows_ND,), strict=True)  # type: ignore[no-any-return]
 
 
 class _ByTiles(torch.autograd.Function):

@@ -92,9 +92,7 @@ class Shelf:
 
     def view(self, spot: Spot) -> torch.Tensor:
         """The tensor there, with a version counter of its own."""
-        at = (self.slot.storage_offset() + spot.offset_bytes) // spot.dtype.itemsize
-        view = torch.empty(0, dtype=spot.dtype, device=self.slot.device)
-        return view.set_(self.slot.untyped_storage(), at, spot.shape, spot.stride)
+        return self.slot.data[spot.offset_bytes :].view(spot.dtype).as_strided(spot.shape, spot.stride)
 
     def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a call returns, and the same with spots in place of the tensors that are on the shelf."""

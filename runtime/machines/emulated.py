@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from runtime.executor import Record
 from runtime.host.slabs import Shared
 from runtime.plan import Lane, Op, Semantics
-from runtime.plan.region import Demand, Region, rates
+from runtime.plan.region import Demand, Region, shares
 from runtime.plan.timeline import Span
 
 from .torch_machine import TorchMachine
@@ -139,7 +140,7 @@ class LiveRegion:
 
     def _solve(self) -> None:
         working = [s for s in self._shares if s.work_from_s <= self._at_s]
-        for share, speed in zip(working, rates([s.demand for s in working], self._region), strict=True):
+        for share, speed in zip(working, shares(tuple(s.demand.uses for s in working), self._region), strict=True):
             share.speed = speed
 
     def _advance(self, to_s: float) -> None:
@@ -196,5 +197,5 @@ class EmulatedMachine:
     def follow(self, lane: Lane, token: float) -> None:
         self._due_s[lane] = max(self._due_s.get(lane, token), token)
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return spans
+    def measured(self, records: Sequence[Record]) -> Sequence[Span]:
+        return [span for span, _ in records]

@@ -8,21 +8,26 @@ waits for.
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from queue import SimpleQueue
 
 import torch
 from torch.cuda import Event, Stream
 
 from runtime.plan import Lane
+from runtime.plan.timeline import Span
 
 from .streams import CudaStreams
 
 ENDING_S = 10.0  # that the work of a run which has failed may take to end, before its thread is given up
 MANY_CORES = 8  # from which on two of them feed a GPU
+N_LOOKS = 5  # at a device's clock and the host's at once; the quickest look knows best
+Timers = tuple[Event, Event]  # before an op in its stream, and after
 
 
 class LaneThread:
@@ -86,17 +91,45 @@ class Lanes:
         if self.streams is not None and lane in self.streams_of:
             self.streams.finish(self.streams_of[lane])
 
-    def issue(self, lane: Lane, name: str, work: Callable[[], None], timers: Sequence[Event] = ()) -> None:
-        """Do the work; or have the lane's stream do it, between the two timers if there are any."""
+    def issue(self, lane: Lane, name: str, work: Callable[[], None]) -> Timers | None:
+        """Do the work; or have the lane's stream do it, between two timers."""
         if self.streams is None or lane not in self.streams_of:
             work()
-            return
-        stream = self.streams_of[lane]
-        for begin in timers[:1]:
-            self.streams.record(begin, stream)
+            return None
+        stream, (begin, end) = self.streams_of[lane], (self.streams.timer(), self.streams.timer())
+        self.streams.record(begin, stream)
         self.streams.issue(stream, name, work)
-        for end in timers[1:]:
-            self.streams.record(end, stream)
+        self.streams.record(end, stream)
+        return begin, end
+
+    def timed(self, records: Sequence[tuple[Span, Timers | None]], lane_of: Callable[[int], Lane]) -> list[Span]:
+        """The spans of ops, those of streams at the times when they really ran: the host only sees when it issued an op.
+
+        Called when all streams have ended. A device tells elapsed time in single precision: to some millionths of a step, of the
+        few steps that are kept.
+        """
+        now = {lane: self._now(stream) for lane, stream in self.streams_of.items()}
+
+        def real(span: Span, timers: Timers | None) -> Span:
+            if timers is None or self.streams is None:
+                return span
+            (begin, end), (later, at_s) = timers, now[lane_of(span.op)]
+            start_s = at_s - self.streams.elapsed_s(begin, later)
+            return replace(span, start_s=start_s, end_s=start_s + self.streams.elapsed_s(begin, end))
+
+        return [real(*record) for record in records]
+
+    def _now(self, stream: Stream) -> tuple[Event, float]:
+        """A timer that has been reached, and the host's clock at that time."""
+        assert self.streams is not None
+        looks = []
+        for _ in range(N_LOOKS):
+            timer, before_s = self.streams.timer(), time.perf_counter()
+            self.streams.record(timer, stream)
+            self.streams.wait(timer)
+            looks.append((time.perf_counter() - before_s, before_s, timer))
+        took_s, before_s, timer = min(looks, key=lambda look: look[0])
+        return timer, before_s + took_s / 2
 
     def mark(self, lane: Lane) -> Event | None:
         """Reached when the lane's stream has done all that it was given so far; None where what is given is done."""
@@ -138,9 +171,8 @@ def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     Half each, so that neither slows the other; an odd one goes to the host lanes, of which there are three. A single core
     serves both.
     """
-    ordered = _ordered(cores)
-    half = len(ordered) // 2
-    return ordered[:half] or ordered, ordered[half:]
+    half = len(cores) // 2
+    return cores[:half] or cores, cores[half:]
 
 
 def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
@@ -149,12 +181,5 @@ def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
     Of the three lanes that issue one at a time has the interpreter. Where there are many cores they have two, so that a thread of
     the driver or an interrupt does not hold them up; the optimizer, which memory binds, hardly misses it. A single core serves all.
     """
-    ordered = _ordered(cores)
-    n_issuing = 2 if len(ordered) >= MANY_CORES else 1
-    return ordered[:n_issuing], ordered[n_issuing:] or ordered
-
-
-def _ordered(cores: list[int]) -> list[int]:
-    if not cores:
-        raise ValueError("no cores to split")
-    return sorted(set(cores))
+    n_issuing = 2 if len(cores) >= MANY_CORES else 1
+    return cores[:n_issuing], cores[n_issuing:] or cores

@@ -6,7 +6,8 @@ Tests give lanes streams of their own, with the same methods, which are late on 
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
@@ -87,13 +88,10 @@ class CudaStreams(CudaEvents):
     def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
         """Let streams copy from and to the host's arenas while the host goes on, and from what `others` have, as long as there are
         these arenas."""
-
-        def on_this_device() -> AbstractContextManager[None]:  # a thread's first call would else be of the first device
-            return torch.cuda.device(self.device)
-
         slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
-        pieces = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=on_this_device)
-        weakref.finalize(arenas, unregister, pieces)
+        here = partial(torch.cuda.device, self.device)  # a thread's first call would else be of the first device
+        locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=here)
+        weakref.finalize(arenas, unregister, locked)
         odd = [name for name, slab in arenas.host_slabs().items() if slab.numel() and not slab.is_pinned()]
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
 

@@ -15,9 +15,9 @@ import torch
 from torch.cuda import Event
 
 from runtime.batch import Batch, positions_of
-from runtime.compute.compute import Compute
-from runtime.compute.inference import Abandoned, Head, Inference
-from runtime.executor import AgreedStop, StepResult, Stop, execute
+from runtime.compute.blocks import Templates
+from runtime.compute.compute import Compute, Head
+from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
@@ -34,13 +34,15 @@ from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import Lanes
-from .stopwatch import Stopwatch
-from .streams import CudaStreams
+from .lanes import Lanes, Timers
 
 
-class TrainingOps:
-    """What each op of a plan that trains does: load, compute, offload, update."""
+class Abandoned(Exception):
+    """The run was asked to end during a forward, whose result is not there."""
+
+
+class PlanOps:
+    """What each op of a plan does: load, compute, offload, update."""
 
     def __init__(self, plan: Plan, copies: Copies, compute: Compute, updates: Updates, collectives: Collectives | None) -> None:
         self.plan, self._copies, self._compute, self._updates, self._collectives = plan, copies, compute, updates, collectives
@@ -50,8 +52,8 @@ class TrainingOps:
     def at_work(self, lane: Lane) -> AbstractContextManager[None]:
         """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
         if lane is Lane.GPU:
-            self._compute.forget()
-        elif lane is Lane.CPU:
+            return self._compute.at_work()
+        if lane is Lane.CPU:
             self._updates.forget()
         elif lane is Lane.H2D:  # from here on: what unpacks waits for a load
             self._loaded.clear()  # a forward between two runs may have had their places
@@ -107,9 +109,11 @@ class TrainingOps:
             case _:
                 assert_never(op.kind)
 
-    def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult:
+    def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult | None:
         """As a machine's. `loss_is_there` returns once the device has added up the step's losses."""
-        losses, (grad_norm, skipped) = self._compute.losses.pop(step), self._updates.taken(step)
+        if (losses := self._compute.losses.pop(step, None)) is None:
+            return None
+        grad_norm, skipped = self._updates.taken(step)
         of_all = None if self._collectives is None else self._updates.loss_of_all(step)
 
         def loss_sum() -> float:
@@ -121,47 +125,21 @@ class TrainingOps:
         return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
 
 
-class Staging:
-    """Tokens that wait in pinned memory for a device which is still at work on the step before."""
+class GivingOps(PlanOps):
+    """A forward by a rank that only gives the others its weights."""
 
-    def __init__(self, batches: Callable[[int], Batch], streams: CudaStreams) -> None:
-        self._batches, self._streams = batches, streams
-        self._last_filled: int | None = None  # step
-        self._pinned: dict[int, Batch] = {}  # by step, until it is uploaded
-
-    def forget(self) -> None:
-        """Drop what a run that failed in the middle of a step has left."""
-        self._last_filled, self._pinned = None, {}
-
-    def fill(self, step: int) -> None:
-        """Put a step's tokens into pinned memory, before any of its compute is issued."""
-        if step == self._last_filled:
-            return
-        batch = self._batches(step)
-        positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
-        batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
-        self._last_filled, self._pinned[step] = step, batch.moved(self._streams.pinned)
-
-    def upload(self, step: int) -> Batch:
-        """The step's tokens on the device, once the stream has come so far. Part of the work of one of the step's ops."""
-        return self._pinned.pop(step).moved(lambda tokens: tokens.to(self._streams.device, non_blocking=True))
+    def perform(self, index: int, op: Op, step: int) -> None:
+        if op.kind is not Kind.FORWARD:
+            super().perform(index, op, step)
 
 
 class LaneMachine:
     """Performs the ops that it is given: a `Machine`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        ops: TrainingOps | Inference,
-        lanes: Lanes,
-        workers: Workers[Scratch],
-        staging: Staging | None,
-        stopwatch: Stopwatch | None,
-    ) -> None:
-        """`workers` help the host's own lane; `staging` holds the tokens of a device that is late, `stopwatch` its timers."""
+    def __init__(self, plan: Plan, ops: PlanOps, lanes: Lanes, workers: Workers[Scratch]) -> None:
+        """`workers` help the host's own lane."""
         self.plan, self.lanes, self.streams = plan, lanes, lanes.streams
-        self._ops, self._workers, self._staging, self._stopwatch = ops, workers, staging, stopwatch
+        self._ops, self._workers = ops, workers
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
@@ -171,8 +149,6 @@ class LaneMachine:
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        if lane is Lane.GPU and self._staging is not None:
-            self._staging.forget()
         with self._ops.at_work(lane):
             if lane is Lane.GPU and self.streams is None:
                 give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
@@ -183,15 +159,13 @@ class LaneMachine:
                 finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
                     self.lanes.finish(lane)
 
-    def perform(self, index: int, op: Op, step: int) -> None:
+    def perform(self, index: int, op: Op, step: int) -> Timers | None:
         """Do op number `index` of the plan, or issue it to the lane's stream."""
         self._last[op.lane] = index
-        if op.lane is Lane.GPU and self._staging is not None:
-            self._staging.fill(step)
-        timers = self._stopwatch.around(index, step) if self._stopwatch is not None and op.lane is not Lane.CPU else ()
-        self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step), timers)
+        timers = self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step))
         if op.kind is Kind.LOSS:
             self._losses[step] = self.lanes.mark(op.lane)
+        return timers
 
     def work(self, index: int, op: Op, step: int) -> None:
         """What an op does, in its stream where it has one."""
@@ -207,8 +181,8 @@ class LaneMachine:
         issued, lanes = self._losses.pop(step, None), self.lanes
         return self._ops.result(step, lambda: None if issued is None else lanes.follow(Lane.CPU, issued))
 
-    def measured(self, spans: Sequence[Span]) -> Sequence[Span]:
-        return self._stopwatch.read(spans) if self._stopwatch is not None else spans
+    def measured(self, records: Sequence[Record]) -> Sequence[Span]:
+        return self.lanes.timed(records, lambda index: self.plan.ops[index].lane)
 
 
 class TorchMachine(LaneMachine):
@@ -235,26 +209,25 @@ class TorchMachine(LaneMachine):
             batches = of_rank(batches, self._rank, plan.semantics.batch_size)
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.current(Lane.GPU):
-            staging, on_device = _staged(plan, batches, lanes)
             self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, self.arenas, self._rank)
-            self.compute = Compute(plan, self.arenas, on_device, seed, _generator(lanes.device), self._rank)
+            templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
+            self.compute = Compute(
+                plan, self.arenas, templates, _uploaded(batches, lanes), seed, _generator(lanes.device), self._rank
+            )
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
-        stopwatch = None
         if lanes.streams is not None:
             lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(self._rank))
-            stopwatch = Stopwatch(plan, lanes.streams, lanes.streams_of)
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
         with lanes.current(Lane.GPU):  # in which a device is tried
             self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        copies = Copies(plan, self.arenas, self._rank)
-        ops = TrainingOps(plan, copies, self.compute, self._updates, self._collectives(plan))
-        super().__init__(plan, ops, lanes, workers, staging, stopwatch)
+        super().__init__(plan, self._ops_of(plan, self.compute), lanes, workers)
 
-    def _collectives(self, plan: Plan) -> Collectives | None:
-        return None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
+    def _ops_of(self, plan: Plan, compute: Compute, kind: type[PlanOps] = PlanOps) -> PlanOps:
+        collectives = None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
+        return kind(plan, Copies(plan, self.arenas, self._rank), compute, self._updates, collectives)
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
@@ -300,12 +273,10 @@ class TorchMachine(LaneMachine):
         It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
         is not. Without a head it only gives other ranks its weights.
         """
-        with self.lanes.current(Lane.GPU):
-            staging, on_device = _staged(plan, batches, self.lanes) if head is not None else (None, batches)
-        collectives = self._collectives(plan)
-        gather = collectives.perform if collectives is not None else None
-        ops = Inference(plan, self.arenas, self.compute.templates, on_device, head, self._rank, gather)
-        return LaneMachine(plan, ops, self.lanes, self._workers, staging, None)  # its ops are not timed
+        on_device, of = _uploaded(batches, self.lanes), self.compute
+        compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, of.generator, self._rank, head)
+        ops = self._ops_of(plan, compute, GivingOps if head is None else PlanOps)
+        return LaneMachine(plan, ops, self.lanes, self._workers)
 
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""
@@ -346,12 +317,19 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
 
 
-def _staged(plan: Plan, batches: Callable[[int], Batch], lanes: Lanes) -> tuple[Staging | None, Callable[[int], Batch]]:
-    """Where a step's tokens wait for a device that is still at work on the one before, and what gives them on the device."""
-    if lanes.streams is None:
-        return None, batches
-    staging = Staging(batches, lanes.streams)
-    return staging, staging.upload
+def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], Batch]:
+    """What gives a step's tokens on the device, as work of the lane that computes: a GPU copies them from pinned memory while the
+    host goes on."""
+    if (streams := lanes.streams) is None:
+        return batches
+
+    def batch_of(step: int) -> Batch:
+        batch = batches(step)
+        positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
+        batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
+        return batch.moved(lambda tokens: streams.pinned(tokens).to(streams.device, non_blocking=True))
+
+    return batch_of
 
 
 def _generator(device: torch.device) -> torch.Generator:

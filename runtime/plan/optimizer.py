@@ -1,10 +1,10 @@
 """Optimizers as data: what each keeps of a parameter, the bytes that an update moves, and its hyperparameters.
 
-Arenas, costs, the checker and checkpoints ask here; `runtime/host` has a file with the arithmetic of each, by its name.
+Arenas, costs, the checker and checkpoints ask here; `runtime/host` has a file with the arithmetic.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -30,7 +30,6 @@ class Optimizer:
     """An optimizer as a plan knows it. A master is fp32 or bf16; an fp32 one beside bf16 compute is split into the bf16 weight that
     is uploaded and the 16 bits that this lacks."""
 
-    name: str
     moments: tuple[Moment, ...]
     # A device updates to the host's bits what has a multiple of this number of elements: the host's kernel computes the rest, which
     # fills no vector register, in another sequence
@@ -82,7 +81,7 @@ class Optimizer:
         return ((5 + len(self.moments)) * ITEM_BYTES["fp32"] + 1) * DEVICE_UPDATE_ELEMENTS
 
 
-ADAMW = Optimizer("adamw", (Moment("exp_avg", "fp32"), Moment("exp_avg_sq", "fp32")), device_multiple=8)
+ADAMW = Optimizer((Moment("exp_avg", "fp32"), Moment("exp_avg_sq", "fp32")), device_multiple=8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,6 @@ class AdamW:
     """Hyperparameters of AdamW: of a step, or of a run before its rate is scheduled. Biases, norms and other vectors never decay;
     `no_decay` names more, by parts of their names."""
 
-    optimizer: ClassVar[Optimizer] = ADAMW
     lr: Above0 = 1e-5
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999

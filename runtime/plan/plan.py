@@ -1,8 +1,6 @@
 """A plan: the ops of one steady-state training step, as JSON and as values (reference: docs/plan-language.md)."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -10,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.errors import PlanError
-from runtime.files import read_whole, try_to_write, write_whole
+from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line
 
 from .legality import refuse_sum_groups
@@ -80,14 +78,10 @@ class PlanFile:
     def write(self, path: Path) -> None:
         """Write the file whole or not at all; PlanError where the folder cannot be written."""
         text = json.dumps(_fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim})
-        with _writing(path):
+        try:
             write_whole(path, text + "\n")
-
-    @staticmethod
-    def refuse_unwritable(path: Path) -> None:
-        """PlanError now rather than after a search, where `write` would raise it."""
-        with _writing(path):
-            try_to_write(path)
+        except OSError as error:
+            raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
     @staticmethod
     def read(path: Path) -> "PlanFile":
@@ -100,15 +94,6 @@ class PlanFile:
         if found.model.fingerprint != found.fingerprint:
             raise PlanError(f"{path}: the model's fingerprint does not match its configuration; make it again with `penstock plan`")
         return PlanFile(Plan(**{field.name: getattr(found, field.name) for field in fields(Plan)}), found.claim)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Around what writes there."""
-    try:
-        yield
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
 
 _PLAN, _WRITTEN = TypeAdapter(Plan), TypeAdapter(_Written)

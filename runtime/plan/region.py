@@ -7,7 +7,6 @@ A capacity is what several ops get together; an op that draws on a resource alon
 the two directions of a link are slower together than one after the other.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -52,14 +51,9 @@ class Region:
     capacity: Uses
 
 
-def rates(active: Sequence[Demand], region: Region) -> list[float]:
-    """Speed of each op that is at work, as a fraction of full speed, in the order given."""
-    return list(shares(tuple(demand.uses for demand in active), region))
-
-
 @lru_cache(maxsize=65536)
 def shares(uses: tuple[Uses, ...], region: Region) -> tuple[float, ...]:
-    """Max-min fair speeds of ops that draw `uses` at full speed."""
+    """Max-min fair speeds, as fractions of full speed, of ops that draw `uses` at full speed."""
     drawn = [draw for use in uses for draw in draws(use, region)]
     return tuple(fill(len(uses), floats(drawn), floats(capacity_of(region))))
 

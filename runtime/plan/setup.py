@@ -61,10 +61,7 @@ class Setup:
     arenas: tuple[Arena, ...]
 
     def arena(self, name: str) -> Arena | None:
-        for arena in self.arenas:
-            if arena.name == name:
-                return arena
-        return None
+        return next((arena for arena in self.arenas if arena.name == name), None)
 
     def blocks_of(self, micro_batch: int | None) -> tuple[Block, ...]:
         """The blocks with the sizes of this micro-batch; None: of what all have in common."""
@@ -324,7 +321,8 @@ class Setup:
         """By class and what is saved: one such layer, and how many there are."""
         found: dict[tuple[int, Saved], tuple[int, int]] = {}
         saved = self.policy.save + (Saved.INPUT,) * (self.workload.n_layers - len(self.policy.save))
-        for b, key in enumerate(zip(self.workload.first_alike_layers, saved, strict=True), start=1):
+        for b, of in enumerate(saved, start=1):
+            key = self.workload.first_alike[b], of
             found[key] = b, found[key][1] + 1 if key in found else 1
         return found
 

@@ -293,11 +293,6 @@ class Workload:
         """Of each block, the first that differs from it in nothing but names."""
         return {b: blocks[0] for blocks in self.classes for b in blocks}
 
-    @cached_property
-    def first_alike_layers(self) -> tuple[int, ...]:
-        """The same of the layers, in order."""
-        return tuple(self.first_alike[b] for b in range(1, self.n_layers + 1))
-
 
 def aligned_elements(p: Parameter) -> int:
     """Elements that a parameter takes of a slot."""

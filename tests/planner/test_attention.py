@@ -10,6 +10,7 @@ from planner.model.config import read_model
 from planner.model.kernels import with_kernels
 from planner.model.workload import supported_attention
 from runtime.errors import PlanError
+from runtime.layers import attention
 from runtime.layers.attention import refuse_any_order, refuse_missing_attention, use_attention
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
@@ -38,22 +39,19 @@ def plan_with(kernel, **fields):
     return plan_of(tiny_config("llama"), semantics_of("llama", attention_kernel=kernel, **fields), Policy())
 
 
-def test_a_missing_kernel_is_refused_with_another_to_plan():
+def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
     asked = []
-
-    def never(kernel, heads):
-        asked.append((kernel, heads))
-        return False
-
-    refuse_missing_attention(plan_with("flash"), never)  # which falls back by itself, as old plans do
-    refuse_missing_attention(plan_with("cudnn", attention="eager"), never)  # which attends without any of them
+    monkeypatch.setattr(attention, "_can_use", lambda *of: asked.append(of))
+    refuse_missing_attention(plan_with("flash"))  # which falls back by itself, as old plans do
+    refuse_missing_attention(plan_with("cudnn", attention="eager"))  # which attends without any of them
     assert asked == []
     with pytest.raises(PlanError, match=r"cuDNN's attention.* 4 heads of 8 in bf16; plan again with --kernels eager$"):
-        refuse_missing_attention(plan_with("cudnn"), never)
+        refuse_missing_attention(plan_with("cudnn"))
     with pytest.raises(PlanError, match=r"4 heads of 8 in fp32; .* without --deterministic$"):
-        refuse_missing_attention(plan_with("deterministic", compute_dtype="fp32"), never)
-    assert asked == [("cudnn", (4, 8, 2)), ("deterministic", (4, 8, 4))]
-    refuse_missing_attention(plan_with("cudnn"), lambda kernel, heads: True)
+        refuse_missing_attention(plan_with("deterministic", compute_dtype="fp32"))
+    assert asked == [("cudnn", 4, 8, torch.bfloat16), ("deterministic", 4, 8, torch.float32)]
+    monkeypatch.setattr(attention, "_can_use", lambda *of: True)
+    refuse_missing_attention(plan_with("cudnn"))
 
 
 def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
@@ -63,7 +61,7 @@ def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     text = plan.read_text()
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
-    monkeypatch.setattr("runtime.layers.attention._can_use", lambda kernel, heads: False)
+    monkeypatch.setattr(attention, "_can_use", lambda *of: False)
     for place in ("runtime.machines.cuda.CudaMachine.__init__", "penstock.training.session.refuse_what_does_not_fit"):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch does not have")

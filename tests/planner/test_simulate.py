@@ -17,7 +17,7 @@ from planner.predict.simulate import simulate
 from runtime.compiled import IS_COMPILED
 from runtime.errors import PlanError
 from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Wait
-from runtime.plan.region import Demand, Region, Resource, rates
+from runtime.plan.region import Demand, Region, Resource, shares
 from runtime.plan.workload import Model, Workload
 from tests.edits import small
 
@@ -217,7 +217,7 @@ uses_lists = st.lists(
 def test_speeds_are_max_min_fair(uses):
     """A slowed op draws on a full resource where no other op is faster."""
     demands = [Demand(0.0, 1.0, tuple(u)) for u in uses]
-    speeds = rates(demands, REGION)
+    speeds = shares(tuple(demand.uses for demand in demands), REGION)
     capacity = dict(REGION.capacity)
     drawn, n_drawing = Counter(), Counter(r for demand in demands for r, _ in demand.uses)
     for demand, speed in zip(demands, speeds, strict=True):

@@ -14,7 +14,7 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.simulate import simulate
 from runtime.plan import Kind, Op, Policy, Semantics
-from runtime.plan.region import Resource, rates
+from runtime.plan.region import Resource, shares
 from tests.planner.test_simulate import REGION, demanded
 
 LARGE, SMALL = 0, 1  # blocks of a 72B model: the embedding is larger than a layer
@@ -88,7 +88,7 @@ def replay(timeline, demands, region):
     for begin_s, end_s in pairwise(moments):
         middle_s = (begin_s + end_s) / 2
         at_work = [s for s, work_s in spans if work_s <= middle_s < s.end_s]
-        speeds = rates([demands[s.op] for s in at_work], region)
+        speeds = shares(tuple(demands[s.op].uses for s in at_work), region)
         drawn = defaultdict(float)
         for s, speed in zip(at_work, speeds, strict=True):
             done_s[s.op, s.step] += speed * (end_s - begin_s)

@@ -1,12 +1,14 @@
 """Masters and moments that stay on the device: they are updated there to the host's bits."""
 
+from ctypes import CDLL, c_float, c_long, c_void_p
 from dataclasses import replace
+from shutil import which
+from subprocess import run
 
 import pytest
 import torch
 
-from runtime.errors import PlanError
-from runtime.host.adamw import PROBE_ELEMENTS, call_by_call, emulated, gives_the_hosts_bits, on_device
+from runtime.host.adamw import PROBE_ELEMENTS, SOURCE, gives_the_hosts_bits, in_one_call, on_device
 from runtime.host.chunks import Scratch, update_loop
 from runtime.host.optimizer import Step, summed
 from runtime.plan import Kind, Policy, Update
@@ -35,16 +37,39 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
     assert differences(machine) == []
 
 
-def test_each_way_to_multiply_and_add_gives_the_hosts_bits(monkeypatch) -> None:
-    """One that rounds twice does not, and a device on which none does is refused."""
-    rounds_twice = call_by_call(lambda a, b, c: a * b + c)
-    assert gives_the_hosts_bits(call_by_call(emulated), CPU)
-    assert not gives_the_hosts_bits(rounds_twice, CPU)
-    on_device.cache_clear()
-    monkeypatch.setattr("runtime.host.adamw.gives_the_hosts_bits", lambda kernel, device: False)
-    with pytest.raises(PlanError, match="no AdamW on cpu gives the host's bits"):
-        on_device(CPU)
-    on_device.cache_clear()
+ROUNDING = """
+#include <cmath>
+static float __fmaf_rn(float a, float b, float c) { return FUSED ? std::fma(a, b, c) : a * b + c; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fsqrt_rn(float a) { return std::sqrt(a); }
+"""
+LOOP = """
+extern "C" void update(long n, float* m, const float* g, float* a, float* s, const float* by) {
+    for (long i = 0; i < n; i++)
+        adamw<float>(m[i], g[i], a[i], s[i], by[0], by[1], by[2], by[3], by[4], by[5], by[6], m[i], a[i], s[i]);
+}
+"""
+
+
+@pytest.mark.skipif(which("g++") is None, reason="no compiler")
+@pytest.mark.parametrize("fused", [1, 0])
+def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(fused: int, tmp_path) -> None:
+    """And not if its multiply-adds round twice."""
+    (tmp_path / "adamw.cpp").write_text(ROUNDING + SOURCE + LOOP)
+    library = tmp_path / "adamw.so"
+    flags = ["-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-DFUSED={fused}"]
+    run(["g++", *flags, tmp_path / "adamw.cpp", "-o", library], check=True)
+    update = CDLL(library).update
+
+    def updated(*tensors: torch.Tensor, **by: float) -> list[torch.Tensor]:
+        made = [tensor.clone() for tensor in tensors]
+        update(c_long(len(made[0])), *(c_void_p(tensor.data_ptr()) for tensor in made), (c_float * len(by))(*by.values()))
+        return [made[0], *made[2:]]
+
+    assert gives_the_hosts_bits(in_one_call(updated), CPU) == bool(fused)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])

@@ -185,7 +185,7 @@ def test_no_device_is_waited_for_after_two_micro_batches():
             if step and op.kind in (Kind.FORWARD, Kind.BACKWARD):
                 seen.extend(watching.seen)
 
-    batches = packed_batches(CUTS, OTHERS, CUTS)
+    batches = [replace(batch, n_counted=batch.n_supervised) for batch in packed_batches(CUTS, OTHERS, CUTS)]  # by the host
     trained(config_of("llama"), semantics_of("llama"), Policy(), batches, Watched, streams=LateStreams(0, 0.5))
     assert seen == []
 

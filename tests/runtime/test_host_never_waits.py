@@ -1,5 +1,6 @@
 """Calls that would make the host wait for a GPU in the midst of a step: compute and copies make none."""
 
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
@@ -10,7 +11,7 @@ from runtime.compute import compute
 from runtime.executor import execute
 from runtime.machines.cuda import CudaMachine
 from runtime.plan import Kind, Lane, Policy, Update, saves
-from tests.late_streams import machine_of
+from tests.late_streams import LateStreams, machine_of
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, machine_for, plan_of, semantics_of
 
@@ -58,7 +59,9 @@ def waits_of(config, semantics, policy, monkeypatch) -> set[str]:
                 self.n_ops += 1
                 self.seen += watching.seen
 
-    machine = machine_of(config, semantics, policy, machine_type=Watched)
+    batches = batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
+    counted_before = [replace(batch, n_counted=batch.n_supervised) for batch in batches]  # by the host, of what is its own
+    machine = machine_for(plan_of(config, semantics, policy), Watched, counted_before, streams=LateStreams())
     execute(machine.plan, machine, 2)
     assert machine.n_ops
     return set(machine.seen)
@@ -148,7 +151,7 @@ def test_lanes_of_the_link_only_copy_between_arenas(policy, tied):
         def work(self, index, op, step):
             if op.lane not in (Lane.H2D, Lane.D2H):
                 return super().work(index, op, step)
-            with OnlyCopying(set(self.arenas.addresses.values())) as copying:
+            with OnlyCopying({slab.data_ptr() for slab in self.arenas.slabs.values()}) as copying:
                 super().work(index, op, step)
             found.append(copying)
             return None

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from runtime.executor import OpError, execute
 from runtime.host import adamw, chunks, optimizer, updates
 from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
-from runtime.host.optimizer import RULES, Master, ParamState, Step, SummedGradient
+from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop
 from runtime.host.workers import Workers
 from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
@@ -120,12 +119,12 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
     """TorchScript once left the optimizer's kernel out: it did not see what the kernel does to lists made inside the loop."""
-    for loop in (RULES["adamw"].loop, chunks.run_squares, chunks.run_add):
+    for loop in (host_loop(), chunks.run_squares, chunks.run_add):
         assert isinstance(loop, torch.jit.ScriptFunction)
     n, found = chunks.UPDATE_ELEMENTS + 200, []
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    for loop in (RULES["adamw"].loop, chunks.update_loop(adamw.fused)):
-        monkeypatch.setitem(optimizer.RULES, "adamw", SimpleNamespace(loop=loop))
+    for loop in (host_loop(), chunks.update_loop(adamw.fused)):
+        monkeypatch.setattr(optimizer, "host_loop", lambda loop=loop: loop)
         state = random_state(kind, n, seed=8)
         for i, gradient in enumerate(gradients):  # TorchScript compiles anew after the first calls
             update_(state, gradient, 0.5, i + 1, SETTINGS)

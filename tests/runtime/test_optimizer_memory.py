@@ -1,7 +1,6 @@
 """Memory traffic and allocations of the host's optimizer, counted from the calls of its loops."""
 
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,7 +82,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
 
 def interpreted(monkeypatch):
     """Loops run by the interpreter, whose calls are seen."""
-    monkeypatch.setitem(optimizer.RULES, "adamw", SimpleNamespace(loop=chunks.update_loop(adamw.fused)))
+    monkeypatch.setattr(optimizer, "host_loop", lambda: chunks.update_loop(adamw.fused))
     monkeypatch.setattr(norms, "run_squares", chunks.squares_of_chunks)
     monkeypatch.setattr(chunks, "run_add", chunks.add_chunks)
 
@@ -123,7 +122,9 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied, monkeypatch):
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
     scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
-    known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | set(machine.arenas.addresses.values())
+    known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | {
+        slab.data_ptr() for slab in machine.arenas.slabs.values()
+    }
     largest, n_calls = 0, 0
 
     class Watching(TorchDispatchMode):

@@ -10,8 +10,8 @@ from penstock.checkpoint.checkpoint import latest, load_state
 from penstock.training.session import Session
 from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
-from runtime.compute.inference import Abandoned
 from runtime.errors import CheckpointError
+from runtime.machines.torch_machine import Abandoned
 from runtime.plan import Policy, Update
 from tests.sessions import evaluating, lines, resumed, session_of, steps_of, train
 
