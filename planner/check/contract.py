@@ -1,4 +1,4 @@
-"""Rules of a plan's ops: which there must be, how often, and that each uses the slots that are meant for it.
+"""Rules of a plan's ops: which there must be, how often, and in which arenas each has its operands.
 
 `docs/plan-language.md` as a verifier reads it, given workload, semantics and policy. Only the checker uses it.
 """
@@ -41,8 +41,8 @@ _RULES = {
     Kind.RECOMPUTE: _Rule(lambda s, b: s.is_recomputed(b), _always),
     Kind.OFFLOAD_ACTIVATION: _Rule(lambda s, b: b in s.spilled, _always),
     Kind.FETCH_ACTIVATION: _Rule(lambda s, b: b in s.spilled, _always),
-    Kind.OFFLOAD_SAVED: _Rule(lambda s, b: b in s.offloaded, _always),
-    Kind.FETCH_SAVED: _Rule(lambda s, b: b in s.offloaded, _always),
+    Kind.OFFLOAD_SAVED: _Rule(lambda s, b: b in s.saved_bytes, _always),
+    Kind.FETCH_SAVED: _Rule(lambda s, b: b in s.saved_bytes, _always),
     Kind.EXCHANGE: _Rule(lambda s, b: s.ranks > 1 and b in s.trained),
     Kind.OFFLOAD_GRADIENT: _Rule(lambda s, b: b in s.trained and b not in s.on_device, _unreduced),
     Kind.ACCUMULATE: _Rule(lambda s, b: b in s.trained and b not in s.on_device and not s.reduced, _always),
@@ -67,8 +67,8 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
-    """Each op is one that the step must have, once (of streamed blocks what brings weights: any number), in slots that are meant
-    for it and large enough."""
+    """Each op is one that the step must have, once (of streamed blocks what brings weights: any number), with its operands in the
+    arenas meant for them and in slots that are large enough."""
     slot_bytes = {a.name: a.slot_bytes for a in plan.arenas}
     seen, fitting = set[_Key](), set[tuple[str, Slot, Kind, int]]()
     for i, op in enumerate(plan.ops):

@@ -85,7 +85,7 @@ class _Memory:
             case Kind.ACCUMULATE:
                 self.add_up([op["arrived"], *op.every("into")], m or 0, is_whole=m == last)
             case Kind.CLIP:
-                for slot, of in zip(op.every("norm"), self.shape.trained, strict=True):
+                for slot, of in zip(op.every("norm"), sorted(self.shape.trained), strict=True):
                     self.need(slot, "squares", of)
                 self.held[op["clip"]] = _Held("norm of all gradients", 0, None, step)
             case _ if op.kind in _UPDATES:  # the state of this step becomes that of the next

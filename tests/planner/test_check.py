@@ -272,7 +272,6 @@ def test_numbers_beyond_all_measure_are_refused_at_once() -> None:
     hostile += [sized, under(sized, accumulation_group=most), under(sized, accumulation_group=most, spill_blocks=(0, 1))]
     hostile += [replace(sized, semantics=replace(sized.semantics, sum_groups=most)), under(plan, boundary_stride=most)]
     hostile += [under(plan, **{name: blocks}) for name in ("spill_blocks", "resident_blocks", "device_blocks") for blocks in many]
-    hostile += [under(plan, prefetch_depth=2**16), under(plan, gradient_slots=2**16)]
     hostile += [with_sizes(plan, "state", [most] * 5), replace(plan, semantics=replace(plan.semantics, ranks=2**40))]
     start_s = time.process_time()
     for wrong in hostile:
