@@ -8,7 +8,7 @@ for.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import inf
+from math import inf, isclose
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
@@ -114,9 +114,8 @@ def _leaves(place: str, fields: Any) -> Iterator[tuple[str, Any]]:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two values are one, but for rounding of numbers."""
-    if isinstance(a, float | int) and isinstance(b, float | int):
-        return abs(a - b) <= SAME_FRACTION * max(abs(a), abs(b))
-    return bool(a == b)
+    are_numbers = isinstance(a, float | int) and isinstance(b, float | int)
+    return isclose(a, b, rel_tol=SAME_FRACTION) if are_numbers else bool(a == b)
 
 
 def strangers(plan: Plan) -> Iterator[str]:

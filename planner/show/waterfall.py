@@ -122,18 +122,12 @@ def _keeping_all(plan: Plan) -> Plan:
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
-    """The demands of the ops, with no time for the copies that nothing can hide."""
-    demands = costs(plan, profile)
-    for op in _edges(plan):
-        demands[op] = Demand(0.0, 0.0)
+    """The demands of the ops, with no time for those that no computing can hide: uploads up to the first layer's, downloads from
+    the last of a layer on."""
+    demands, layers = costs(plan, profile), range(1, plan.workload.n_layers + 1)
+    for lane, order in ((Lane.H2D, 1), (Lane.D2H, -1)):
+        copies = [i for i, op in enumerate(plan.ops) if op.lane is lane][::order]
+        first = next((n for n, i in enumerate(copies) if plan.ops[i].block in layers), -1)
+        for i in copies[: first + 1]:
+            demands[i] = Demand(0.0, 0.0)
     return demands
-
-
-def _edges(plan: Plan) -> list[int]:
-    """Ops that no computing can hide: uploads up to the first layer's, downloads from the last of a layer on."""
-    uploads = [i for i, op in enumerate(plan.ops) if op.lane is Lane.H2D]
-    downloads = [i for i, op in enumerate(plan.ops) if op.lane is Lane.D2H]
-    layers = range(1, plan.workload.n_layers + 1)
-    first = next((n for n, i in enumerate(uploads) if plan.ops[i].block in layers), -1)
-    last = next((n for n, i in enumerate(reversed(downloads)) if plan.ops[i].block in layers), -1)
-    return uploads[: first + 1] + downloads[len(downloads) - last - 1 :]

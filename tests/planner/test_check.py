@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
 from planner.lower.lower import lower
-from runtime.errors import PlanError
+from runtime.errors import PlanError, ProfileError
 from runtime.plan import OPS, Kind, Place, Plan, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.workload import Block, Parameter, Tier
 from tests.edits import (
@@ -251,7 +251,8 @@ def test_what_layers_save_is_counted_where_it_is() -> None:
 
 def test_a_profile_without_its_numbers_is_refused() -> None:
     for path, value in (("device", None), ("device.memory_bytes", "1e9"), ("host.runtime_bytes", {"value": float("nan")})):
-        assert f"profile: {path.partition('.')[0]}" in error_of(with_profile(small(), path, value))
+        with pytest.raises(ProfileError, match=f"profile: {path.partition('.')[0]}"):
+            check(with_profile(small(), path, value))
 
 
 # -- hostile plans -------------------------------------------------------------------------------------------------------------
