@@ -42,7 +42,8 @@ class TooLongError(PlanError):
 
     def __init__(self, of: Semantics, n_ops: int) -> None:
         self.n_micro_batches, self.n_ops, self.change = of.n_micro_batches, n_ops, shorter(of)
-        super().__init__(f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops; {self.change}")
+        self.reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
+        super().__init__(f"{self.reason}; {self.change}")
 
 
 def shorter(of: Semantics) -> str:

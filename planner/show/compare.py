@@ -11,7 +11,7 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.rests_on import rests_on
 from planner.search.answer import Answer
 from planner.search.micro_batch import SIZES, Size, sizes_of
-from planner.search.remedy import MAX_PLAN_OPS, TooLongError
+from planner.search.remedy import TooLongError
 from planner.search.search import search
 from planner.search.space import leanest
 from runtime.errors import DoesNotFitError
@@ -192,11 +192,8 @@ def candidate(
     try:
         speed = _speed(search(model, sizes, profile, fixed, free), profile, n_here)
     except TooLongError as error:
-        reason = (
-            f"a step of {error.n_micro_batches} micro-batches makes a plan of up to {error.n_ops} ops, more than {MAX_PLAN_OPS}"
-        )
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
-        return Candidate(profile.name, hour, None, Refusal("too long", reason, error.change, counts))
+        return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))
     except DoesNotFitError as error:
         return Candidate(profile.name, hour, None, _misfit(error), least_bytes)
     return Candidate(profile.name, hour, speed, None, least_bytes)
