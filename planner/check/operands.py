@@ -123,19 +123,7 @@ def _clip(shape: Shape, op: Op) -> list[Slots]:
 def _state_bytes(shape: Shape, op: Op) -> int:
     """Masters and moments of what is trained, where they are; on the host, the frozen weights as well."""
     is_source = op.kind in _LOADS and op.block in shape.apart
-    return _host_bytes(shape, op.block) if is_source or op.block not in shape.on_device else _own_bytes(shape, op)
-
-
-def _own_bytes(shape: Shape, op: Op) -> int:
-    return shape.owned[op.block] * shape.state_item_bytes
-
-
-def _host_bytes(shape: Shape, block: int) -> int:
-    return shape.frozen_bytes[block] + (0 if block in shape.on_device else shape.owned[block] * shape.state_item_bytes)
-
-
-def _tied_bytes(shape: Shape, op: Op) -> int:
-    return _host_bytes(shape, 0) if op.kind in _LOADS else _arrived_bytes(shape, shape.head)
+    return (shape.host_bytes if is_source or op.block not in shape.on_device else shape.own_bytes)[op.block]
 
 
 def _weights_bytes(shape: Shape, op: Op) -> int:
@@ -145,17 +133,6 @@ def _weights_bytes(shape: Shape, op: Op) -> int:
 
 def _packed_bytes(shape: Shape, op: Op) -> int:
     return shape.item_bytes * shape.owned[op.block] + shape.frozen_bytes[op.block]
-
-
-def _wire_bytes(shape: Shape, block: int) -> int:
-    """An element of a block's gradient on the device and on the link; of the vocabulary's, where it is a sum, in fp32."""
-    if block in shape.apart or (shape.is_vocab(block) and (shape.tied or not shape.reduced)):
-        return FP32
-    return shape.gradient_bytes if shape.reduced else shape.item_bytes
-
-
-def _gradient_bytes(shape: Shape, op: Op) -> int:
-    return shape.trained_elements[op.block] // shape.ranks * _wire_bytes(shape, op.block)
 
 
 def _sum_bytes(shape: Shape, op: Op) -> int:
@@ -168,14 +145,6 @@ def _received_bytes(shape: Shape, op: Op) -> int:
     """What is sent and what is received of a sum: of the largest part, or of as much as goes at a time."""
     most = EXCHANGED_BYTES // FP32 // shape.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS
     return 2 * shape.ranks * FP32 * min(max(shape.owned), most)
-
-
-def _arrived_bytes(shape: Shape, block: int) -> int:
-    return shape.trained_elements[block] // shape.ranks * (_wire_bytes(shape, block) if shape.reduced else FP32)
-
-
-def _arrived_or_staged_bytes(shape: Shape, op: Op) -> int:
-    return _gradient_bytes(shape, op) if op.kind is Kind.OFFLOAD_GRADIENT else _arrived_bytes(shape, op.block)
 
 
 def _norm_bytes(shape: Shape, op: Op) -> int:
@@ -195,10 +164,10 @@ class Operand(NamedTuple):
 
 OPERANDS = {
     "state": Operand(_state, _state_bytes),
-    "tied": Operand(_tied, _tied_bytes),
+    "tied": Operand(_tied, lambda s, op: s.host_bytes[0] if op.kind in _LOADS else s.arrived_bytes[s.head]),
     "weights": Operand(_weights, _weights_bytes),
     "packed": Operand(_in("packed"), _packed_bytes),
-    "trained": Operand(_trained, _own_bytes),
+    "trained": Operand(_trained, lambda s, op: s.own_bytes[op.block]),
     "x": Operand(_in("activations", lambda s, op: op.block > 0), lambda s, op: s.boundary_bytes[op.block - 1]),
     "y": Operand(_in("activations", lambda s, op: op.block < s.head), lambda s, op: s.boundary_bytes[op.block]),
     "spilled": Operand(_in("spilled"), lambda s, op: s.boundary_bytes[op.block]),
@@ -206,14 +175,14 @@ OPERANDS = {
     "offloaded": Operand(_in("offloaded"), lambda s, op: s.saved_bytes[op.block]),
     "sum": Operand(lambda s, op: _sums(s, op)[:1], _sum_bytes),
     "into": Operand(lambda s, op: _sums(s, op)[1:], lambda s, op: FP32 * s.trained_elements[op.block]),
-    "gradient": Operand(_gradient, _gradient_bytes),
+    "gradient": Operand(_gradient, lambda s, op: s.sent_bytes[op.block]),
     "received": Operand(_in("received"), _received_bytes),
     "squares": Operand(_in("squares", lambda s, op: op.block in s.squared), lambda s, op: FP64 * s.n_squares[op.block]),
-    "arrived": Operand(_arrived, _arrived_or_staged_bytes),
-    "staged": Operand(_in("staging"), _gradient_bytes),
+    "arrived": Operand(_arrived, lambda s, op: (s.sent_bytes if op.kind is Kind.OFFLOAD_GRADIENT else s.arrived_bytes)[op.block]),
+    "staged": Operand(_in("staging"), lambda s, op: s.sent_bytes[op.block]),
     "norm": Operand(_norm, _norm_bytes),
     "clip": Operand(_clip, _clip_bytes),
-    "shadow": Operand(lambda s, op: [_one("state", s.n_blocks + s.shadows[op.block])], _own_bytes),
+    "shadow": Operand(lambda s, op: [_one("state", s.n_blocks + s.shadows[op.block])], lambda s, op: s.own_bytes[op.block]),
 }
 # Where each arena must be
 ON_DEVICE = {"weights", "packed", "activations", "saved", "gradients", "sums", "received", "squares", "device_state"}

@@ -49,9 +49,7 @@ class Shape:
         }
         self.first_trained = min(self.trained, default=self.n_blocks)  # no backward goes below it
         self.n_streaming = 2 if self.packed else policy.prefetch_depth + 2  # slots of `weights` for blocks that come and go
-        # Bytes of an element of weights, of a layer's gradient on the link, and of masters and moments
-        self.item_bytes, self.gradient_bytes = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.gradient_dtype]
-        self.state_item_bytes = of.optimizer.state_bytes(of.master_dtype)  # the master, in one piece or in two, and the moments
+        self.item_bytes = ITEM_BYTES[of.compute_dtype]  # of an element of weights
         # Of each block: elements of weights in a slot, of gradients, of what a rank updates; sums of squares that a rank makes
         self.elements, self.trained_elements = [b.slot_elements for b in blocks], [b.trained_elements for b in blocks]
         self.owned, self.n_squares = [b.state_elements for b in blocks], [len(b.trained) for b in blocks]
@@ -62,13 +60,26 @@ class Shape:
             self.trained_elements = self.elements
             # Tiles of 2^16 elements, one more for each end of a parameter or a piece
             self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
+        # Of each block: bytes of masters (in one piece or in two) and moments; of what is frozen; of what the host has of both
+        self.own_bytes = [n * of.optimizer.state_bytes(of.master_dtype) for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
+        self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(self.frozen_bytes)]
+        # Of a rank's part of each block's gradient, on the device and on the link, and on the host
+        parts = [n // of.ranks for n in self.trained_elements]
+        self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[of.gradient_dtype]) for b, n in enumerate(parts)]
+        self.arrived_bytes = self.sent_bytes if self.reduced else [n * FP32 for n in parts]
         self.boundary_bytes = [b.boundary_bytes for b in blocks]
         self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
 
     def _may_square(self, policy: Policy, block: int) -> bool:
         """Whether the device sums the squares of a gradient that leaves it."""
         return policy.square_on_device and not (self.tied and self.is_vocab(block))
+
+    def _wire_bytes(self, block: int, layers_bytes: int) -> int:
+        """An element of a block's gradient on the device and on the link; of the vocabulary's, where it is a sum, in fp32."""
+        if block in self.apart or (self.is_vocab(block) and (self.tied or not self.reduced)):
+            return FP32
+        return layers_bytes if self.reduced else self.item_bytes
 
     def is_vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""
