@@ -63,19 +63,22 @@ class Request:
 
     def fits(self) -> bool:
         """Whether some policy that may be chosen fits. More micro-batches than MOST_MICRO_BATCHES are none."""
-        if self.semantics.n_micro_batches > MOST_MICRO_BATCHES:
-            return False
+        return self.semantics.n_micro_batches <= MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
+
+    def needs(self) -> Iterator[Footprint]:
+        """What the policy asked for needs, or each of the leanest; none where it is illegal, or its plan too long to write."""
         workload = build_workload(self.model, self.semantics)
         fixed = policy_of(self.fixed, self.semantics, workload)
         if too_long(workload, self.semantics, fixed):
-            return False
-        if fixed is not None:
-            try:
-                refuse_illegal(workload, self.semantics, fixed)
-            except PlanError:  # with other micro-batches, say, than its groups have
-                return False
-            return footprint(frame(self.model, workload, self.semantics, fixed), self.profile).fits
-        return any(needs.fits for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+            return
+        if fixed is None:
+            yield from (needs for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+            return
+        try:
+            refuse_illegal(workload, self.semantics, fixed)
+        except PlanError:  # with other micro-batches, say, than its groups have
+            return
+        yield footprint(frame(self.model, workload, self.semantics, fixed), self.profile)
 
 
 def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:

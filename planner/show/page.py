@@ -16,12 +16,11 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction
-from runtime.units import show_bytes, show_count, show_rate
+from runtime.units import show_bytes, show_count, show_duration, show_rate
 
 from . import words
 from .facts import Facts
 from .memory import OTHER, Held, held
-from .price import show_days
 from .run_log import Points
 from .step import Stretch, measured_stretch, predicted_stretch
 
@@ -57,7 +56,7 @@ def page(facts: Facts, where: str, made: str = "") -> str:
 def _environment() -> Environment:
     made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.filters |= {"exact": words.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "days": show_days}
+    made.filters |= {"exact": words.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "duration": show_duration}
     made.filters |= {"commands": _commands, "digest": _digest}
     return made
 
