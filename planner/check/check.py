@@ -11,13 +11,14 @@ from hwprofiles.schema import Profile
 from planner.predict.memory import Footprint, footprint, short_of
 from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Plan, Slot, Update
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.plan import refuse_malformed
 from runtime.plan.repetition import shortened, unrolled
 from runtime.units import show_bytes
 
 from .contract import check_arenas, check_ops, check_repeat
 from .dataflow import check_data
-from .legality import check_policy, check_workload
+from .legality import check_workload
 from .shape import Shape, wrong
 
 N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
@@ -27,7 +28,7 @@ def check(plan: Plan) -> None:
     """Raise PlanError with the first thing that is wrong with the plan; else return."""
     refuse_malformed(plan)
     check_workload(plan)
-    check_policy(plan)
+    refuse_illegal(plan.workload, plan.semantics, plan.policy)  # by the same rules as where it is lowered
     shape = Shape(plan)
     check_arenas(plan)
     if plan.repeat is None:
