@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from hwprofiles.schema import Profile
 from planner.predict.cost import costs, region_of
-from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
+from planner.predict.faster import Group, faster
 from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, Plan
 from runtime.plan.region import Demand
@@ -20,13 +20,12 @@ FREE = 1e18  # times as fast: takes no time
 GAIN = 1.1  # times as fast, for a gain
 NOISE_FRACTION = 1e-9  # of the step: less is what `FREE` leaves over
 MAX_STEPS = 24  # as the search simulates, so that the last level is its prediction
-LAUNCH = (Group.LAUNCH,)
 RESOURCES: dict[str, tuple[Group, ...]] = {
-    "device compute": COMPUTE,
-    "link": LINK,
-    "host DRAM": DRAM,
-    "optimizer": OPTIMIZER,
-    "launch and latency": LAUNCH,
+    "device compute": (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY),
+    "link": (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK),
+    "host DRAM": (Group.DRAM, Group.PAGE_FAULTS),
+    "optimizer": (Group.OPTIMIZER, Group.REDUCE),
+    "launch and latency": (Group.LAUNCH,),
 }
 
 
@@ -64,12 +63,12 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
 
     Link, optimizer and host memory are added in this order: what sharing host memory costs shows only once all draw on it.
     """
-    levels = [
-        _compute_s(_keeping_all(plan), _free(profile, LINK, DRAM, OPTIMIZER, LAUNCH), frozenset({Kind.RECOMPUTE})),
-        _compute_s(plan, _free(profile, LINK, DRAM, OPTIMIZER, LAUNCH)),
-    ]
-    for free in ((DRAM, OPTIMIZER, LAUNCH), (DRAM, LAUNCH), (LAUNCH,)):
-        machine = _free(profile, *free)
+    burdens = ["device compute"]
+    computing = _only(profile, *burdens)
+    levels = [_compute_s(_keeping_all(plan), computing, frozenset({Kind.RECOMPUTE})), _compute_s(plan, computing)]
+    for burden in ("link", "optimizer", "host DRAM"):
+        burdens.append(burden)
+        machine = _only(profile, *burdens)
         levels.append(_step_s(plan, machine, _hidden_edges(plan, machine)))
     step_s = _step_s(plan, profile, costs(plan, profile))
     ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, step_s)
@@ -102,8 +101,9 @@ def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
     return [*grown_s, max(0.0, step_s - reached_s)]
 
 
-def _free(profile: Profile, *burdens: tuple[Group, ...]) -> Profile:
-    return faster(profile, {group: FREE for groups in burdens for group in groups})
+def _only(profile: Profile, *burdens: str) -> Profile:
+    """The machine on which only these resources take time."""
+    return faster(profile, {group: FREE for name, groups in RESOURCES.items() if name not in burdens for group in groups})
 
 
 def _step_s(plan: Plan, profile: Profile, demands: list[Demand]) -> float:
