@@ -283,14 +283,17 @@ MUTATIONS: dict[str, Callable[[Plan], Mutants]] = {
     "another policy or model": _another_policy,
     "other arenas": _another_arena_list,
 }
-# Of these some are harmless: a second load, another order of ops that do not meet, a slot that is free as well, a rounded size.
+# Of these some are harmless: a second load, another order of ops that do not meet, a slot that is free as well, a rounded size, a
+# policy of more slots than ops use.
 MAY_BE_HARMLESS = {
     "do an op twice",
     "swap two ops of a lane",
     "move an op in its lane",
     "perform an op at another time",
+    "redirect an operand",
     "exchange two slots",
     "keep a value in another slot",
+    "another policy or model",
     "other arenas",
 }
 

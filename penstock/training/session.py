@@ -24,7 +24,7 @@ from planner.model.workload import build_workload
 from planner.predict.cost import costs, region_of
 from planner.predict.simulate import Prediction, simulate
 from planner.search.claim import claimed
-from runtime.errors import PlanError, WorkloadError
+from runtime.errors import PlanError, ProfileError, WorkloadError
 from runtime.executor import Machine, Stop, say
 from runtime.machines.cpu import CpuMachine
 from runtime.machines.cuda import CudaMachine
@@ -165,7 +165,7 @@ def checked(file: PlanFile, where: str) -> PlanFile:
         check(file.plan)
         refuse_another_model(file.plan.model, file.plan.workload.n_layers)
         check_origin(file.plan, claim)
-    except (PlanError, WorkloadError) as error:
+    except (PlanError, ProfileError, WorkloadError) as error:
         raise PlanError(f"{where}: refused: {error}") from None
     return file
 

@@ -9,28 +9,26 @@ from graphlib import CycleError, TopologicalSorter
 
 from hwprofiles.schema import Profile
 from planner.predict.memory import Footprint, footprint, short_of
-from runtime.errors import PlanError, ProfileError
+from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Plan, Slot, Update
+from runtime.plan.legality import refuse_illegal
 from runtime.plan.plan import refuse_malformed
 from runtime.plan.repetition import shortened, unrolled
 from runtime.units import show_bytes
 
 from .contract import check_arenas, check_ops, check_repeat
 from .dataflow import check_data
-from .legality import check_policy, check_workload
-from .shape import AGAIN, Shape, wrong
+from .legality import check_workload
+from .shape import Shape, wrong
 
 N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
 
 
 def check(plan: Plan) -> None:
     """Raise PlanError with the first thing that is wrong with the plan; else return."""
-    try:
-        refuse_malformed(plan)
-    except PlanError as error:
-        raise PlanError(f"{error}; {AGAIN}") from None
+    refuse_malformed(plan)
     check_workload(plan)
-    check_policy(plan)
+    refuse_illegal(plan.workload, plan.semantics, plan.policy)  # by the same rules as where it is lowered
     shape = Shape(plan)
     check_arenas(plan)
     if plan.repeat is None:
@@ -57,7 +55,7 @@ def _check_step(plan: Plan, shape: Shape) -> None:
 
 def summary(plan: Plan) -> str:
     """One line about a plan that passed: what it computes and how much of the machine's memory it takes."""
-    policy, n_micro_batches, needs = plan.policy, plan.semantics.n_micro_batches, _footprint(plan)
+    policy, n_micro_batches, needs = plan.policy, plan.semantics.n_micro_batches, _needs(plan)
     device = f"device {show_bytes(needs.device_peak_bytes)} of {show_bytes(needs.device_memory_bytes)}"
     host = f"host {show_bytes(needs.host_peak_bytes)} of {show_bytes(needs.host_memory_bytes)}"
     return (
@@ -161,16 +159,12 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
             group = op.micro_batch // shape.group
 
 
-def _footprint(plan: Plan) -> Footprint:
+def _needs(plan: Plan) -> Footprint:
     """Bytes at the peak, and what the machine has that the plan was made for."""
-    try:
-        return footprint(plan, Profile.from_json(plan.profile, "profile"))
-    except ProfileError as error:
-        raise PlanError(f"{error}; {AGAIN}") from None
+    return footprint(plan, Profile.from_json(plan.profile, "profile"))
 
 
 def _check_memory(plan: Plan) -> None:
     """The peaks are within what the plan's machine has."""
-    needs = _footprint(plan)
-    if not needs.fits:
+    if not (needs := _needs(plan)).fits:
         raise PlanError(f"{short_of(needs)}; plan for a machine with more")

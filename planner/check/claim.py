@@ -8,11 +8,11 @@ for.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import inf
+from math import inf, isclose
 from typing import Any
 
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from hwprofiles.several import BYTES_PER_GBIT, name_of_shared, on_network, shared_by
+from hwprofiles.several import name_of_shared, shared_by
 from planner.bounds.bounds import policy_bound
 from planner.lower.arenas import arenas_of
 from planner.model.config import shipped_model, shipped_models
@@ -114,9 +114,8 @@ def _leaves(place: str, fields: Any) -> Iterator[tuple[str, Any]]:
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two values are one, but for rounding of numbers."""
-    if isinstance(a, float | int) and isinstance(b, float | int):
-        return abs(a - b) <= SAME_FRACTION * max(abs(a), abs(b))
-    return bool(a == b)
+    are_numbers = isinstance(a, float | int) and isinstance(b, float | int)
+    return isclose(a, b, rel_tol=SAME_FRACTION) if are_numbers else bool(a == b)
 
 
 def strangers(plan: Plan) -> Iterator[str]:
@@ -125,31 +124,17 @@ def strangers(plan: Plan) -> Iterator[str]:
         shipped = shipped_model(plan.model.name).config
         if {key: plan.model.config.get(key) for key in shipped} != shipped:
             yield f"the model is called {plan.model.name} as a shipped one is, but its configuration is another"
-    profile, ranks = _profile_of(plan), plan.semantics.ranks
-    n_hosts = profile.n_hosts if ranks % profile.n_hosts == 0 else 1
-    here = ranks // n_hosts
-    of = profile.name.removesuffix(name_of_shared("", here, n_hosts))
+    profile = _profile_of(plan)
+    here = plan.semantics.ranks // profile.n_hosts
+    of = profile.name.removesuffix(name_of_shared("", here, profile.n_hosts))
     if of in shipped_profiles():
-        wanted = shared_by(_as_given(profile, read_profile(of), here), here, n_hosts)
-        said, known = dict(_leaves("", profile.to_json())), dict(_leaves("", wanted.to_json()))
-        for place in known | said:
-            if not _same(said.get(place), known.get(place)):
+        shipped = dict(shared_by(read_profile(of), here).quantities())
+        for place, quantity in profile.quantities():  # but for what users may give, and what is of all hosts
+            is_given = quantity.source.startswith("user_") or place.startswith(("network.", "price."))
+            if not is_given and quantity != shipped.get(place):
                 yield f"the machine is called {profile.name} as a shipped one is, but {place} is another"
                 break
 
 
 def _profile_of(plan: Plan) -> Profile:
     return Profile.from_json(plan.profile, "profile")
-
-
-def _as_given(profile: Profile, shipped: Profile, here: int) -> Profile:
-    """A shipped machine with what a user gave: memory of a device, and of the host, of which each of the ranks has a part;
-    and a network."""
-    sizes = [
-        int(has.value * times) if has.source.startswith("user_") else None
-        for has, times in ((profile.device.memory_bytes, 1), (profile.host.memory_bytes, here))
-    ]
-    network = profile.network
-    is_given = network is not None and network.bytes_per_s.source.startswith("user_")
-    gbit = network.bytes_per_s.value / BYTES_PER_GBIT if network is not None and is_given else None
-    return on_network(shipped.with_memory(*sizes), gbit)

@@ -1,4 +1,4 @@
-"""Rules of a plan's ops: which there must be, how often, and that each uses the slots that are meant for it.
+"""Rules of a plan's ops: which there must be, how often, and in which arenas each has its operands.
 
 `docs/plan-language.md` as a verifier reads it, given workload, semantics and policy. Only the checker uses it.
 """
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from runtime.errors import PlanError
 from runtime.plan import Kind, Op, Place, Plan, Repeat, Slot
+from runtime.plan.ops import Often
 
 from .operands import ON_DEVICE, ON_HOST, OPERANDS, Slots, expected
 from .shape import AGAIN, ALIGN_BYTES, Shape, wrong
@@ -16,36 +17,31 @@ _Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a
 
 
 class _Rule(NamedTuple):
-    """Which blocks have an op of a kind: one for each micro-batch, or one a step; `whenever`: any number, if the block streams."""
+    """Which blocks have an op of a kind, and how often: `USE` is any number, if the block streams."""
 
     has: Callable[[Shape, int], bool]
-    each: Callable[[Shape], bool] = lambda shape: False
-    whenever: bool = False
+    often: Often = Often.STEP
 
-
-def _always(shape: Shape) -> bool:
-    return True
-
-
-def _unreduced(shape: Shape) -> bool:
-    return not shape.reduced
+    def is_each(self, shape: Shape) -> bool:
+        """Whether there is one for each micro-batch."""
+        return self.often is Often.MICRO_BATCH or (self.often is Often.GRADIENT and not shape.reduced)
 
 
 _RULES = {
-    Kind.LOAD: _Rule(lambda s, b: True, whenever=True),
-    Kind.GATHER: _Rule(lambda s, b: s.ranks > 1, whenever=True),
-    Kind.DEQUANTISE: _Rule(lambda s, b: b in s.packed, whenever=True),
-    Kind.FORWARD: _Rule(lambda s, b: b < s.head, _always),
-    Kind.LOSS: _Rule(lambda s, b: b == s.head, _always),
-    Kind.BACKWARD: _Rule(lambda s, b: s.first_trained <= b < s.head, _always),
-    Kind.RECOMPUTE: _Rule(lambda s, b: s.is_recomputed(b), _always),
-    Kind.OFFLOAD_ACTIVATION: _Rule(lambda s, b: b in s.spilled, _always),
-    Kind.FETCH_ACTIVATION: _Rule(lambda s, b: b in s.spilled, _always),
-    Kind.OFFLOAD_SAVED: _Rule(lambda s, b: b in s.offloaded, _always),
-    Kind.FETCH_SAVED: _Rule(lambda s, b: b in s.offloaded, _always),
+    Kind.LOAD: _Rule(lambda s, b: True, Often.USE),
+    Kind.GATHER: _Rule(lambda s, b: s.ranks > 1, Often.USE),
+    Kind.DEQUANTISE: _Rule(lambda s, b: b in s.packed, Often.USE),
+    Kind.FORWARD: _Rule(lambda s, b: b < s.head, Often.MICRO_BATCH),
+    Kind.LOSS: _Rule(lambda s, b: b == s.head, Often.MICRO_BATCH),
+    Kind.BACKWARD: _Rule(lambda s, b: s.first_trained <= b < s.head, Often.MICRO_BATCH),
+    Kind.RECOMPUTE: _Rule(lambda s, b: s.is_recomputed(b), Often.MICRO_BATCH),
+    Kind.OFFLOAD_ACTIVATION: _Rule(lambda s, b: b in s.spilled, Often.MICRO_BATCH),
+    Kind.FETCH_ACTIVATION: _Rule(lambda s, b: b in s.spilled, Often.MICRO_BATCH),
+    Kind.OFFLOAD_SAVED: _Rule(lambda s, b: b in s.saved_bytes, Often.MICRO_BATCH),
+    Kind.FETCH_SAVED: _Rule(lambda s, b: b in s.saved_bytes, Often.MICRO_BATCH),
     Kind.EXCHANGE: _Rule(lambda s, b: s.ranks > 1 and b in s.trained),
-    Kind.OFFLOAD_GRADIENT: _Rule(lambda s, b: b in s.trained and b not in s.on_device, _unreduced),
-    Kind.ACCUMULATE: _Rule(lambda s, b: b in s.trained and b not in s.on_device and not s.reduced, _always),
+    Kind.OFFLOAD_GRADIENT: _Rule(lambda s, b: b in s.trained and b not in s.on_device, Often.GRADIENT),
+    Kind.ACCUMULATE: _Rule(lambda s, b: b in s.trained and b not in s.on_device and not s.reduced, Often.MICRO_BATCH),
     Kind.SQUARE: _Rule(lambda s, b: b in s.squared),
     Kind.OFFLOAD_SQUARES: _Rule(lambda s, b: b in s.on_device),
     Kind.NORM: _Rule(lambda s, b: b in s.trained and b not in s.squared),
@@ -61,21 +57,21 @@ def _expected_ops(shape: Shape) -> Iterator[_Key]:
     """Every op that a step must have exactly once. Lazy: a hostile plan may promise 2^50 micro-batches."""
     for kind, rule in _RULES.items():
         for b in range(shape.n_blocks):
-            if rule.has(shape, b) and not (rule.whenever and b not in shape.resident):
-                micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.each(shape) else (None,)
+            if rule.has(shape, b) and (rule.often is not Often.USE or b in shape.resident):
+                micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.is_each(shape) else (None,)
                 yield from ((kind, b, m) for m in micro_batches)
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
-    """Each op is one that the step must have, once (of streamed blocks what brings weights: any number), in slots that are meant
-    for it and large enough."""
+    """Each op is one that the step must have, once (of streamed blocks what brings weights: any number), with its operands in the
+    arenas meant for them and in slots that are large enough."""
     slot_bytes = {a.name: a.slot_bytes for a in plan.arenas}
     seen, fitting = set[_Key](), set[tuple[str, Slot, Kind, int]]()
     for i, op in enumerate(plan.ops):
         rule, key = _RULES[op.kind], (op.kind, op.block, op.micro_batch)
-        if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.each(shape):
+        if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.is_each(shape):
             raise wrong(i, op, "a plan with this policy has no such op")
-        if key in seen and (not rule.whenever or op.block in shape.resident):
+        if key in seen and (rule.often is not Often.USE or op.block in shape.resident):
             raise wrong(i, op, "done twice in a step")
         seen.add(key)
         _check_operands(i, op, shape)

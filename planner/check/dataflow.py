@@ -43,11 +43,10 @@ _MOVES: dict[Kind, tuple[dict[str, str], dict[str, str]]] = {
     Kind.ACCUMULATE: ({"staged": "gradient"}, {}),
     Kind.NORM: ({"arrived": "gradient"}, {"norm": "squares"}),
     Kind.SPECULATE: ({"arrived": "gradient", "state": "state"}, {"shadow": "shadow"}),
-    Kind.UPDATE: ({"arrived": "gradient", "norm": "squares", "state": "state"}, {}),
-    Kind.SETTLE: ({"arrived": "gradient", "shadow": "shadow", "state": "state"}, {"shadow": "spent shadow"}),
-    Kind.UPDATE_ON_DEVICE: ({"gradient": "gradient", "state": "state"}, {}),
+    Kind.UPDATE: ({"arrived": "gradient", "norm": "squares", "state": "state"}, {"state": "state"}),
+    Kind.SETTLE: ({"arrived": "gradient", "shadow": "shadow", "state": "state"}, {"state": "state", "shadow": "spent shadow"}),
+    Kind.UPDATE_ON_DEVICE: ({"gradient": "gradient", "state": "state"}, {"state": "state"}),
 }
-_UPDATES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)
 
 
 class _Memory:
@@ -85,14 +84,12 @@ class _Memory:
             case Kind.ACCUMULATE:
                 self.add_up([op["arrived"], *op.every("into")], m or 0, is_whole=m == last)
             case Kind.CLIP:
-                for slot, of in zip(op.every("norm"), self.shape.trained, strict=True):
+                for slot, of in zip(op.every("norm"), sorted(self.shape.trained), strict=True):
                     self.need(slot, "squares", of)
                 self.held[op["clip"]] = _Held("norm of all gradients", 0, None, step)
-            case _ if op.kind in _UPDATES:  # the state of this step becomes that of the next
-                self.held[op["state"]] = _Held("state", b, None, step + 1)
         for name, what in leaves.items():
             if (slot := op.get(name)) is not None:
-                self.held[slot] = _Held(what, b, m, step)
+                self.held[slot] = _Held(what, b, m, step + (what == "state"))  # a state is left to the next step
 
     def need(self, slot: Slot, what: str, block: int, micro_batch: int | None = None) -> None:
         """PlanError unless the slot holds just that, of this step; frozen weights are the same in every step."""

@@ -1,8 +1,7 @@
-"""Rules of a plan's model and policy."""
+"""Rules of a plan's blocks and their weights."""
 
 from runtime.errors import PlanError
 from runtime.plan import Plan
-from runtime.plan.legality import refuse_illegal
 from runtime.plan.packed import is_packed
 from runtime.plan.train import ADAPTERS
 from runtime.plan.workload import Parameter
@@ -51,12 +50,3 @@ def _check_adapters(block: int, parameters: dict[str, Parameter], rank: int) -> 
         shapes, matrix = [factor.shape for factor in factors if factor is not None], beside.shape if beside is not None else ()
         if p not in factors or len(matrix) != 2 or shapes != [(rank, matrix[1]), (matrix[0], rank)]:
             raise PlanError(f"block {block}: weight {name!r} is no factor, of rank {rank}, of an adapter beside a matrix; {AGAIN}")
-
-
-def check_policy(plan: Plan) -> None:
-    """The policy is legal under the semantics; else PlanError with what to change. A policy from a file is asked here, one that is
-    planned where it is lowered, and both by the same rules."""
-    try:
-        refuse_illegal(plan.workload, plan.semantics, plan.policy)
-    except PlanError as error:
-        raise PlanError(f"policy: {error}; {AGAIN}") from None

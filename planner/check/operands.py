@@ -1,6 +1,7 @@
-"""Operands of ops: which slots may hold each, and how many bytes it has, as the checker works them out.
+"""Operands of ops: in which arena each is, how many of it an op has, and how many bytes go into it, as the checker works them out.
 
-From the facts of `shape.py` alone. Only the checker uses it, never what makes plans.
+From the facts of `shape.py` alone. Only the checker uses it, never what makes plans. Which slot of its arena an operand has is
+free: `dataflow.py` proves it right by what the slot holds. But where the runtime looks for a block's own, it has a place.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,16 +14,22 @@ from .shape import FP32, Shape
 
 FP64 = 8
 EXCHANGED_BYTES = 2**28  # of a sum that ranks exchange at a time
+_ANY = range(2**62)
 _LOADS = (Kind.LOAD, Kind.GATHER)
 
 Slots = tuple[str, range]  # an arena, and the slots of it that will do
 
 
+# -- slots of an operand: none where the op has no such operand, several where it has several -------------------------------
+
+
+def _in(arena: str, has: Callable[[Shape, Op], bool] = lambda shape, op: True) -> Callable[[Shape, Op], Sequence[Slots]]:
+    """Any slot of the arena, where the op has the operand."""
+    return lambda shape, op: [(arena, _ANY)] if has(shape, op) else []
+
+
 def _one(arena: str, index: int) -> Slots:
     return arena, range(index, index + 1)
-
-
-# -- slots of an operand: none where the op has no such operand, several where it has several -------------------------------
 
 
 def state_slot(shape: Shape, block: int) -> Slots:
@@ -52,47 +59,16 @@ def _tied(shape: Shape, op: Op) -> list[Slots]:
     """Of what brings weights, the weight that block 0 owns; else the head's part of the gradient of such a weight."""
     if op.kind in _LOADS:
         return [_one("state", 0)] if op.block == shape.head and shape.shares_weight else []
-    return [_arrived_slot(shape, shape.head)] if op.block == 0 and shape.tied else []
+    return [("host_gradients", _ANY)] if op.block == 0 and shape.tied else []
 
 
 def _weights(shape: Shape, op: Op) -> list[Slots]:
-    b = op.block
-    if _is_lookup(op):
-        return []
-    if op.kind in _LOADS and b in shape.packed:
-        return _packed(shape, op)
-    if b in shape.resident:
-        return [_one("weights", shape.n_streaming + 1 + shape.resident[b])]
-    return [_one("weights", shape.n_streaming) if shape.is_vocab(b) else ("weights", range(shape.n_streaming))]
-
-
-def _packed(shape: Shape, op: Op) -> list[Slots]:
-    return [("packed", range(shape.n_packed))]
-
-
-def _activation(shape: Shape, block: int, op: Op) -> list[Slots]:
-    """The output of a block, of the op's micro-batch: in a slot of its own, in one of a ring, or in one that some share."""
-    group, place = shape.group, (op.micro_batch or 0) % shape.group
-    if block in shape.spilled:
-        ring = len(shape.standing) * group
-        return [("activations", range(ring, ring + 2 * group + 1))]
-    first = shape.standing[block] if block in shape.standing else len(shape.standing) + shape.shared[block]
-    return [_one("activations", first * group + place)]
-
-
-def _of_group(arena: str, places: dict[int, int], shape: Shape, op: Op) -> list[Slots]:
-    """The slot that the block's micro-batch has of an arena with one for each of a group."""
-    return [_one(arena, places[op.block] * shape.group + (op.micro_batch or 0) % shape.group)]
-
-
-def _saved(shape: Shape, op: Op) -> list[Slots]:
-    return [("saved", range(shape.sizes.get("saved", 0)))] if op.block in shape.offloaded else []
-
-
-def _gradient_slot(shape: Shape, block: int) -> Slots:
-    if block in shape.on_device:
-        return _one("gradients", shape.gradient_slots + 1 + shape.on_device[block])
-    return _one("gradients", shape.gradient_slots) if shape.is_vocab(block) else ("gradients", range(shape.gradient_slots))
+    """Weights that stay have a slot for themselves: frozen ones are loaded in a run's first step alone."""
+    if op.kind in _LOADS and op.block in shape.packed:
+        return [("packed", _ANY)]
+    place = shape.resident.get(op.block)
+    of_block = ("weights", range(shape.n_streaming)) if place is None else _one("weights", shape.n_streaming + place)
+    return [] if _is_lookup(op) else [of_block]
 
 
 def _gradient(shape: Shape, op: Op) -> list[Slots]:
@@ -102,7 +78,7 @@ def _gradient(shape: Shape, op: Op) -> list[Slots]:
         sums_only = b not in shape.trained or b in shape.apart or (shape.reduced and (_is_its_sum(shape, b) or shape.ranks > 1))
         if sums_only or (shape.reduced and op.micro_batch != shape.n_micro_batches - 1):
             return []
-    return [_gradient_slot(shape, b)]
+    return [("gradients", _ANY)]
 
 
 def _is_its_sum(shape: Shape, block: int) -> bool:
@@ -110,66 +86,29 @@ def _is_its_sum(shape: Shape, block: int) -> bool:
     return shape.is_vocab(block) and shape.tied
 
 
-def _sum_slot(shape: Shape, block: int, place: int) -> Slots:
-    """The first sum of a block on the device, or another, which waits to join one before it."""
-    in_turn = shape.ranks > 1  # layers have two first sums: while one is exchanged, the next layer begins the other
-    of_layers = (shape.sum_groups.bit_length() + in_turn) * (shape.reduced and (shape.n_micro_batches > 1 or shape.ranks > 1))
-    is_gradient = shape.tied and shape.ranks == 1  # of the vocabulary's blocks
-    if not shape.is_vocab(block):
-        return _one("sums", block % (1 + in_turn) if place == 0 else in_turn + place)
-    return _gradient_slot(shape, block) if is_gradient and place == 0 else _one("sums", of_layers + place - is_gradient)
-
-
 def _sums(shape: Shape, op: Op) -> list[Slots]:
-    """The sum that a micro-batch's gradient joins on the device, and those that this one then joins."""
-    b, m = op.block, op.micro_batch or 0
-    if op.kind is Kind.EXCHANGE:
-        return [_sum_slot(shape, b, 0)]
+    """The sum that a micro-batch's gradient joins, and those that this one then joins."""
+    b, joined = op.block, shape.summed_with(op.micro_batch or 0)
+    if op.kind is Kind.ACCUMULATE:
+        return [("host_gradients", _ANY)] * len(joined)
     if b in shape.apart:  # whatever the groups, all micro-batches are added up where the gradient stays
-        return [_gradient_slot(shape, b)]
+        return [("gradients", _ANY)]
     is_alone = shape.n_micro_batches == 1 and b != shape.head and shape.ranks == 1 and not _is_its_sum(shape, b)
     if b not in shape.trained or not shape.reduced or is_alone:  # the head's single gradient is a sum over tiles of tokens
         return []
-    return [_sum_slot(shape, b, shape.sum_place(m) - i) for i in range(len(shape.summed_with(m)))]
-
-
-def _accumulated(shape: Shape, op: Op) -> list[Slots]:
-    """The host's sum that a micro-batch's gradient joins, and those that this one then joins."""
-    place, n = shape.sum_place(op.micro_batch or 0), len(shape.summed_with(op.micro_batch or 0))
-    return [_one("host_gradients", (place - i) * shape.n_blocks + op.block) for i in range(n)]
-
-
-def _into(shape: Shape, op: Op) -> list[Slots]:
-    return (_accumulated if op.kind is Kind.ACCUMULATE else _sums)(shape, op)[1:]
-
-
-def _staged(shape: Shape, op: Op) -> list[Slots]:
-    last = shape.sizes.get("staging", 0) - 1
-    return [_one("staging", last) if shape.is_vocab(op.block) else ("staging", range(last))]
-
-
-def _arrived_slot(shape: Shape, block: int) -> Slots:
-    """The block's gradient on the host; of layers with eager updates, in one of a ring."""
-    last = shape.sizes.get("host_gradients", 0) - 1
-    if not (shape.eager and shape.reduced):
-        return _one("host_gradients", block)
-    return _one("host_gradients", last if block else 0) if shape.is_vocab(block) else ("host_gradients", range(1, last))
+    is_gradient = _is_its_sum(shape, b) and shape.ranks == 1
+    return [("gradients" if is_gradient and together.start == 0 else "sums", _ANY) for together in joined]
 
 
 def _arrived(shape: Shape, op: Op) -> list[Slots]:
-    if op.kind is Kind.OFFLOAD_GRADIENT and not shape.reduced:
-        return _staged(shape, op)
-    return _accumulated(shape, op)[:1] if op.kind is Kind.ACCUMULATE else [_arrived_slot(shape, op.block)]
-
-
-def _squares(shape: Shape, op: Op) -> list[Slots]:
-    return [_one("squares", shape.squared[op.block])] if op.block in shape.squared else []
+    is_staged = op.kind is Kind.OFFLOAD_GRADIENT and not shape.reduced
+    return [("staging" if is_staged else "host_gradients", _ANY)]
 
 
 def _norm(shape: Shape, op: Op) -> list[Slots]:
     """Sums of squares: of one gradient, or of all."""
     if op.kind is Kind.CLIP:
-        return [_one("norm", b) for b in shape.trained]
+        return [_one("norm", b) for b in sorted(shape.trained)]
     has_some = {Kind.OFFLOAD_GRADIENT: op.block in shape.squared, Kind.UPDATE: shape.eager}
     return [_one("norm", op.block)] if has_some.get(op.kind, True) else []
 
@@ -184,19 +123,7 @@ def _clip(shape: Shape, op: Op) -> list[Slots]:
 def _state_bytes(shape: Shape, op: Op) -> int:
     """Masters and moments of what is trained, where they are; on the host, the frozen weights as well."""
     is_source = op.kind in _LOADS and op.block in shape.apart
-    return _host_bytes(shape, op.block) if is_source or op.block not in shape.on_device else _own_bytes(shape, op)
-
-
-def _own_bytes(shape: Shape, op: Op) -> int:
-    return shape.owned[op.block] * shape.state_item_bytes
-
-
-def _host_bytes(shape: Shape, block: int) -> int:
-    return shape.frozen_bytes[block] + (0 if block in shape.on_device else shape.owned[block] * shape.state_item_bytes)
-
-
-def _tied_bytes(shape: Shape, op: Op) -> int:
-    return _host_bytes(shape, 0) if op.kind in _LOADS else _arrived_bytes(shape, shape.head)
+    return (shape.host_bytes if is_source or op.block not in shape.on_device else shape.own_bytes)[op.block]
 
 
 def _weights_bytes(shape: Shape, op: Op) -> int:
@@ -206,17 +133,6 @@ def _weights_bytes(shape: Shape, op: Op) -> int:
 
 def _packed_bytes(shape: Shape, op: Op) -> int:
     return shape.item_bytes * shape.owned[op.block] + shape.frozen_bytes[op.block]
-
-
-def _wire_bytes(shape: Shape, block: int) -> int:
-    """An element of a block's gradient on the device and on the link; of the vocabulary's, where it is a sum, in fp32."""
-    if block in shape.apart or (shape.is_vocab(block) and (shape.tied or not shape.reduced)):
-        return FP32
-    return shape.gradient_bytes if shape.reduced else shape.item_bytes
-
-
-def _gradient_bytes(shape: Shape, op: Op) -> int:
-    return shape.trained_elements[op.block] // shape.ranks * _wire_bytes(shape, op.block)
 
 
 def _sum_bytes(shape: Shape, op: Op) -> int:
@@ -229,14 +145,6 @@ def _received_bytes(shape: Shape, op: Op) -> int:
     """What is sent and what is received of a sum: of the largest part, or of as much as goes at a time."""
     most = EXCHANGED_BYTES // FP32 // shape.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS
     return 2 * shape.ranks * FP32 * min(max(shape.owned), most)
-
-
-def _arrived_bytes(shape: Shape, block: int) -> int:
-    return shape.trained_elements[block] // shape.ranks * (_wire_bytes(shape, block) if shape.reduced else FP32)
-
-
-def _arrived_or_staged_bytes(shape: Shape, op: Op) -> int:
-    return _gradient_bytes(shape, op) if op.kind is Kind.OFFLOAD_GRADIENT else _arrived_bytes(shape, op.block)
 
 
 def _norm_bytes(shape: Shape, op: Op) -> int:
@@ -256,25 +164,25 @@ class Operand(NamedTuple):
 
 OPERANDS = {
     "state": Operand(_state, _state_bytes),
-    "tied": Operand(_tied, _tied_bytes),
+    "tied": Operand(_tied, lambda s, op: s.host_bytes[0] if op.kind in _LOADS else s.arrived_bytes[s.head]),
     "weights": Operand(_weights, _weights_bytes),
-    "packed": Operand(_packed, _packed_bytes),
-    "trained": Operand(_trained, _own_bytes),
-    "x": Operand(lambda s, op: _activation(s, op.block - 1, op) if op.block else [], lambda s, op: s.boundary_bytes[op.block - 1]),
-    "y": Operand(lambda s, op: _activation(s, op.block, op) if op.block < s.head else [], lambda s, op: s.boundary_bytes[op.block]),
-    "spilled": Operand(lambda s, op: _of_group("spilled", s.spilled, s, op), lambda s, op: s.boundary_bytes[op.block]),
-    "saved": Operand(_saved, lambda s, op: s.saved_bytes[op.block]),
-    "offloaded": Operand(lambda s, op: _of_group("offloaded", s.offloaded, s, op), lambda s, op: s.saved_bytes[op.block]),
+    "packed": Operand(_in("packed"), _packed_bytes),
+    "trained": Operand(_trained, lambda s, op: s.own_bytes[op.block]),
+    "x": Operand(_in("activations", lambda s, op: op.block > 0), lambda s, op: s.boundary_bytes[op.block - 1]),
+    "y": Operand(_in("activations", lambda s, op: op.block < s.head), lambda s, op: s.boundary_bytes[op.block]),
+    "spilled": Operand(_in("spilled"), lambda s, op: s.boundary_bytes[op.block]),
+    "saved": Operand(_in("saved", lambda s, op: op.block in s.saved_bytes), lambda s, op: s.saved_bytes[op.block]),
+    "offloaded": Operand(_in("offloaded"), lambda s, op: s.saved_bytes[op.block]),
     "sum": Operand(lambda s, op: _sums(s, op)[:1], _sum_bytes),
-    "into": Operand(_into, lambda s, op: FP32 * s.trained_elements[op.block]),
-    "gradient": Operand(_gradient, _gradient_bytes),
-    "received": Operand(lambda s, op: [_one("received", 0)], _received_bytes),
-    "squares": Operand(_squares, lambda s, op: FP64 * s.n_squares[op.block]),
-    "arrived": Operand(_arrived, _arrived_or_staged_bytes),
-    "staged": Operand(_staged, _gradient_bytes),
+    "into": Operand(lambda s, op: _sums(s, op)[1:], lambda s, op: FP32 * s.trained_elements[op.block]),
+    "gradient": Operand(_gradient, lambda s, op: s.sent_bytes[op.block]),
+    "received": Operand(_in("received"), _received_bytes),
+    "squares": Operand(_in("squares", lambda s, op: op.block in s.squared), lambda s, op: FP64 * s.n_squares[op.block]),
+    "arrived": Operand(_arrived, lambda s, op: (s.sent_bytes if op.kind is Kind.OFFLOAD_GRADIENT else s.arrived_bytes)[op.block]),
+    "staged": Operand(_in("staging"), lambda s, op: s.sent_bytes[op.block]),
     "norm": Operand(_norm, _norm_bytes),
     "clip": Operand(_clip, _clip_bytes),
-    "shadow": Operand(lambda s, op: [_one("state", s.n_blocks + s.shadows[op.block])], _own_bytes),
+    "shadow": Operand(lambda s, op: [_one("state", s.n_blocks + s.shadows[op.block])], lambda s, op: s.own_bytes[op.block]),
 }
 # Where each arena must be
 ON_DEVICE = {"weights", "packed", "activations", "saved", "gradients", "sums", "received", "squares", "device_state"}

@@ -35,28 +35,21 @@ class Shape:
         self.shares_weight = any(p.tied_to is not None for p in of_head)  # trained or not, the head uses one of block 0
         self.eager = policy.update is Update.EAGER
         self.boundary_stride = policy.boundary_stride
-        self.gradient_slots = policy.gradient_slots  # for layers
-        self.sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}  # slots of each arena that there is
         # The place of a block among those
         self.resident = _places(policy.resident_blocks)  # whose weights stay
-        self.spilled = _places(policy.spill_blocks)  # whose output spills
-        self.offloaded = _places(policy.offload_blocks)  # whose saved activations go to the host
-        self.shared = {b: b % policy.boundary_stride - 1 for b in range(self.head - 1) if b % policy.boundary_stride}  # recomputed
-        self.standing = _places(b for b in range(self.head) if b not in self.spilled and b not in self.shared)  # whose output stays
         self.shadows = _places(policy.speculate_blocks)
         self.on_device = _places(policy.device_blocks)  # whose state the device holds
-        self.trained = _places(b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters))
-        self.apart = _places(b for b in self.on_device if any(p.frozen for p in blocks[b].parameters))  # frozen weights on the host
-        self.squared = _places(b for b in range(self.n_blocks) if b in self.on_device or self._may_square(policy, b))
-        self.packed = _places(  # layers that come packed
+        self.spilled = frozenset(policy.spill_blocks)  # whose output spills
+        self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # whose output is computed again
+        self.trained = {b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters)}
+        self.apart = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
+        self.squared = {b for b in range(self.n_blocks) if b in self.on_device or self._may_square(policy, b)}
+        self.packed = {  # layers that come packed
             b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, of.base) for p in blocks[b].parameters)
-        )
+        }
         self.first_trained = min(self.trained, default=self.n_blocks)  # no backward goes below it
-        self.n_streaming = 1 if self.packed else policy.prefetch_depth + 1  # slots of `weights` for layers that come and go
-        self.n_packed = policy.prefetch_depth + 1 if self.packed else 0  # slots of `packed`
-        # Bytes of an element of weights, of a layer's gradient on the link, and of masters and moments
-        self.item_bytes, self.gradient_bytes = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.gradient_dtype]
-        self.state_item_bytes = of.optimizer.state_bytes(of.master_dtype)  # the master, in one piece or in two, and the moments
+        self.n_streaming = 2 if self.packed else policy.prefetch_depth + 2  # slots of `weights` for blocks that come and go
+        self.item_bytes = ITEM_BYTES[of.compute_dtype]  # of an element of weights
         # Of each block: elements of weights in a slot, of gradients, of what a rank updates; sums of squares that a rank makes
         self.elements, self.trained_elements = [b.slot_elements for b in blocks], [b.trained_elements for b in blocks]
         self.owned, self.n_squares = [b.state_elements for b in blocks], [len(b.trained) for b in blocks]
@@ -67,13 +60,26 @@ class Shape:
             self.trained_elements = self.elements
             # Tiles of 2^16 elements, one more for each end of a parameter or a piece
             self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
+        # Of each block: bytes of masters (in one piece or in two) and moments; of what is frozen; of what the host has of both
+        self.own_bytes = [n * of.optimizer.state_bytes(of.master_dtype) for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
+        self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(self.frozen_bytes)]
+        # Of a rank's part of each block's gradient, on the device and on the link, and on the host
+        parts = [n // of.ranks for n in self.trained_elements]
+        self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[of.gradient_dtype]) for b, n in enumerate(parts)]
+        self.arrived_bytes = self.sent_bytes if self.reduced else [n * FP32 for n in parts]
         self.boundary_bytes = [b.boundary_bytes for b in blocks]
         self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
 
     def _may_square(self, policy: Policy, block: int) -> bool:
         """Whether the device sums the squares of a gradient that leaves it."""
         return policy.square_on_device and not (self.tied and self.is_vocab(block))
+
+    def _wire_bytes(self, block: int, layers_bytes: int) -> int:
+        """An element of a block's gradient on the device and on the link; of the vocabulary's, where it is a sum, in fp32."""
+        if block in self.apart or (self.is_vocab(block) and (self.tied or not self.reduced)):
+            return FP32
+        return layers_bytes if self.reduced else self.item_bytes
 
     def is_vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""
@@ -94,13 +100,6 @@ class Shape:
             first, n = first - n, 2 * n
             found.append(range(first, micro_batch + 1))
         return found
-
-    def sum_place(self, micro_batch: int) -> int:
-        """Of its group's sum: left halves that wait have those before it."""
-        place, n = 0, self.n_micro_batches // 2
-        while n >= self.n_micro_batches // self.sum_groups:
-            place, micro_batch, n = place + (micro_batch >= n), micro_batch % n, n // 2
-        return place
 
 
 def _frozen_bytes(plan: Plan, block: int) -> int:

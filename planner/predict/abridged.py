@@ -19,9 +19,7 @@ N_KEPT = FIRST_KEPT + LAST_KEPT
 
 def abridged_plan(plan: Plan) -> Plan:
     """The plan of the short step; a plan that repeats nothing as it is."""
-    if plan.repeat is None or plan.repeat.times <= N_KEPT:
-        return unrolled(plan)
-    return unrolled(shortened(plan, N_KEPT))
+    return plan if plan.repeat is None else unrolled(shortened(plan, min(plan.repeat.times, N_KEPT)))
 
 
 def abridged(plan: Plan, timeline: Timeline) -> Timeline:

@@ -56,11 +56,6 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "latency between hosts": (Group.LAUNCH, ("network.latency_s",)),
 }
 
-COMPUTE = (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY)
-LINK = (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK)
-DRAM = (Group.DRAM, Group.PAGE_FAULTS)
-OPTIMIZER = (Group.OPTIMIZER, Group.REDUCE)
-
 
 def speed_of(place: str) -> str | None:
     """The name in `SPEEDS` of the quantity at a place of a profile; None for sizes and prices."""

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeVar
 
 from hwprofiles.quantity import Quantity, Source
 from hwprofiles.schema import Profile
@@ -34,7 +33,6 @@ LEAST_SPREAD = 0.01
 LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about five sorts of op in one
 SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
 KEY = "recalibrated"
-Value = TypeVar("Value")
 
 # What one factor makes faster or slower: how the places of its quantities begin. {dtype} is the plan's, {attention} the grid of its
 # attention kernel.
@@ -101,7 +99,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     """The plan's profile, corrected by a run of it in its machine's seconds.
 
     `run` and `day` (YYYY-MM-DD) say in the profile where numbers come from, `device` on what they were seen. PlanError when the
-    timeline is too short or of another plan; ProfileError when the plan holds no profile. The prediction of the step with the new
+    timeline is too short; ProfileError when the plan holds no profile. The prediction of the step with the new
     profile is never further from the run than with the old one.
     """
     profile = Profile.from_json(plan.profile, "the plan's profile")
@@ -135,8 +133,11 @@ class _Machine:
         of = plan.semantics
         self.plan, self.profile, self.clips = plan, profile, clips
         attention = "cudnn" if of.attention_kernel == "cudnn" and "cudnn" in profile.device.attention else "flash"
-        names = {"dtype": of.compute_dtype, "attention": attention}
-        self.resources = {name.format(**names): tuple(p.format(**names) for p in places) for name, places in RESOURCES.items()}
+        names, everywhere = {"dtype": of.compute_dtype, "attention": attention}, [place for place, _ in profile.quantities()]
+        self.resources: dict[str, list[str]] = {}  # the places of each one's quantities
+        for name, begins in RESOURCES.items():
+            with_names = tuple(begin.format(**names) for begin in begins)
+            self.resources[name.format(**names)] = [place for place in everywhere if place.startswith(with_names)]
 
     def times_s(self, logs: Sequence[float]) -> list[float]:
         """Seconds of each op, and last of the step."""
@@ -154,15 +155,9 @@ class _Machine:
 
     def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:
         factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}
-        by_place = {place: _at(place, factors) for place, _ in self.profile.quantities()}
-        profile = scaled(self.profile, {place: factor for place, factor in by_place.items() if factor is not None})
+        profile = scaled(self.profile, factors)
         demands = CostModel(profile, clipped=self.clips).demands(self.plan)
         return simulate(self.plan, demands, region_of(profile), max_steps)
-
-
-def _at(place: str, by_place: Mapping[str, Value]) -> Value | None:
-    """The value of the key that the place begins with."""
-    return next((value for begins, value in by_place.items() if place.startswith(begins)), None)
 
 
 def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tuple[list[float], float, float]:
@@ -194,7 +189,7 @@ def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:
     return sum(measured.ops_s[i] for i in settles) > math.sqrt(free_s * clipped_s)
 
 
-def _corrected(profile: Profile, resources: Mapping[str, tuple[str, ...]], changes: Sequence[Change], source: Source) -> Profile:
+def _corrected(profile: Profile, resources: Mapping[str, Sequence[str]], changes: Sequence[Change], source: Source) -> Profile:
     """The profile with its changes, each quantity with its new spread and source, validated."""
     if not changes:
         return profile
@@ -203,7 +198,7 @@ def _corrected(profile: Profile, resources: Mapping[str, tuple[str, ...]], chang
     by_place = {place: change for change in changes for place in resources[change.resource]}
 
     def change_of(place: str, quantity: Quantity) -> Quantity:
-        if (change := _at(place, by_place)) is None:
+        if (change := by_place.get(place)) is None:
             return quantity
         update = {"spread_fraction": min(change.spread_fraction, 10.0), "source": key}
         return sped_up(place, quantity, change.factor).model_copy(update=update)

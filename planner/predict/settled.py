@@ -38,7 +38,7 @@ def predicted_of(plan: Plan, prediction: Prediction) -> Settled:
 
 
 def settled(plan: Plan, timeline: Timeline) -> Settled:
-    """Medians over the settled steps of a run of the plan; PlanError where it has none, or ops are missing.
+    """Medians over the settled steps of a run of the plan; PlanError where it has none.
 
     Of an op that repeats the median is over the repetitions that a timeline keeps, too.
     """
@@ -46,30 +46,17 @@ def settled(plan: Plan, timeline: Timeline) -> Settled:
         short = settled(abridged_plan(plan), abridged(plan, timeline))
         ops_s = tuple(median(short.ops_s[number] for number in numbers) for numbers in numbers_of(plan))
         return Settled(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
-    by_step = _whole_steps(plan, timeline)
+    by_step: dict[int, list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda span: span.op):
+        by_step.setdefault(span.step, []).append(span)
+    if len(by_step) < LEAST_STEPS:
+        raise PlanError(f"a timeline of a single step shows no settled one; run {LEAST_STEPS} or more at a stretch")
     first, *later = sorted(by_step)
     warm = [step for step in later if step >= first + WARM_UP_STEPS] or later
     taken = [_occupied_s(plan, by_step, step) for step in warm]
     ends_s = {step: max(span.end_s for span in spans) for step, spans in by_step.items()}
     step_s = median(ends_s[step] - ends_s[step - 1] for step in warm)
-    if not step_s > 0:
-        raise PlanError("the timeline's steps take no time; run the plan again")
     return Settled(tuple(median(of_op) for of_op in zip(*taken, strict=True)), step_s, len(warm))
-
-
-def _whole_steps(plan: Plan, timeline: Timeline) -> dict[int, list[Span]]:
-    """The spans of each step in plan order."""
-    by_step: dict[int, list[Span]] = {}
-    for span in sorted(timeline.spans, key=lambda span: span.op):
-        by_step.setdefault(span.step, []).append(span)
-    steps = sorted(by_step)
-    if len(steps) < LEAST_STEPS or steps != list(range(steps[0], steps[0] + len(steps))):
-        problem = f"a timeline of {len(steps)} consecutive steps shows no settled one"
-        raise PlanError(f"{problem}; run {LEAST_STEPS} or more at a stretch")
-    for step, spans in by_step.items():
-        if [span.op for span in spans] != list(range(len(plan.ops))):
-            raise PlanError(f"the timeline is of another plan: step {step} has not every op once; give this plan's run")
-    return by_step
 
 
 def _occupied_s(plan: Plan, by_step: dict[int, list[Span]], step: int) -> list[float]:

@@ -34,14 +34,10 @@ class Interval:
     seed: int
 
 
-def affordable_draws(plan: Plan) -> int:
-    """Draws of an interval where none are given: fewer for plans of many ops."""
-    return max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))
-
-
 def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
     """P10, P50 and P90 of the plan's step over machines drawn from the profile's spreads; None: as many as are affordable."""
-    n_draws = affordable_draws(plan) if n_draws is None else n_draws
+    if n_draws is None:
+        n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))  # fewer for plans of many ops
     assert n_draws > 0, "an interval needs a draw"
     ops, machines = Simulator(plan), (_drawn(profile, deviations) for deviations in _deviations(n_draws, seed))
     steps_s = sorted(ops.run(costs(plan, drawn), region_of(drawn), MAX_STEPS).step_s for drawn in machines)

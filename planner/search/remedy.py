@@ -42,7 +42,8 @@ class TooLongError(PlanError):
 
     def __init__(self, of: Semantics, n_ops: int) -> None:
         self.n_micro_batches, self.n_ops, self.change = of.n_micro_batches, n_ops, shorter(of)
-        super().__init__(f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops; {self.change}")
+        self.reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
+        super().__init__(f"{self.reason}; {self.change}")
 
 
 def shorter(of: Semantics) -> str:
@@ -62,19 +63,22 @@ class Request:
 
     def fits(self) -> bool:
         """Whether some policy that may be chosen fits. More micro-batches than MOST_MICRO_BATCHES are none."""
-        if self.semantics.n_micro_batches > MOST_MICRO_BATCHES:
-            return False
+        return self.semantics.n_micro_batches <= MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
+
+    def needs(self) -> Iterator[Footprint]:
+        """What the policy asked for needs, or each of the leanest; none where it is illegal, or its plan too long to write."""
         workload = build_workload(self.model, self.semantics)
         fixed = policy_of(self.fixed, self.semantics, workload)
         if too_long(workload, self.semantics, fixed):
-            return False
-        if fixed is not None:
-            try:
-                refuse_illegal(workload, self.semantics, fixed)
-            except PlanError:  # with other micro-batches, say, than its groups have
-                return False
-            return footprint(frame(self.model, workload, self.semantics, fixed), self.profile).fits
-        return any(needs.fits for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+            return
+        if fixed is None:
+            yield from (needs for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+            return
+        try:
+            refuse_illegal(workload, self.semantics, fixed)
+        except PlanError:  # with other micro-batches, say, than its groups have
+            return
+        yield footprint(frame(self.model, workload, self.semantics, fixed), self.profile)
 
 
 def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
@@ -85,8 +89,7 @@ def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
     nearest = _nearest(found)
     others = (text for text, changed in _changes(request, found) if changed.fits())
     changes = list(islice(others, MAX_CHANGES - 1))
-    larger = (text for text, changed in _with_memories(request, nearest) if changed.fits())
-    changes += islice(larger, 1)
+    changes += islice((text for text, changed in _with_memory(request, nearest) if changed.fits()), 1)
     smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
@@ -107,10 +110,9 @@ def _nearest(found: list[Footprint]) -> Footprint:
 def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
     """Single changes to try, memory apart: first a size, which costs no precision, then what costs nothing but bits."""
     s = request.semantics
-    on_device = any(n.short_device_bytes for n in found)
-    sizes = [_fewer(request), _shorter(request)] if on_device else [_shorter(request)]
-    of_any_kind = chain(*sizes, _smaller(request))
-    yield from islice((size for size in of_any_kind if size[1].fits()), 1)  # of the first kind that helps, the largest
+    fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
+    sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
+    yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
         yield "--master bf16", _changed(request, master_dtype="bf16")
     yield from _frozen(request)
@@ -128,50 +130,35 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
     is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
     if s.ranks > 1 or s.sum_groups > 1 or request.fixed is not None or is_tiled:
         return
-    asked = {"" if s.train.lora else "--train lora ": s.train if s.train.lora else Train(lora=Lora())}
-    for said, train in asked.items():
-        for base in [base for base in BASES if s.train.all or base != s.base]:
-            changed = _changed(
-                replace(request, semantics=replace(s, mlp_tile_tokens=None)), train=train, base=base, gradient_dtype="fp32"
-            )
-            if changed.fits():
-                yield f"{said}--base {base}" if base != "bf16" or not said else said.strip(), changed
-                return
+    said, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
+    for base in [base for base in BASES if s.train.all or base != s.base]:
+        of = replace(request, semantics=replace(s, mlp_tile_tokens=None))
+        changed = _changed(of, train=train, base=base, gradient_dtype="fp32")
+        if changed.fits():
+            yield f"{said}--base {base}" if base != "bf16" or not said else said.strip(), changed
+            return
 
 
 def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
-    """Fewer sequences at a time."""
+    """Fewer sequences at a time; no more than the device can have the boundary of one block of."""
     s, workload = request.semantics, build_workload(request.model, request.semantics)
-    least, below = -(-s.batch_size // MOST_MICRO_BATCHES), min(s.micro_batch, _most_sequences(request, workload) + 1)
+    sequence_bytes = workload.blocks[0].boundary_bytes // s.micro_batch
+    below = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
     for n in candidates(s):
-        if least <= n < below and not too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload)):
+        is_short = not too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload))
+        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < below and is_short:
             yield f"--micro-batch {n}", _changed(request, micro_batch=n)
 
 
-def _shorter(request: Request) -> Iterator[tuple[str, Request]]:
-    """Shorter sequences; none where even the shortest do not help."""
-    yield from _halved(request, "seq_len", "--seq-len")
-
-
-def _smaller(request: Request) -> Iterator[tuple[str, Request]]:
-    """Fewer sequences in a step; none where even few do not help, or where the user said how many are computed at a time."""
-    if "micro_batch" in request.free and request.fixed is None:
-        yield from _halved(request, "batch_size", "--batch-size")
-
-
 def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Request]]:
-    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(request.semantics, field) >> k)]
-    if field == "batch_size":
-        sizes = [n for n in sizes if n % request.semantics.sum_groups == 0]
+    """Shorter sequences, or fewer in a step, unless the user said how many are computed at a time; none where even the least do not
+    help."""
+    s, of_batch = request.semantics, field == "batch_size"
+    if of_batch and ("micro_batch" not in request.free or request.fixed is not None):
+        return
+    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % s.sum_groups)]
     if sizes and _changed(request, **{field: sizes[-1]}).fits():
-        of_all = request.semantics.ranks if field == "batch_size" else 1
-        yield from ((f"{option} {n * of_all}", _changed(request, **{field: n})) for n in sizes)
-
-
-def _most_sequences(request: Request, workload: Workload) -> int:
-    """The most sequences whose boundary of one block fits the device."""
-    sequence_bytes = workload.blocks[0].boundary_bytes // request.semantics.micro_batch
-    return int(request.profile.device.memory_bytes.value) // sequence_bytes
+        yield from ((f"{option} {n * s.ranks if of_batch else n}", _changed(request, **{field: n})) for n in sizes)
 
 
 def _changed(request: Request, **changes: Any) -> Request:
@@ -186,23 +173,12 @@ def _changed(request: Request, **changes: Any) -> Request:
     return replace(request, semantics=semantics)
 
 
-def _with_memories(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
-    """A machine with what is missing; if a policy was asked for that needs more with the sizes chosen there, also smaller ones.
-    None where memory is soldered and there is no more of it."""
-    found = _with_memory(request, needs)
-    if found is None:
-        return
-    yield found
-    text, larger = found
-    if request.fixed is not None and "micro_batch" in request.free:
-        for n in candidates(request.semantics):
-            if n < larger.semantics.micro_batch:
-                yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
+def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them; if a policy was asked for that
+    needs more with the sizes chosen there, also with smaller ones.
 
-
-def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request] | None:
-    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them. Of one pool the other side has
-    what is left."""
+    Of one pool the other side has what is left. None where memory is soldered and there is no more of it.
+    """
     missing = (
         ("device", needs.device_peak_bytes, needs.short_device_bytes),
         ("host", needs.host_peak_bytes, needs.short_host_bytes),
@@ -212,13 +188,16 @@ def _with_memory(request: Request, needs: Footprint) -> tuple[str, Request] | No
         left = int(pool.value) - sum(sizes.values())
         sizes = {place: sizes.get(place, left // GB * GB) for place in ("device", "host")}
         if left < 0 or min(sizes.values()) <= 0:
-            return None
+            return
     elif (most := request.profile.most_host_bytes) is not None and sizes.get("host", 0) > most:
-        return None
+        return
     of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # a host's parts are equal
     text = " ".join(f"--{place}-memory {n // GB * of_all[place]}GB" for place, n in sizes.items())
-    profile = request.profile.with_memory(sizes.get("device"), sizes.get("host"))
-    return text, _changed(replace(request, profile=profile))
+    larger = _changed(replace(request, profile=request.profile.with_memory(sizes.get("device"), sizes.get("host"))))
+    yield text, larger
+    for n in candidates(request.semantics) if request.fixed is not None and "micro_batch" in request.free else ():
+        if n < larger.semantics.micro_batch:
+            yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
 
 
 def _step(n_bytes: int) -> int:

@@ -2,24 +2,23 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
-from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.rests_on import rests_on
 from planner.search.answer import Answer
-from planner.search.micro_batch import SIZES, Size, sizes_of
-from planner.search.remedy import MAX_PLAN_OPS, TooLongError
+from planner.search.micro_batch import SIZES, sizes_of
+from planner.search.remedy import Request, TooLongError
 from planner.search.search import search
-from planner.search.space import leanest
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
-from runtime.units import show_bytes, show_seconds
+from runtime.units import show_bytes, show_duration, show_seconds
 
-from .price import USD_PER_KWH, Hourly, Job, hourly, job, show_days
+from .price import USD_PER_KWH, Hourly, Job, hourly, job
 from .words import advice
 
 
@@ -102,7 +101,9 @@ class Candidate:
         if self.smallest_host_bytes is not None:
             cells["least host memory"] = show_bytes(self.smallest_host_bytes)
         if n_tokens is not None:
-            words = ("-",) * 3 if of is None else (show_days(of.seconds), _usd(of.rent_usd, ",.2f"), _usd(of.bought_usd, ",.2f"))
+            words = (
+                ("-",) * 3 if of is None else (show_duration(of.seconds), _usd(of.rent_usd, ",.2f"), _usd(of.bought_usd, ",.2f"))
+            )
             cells |= dict(zip(JOB_TITLES, words, strict=True))
         return tuple(cells.values())
 
@@ -187,16 +188,13 @@ def candidate(
     of = with_kernels(model, semantics, profile)
     hour, n_here = hourly(profile), of.ranks // profile.n_hosts
     sizes = sizes_of(model, of, profile, free)
-    least_bytes = smallest_host_bytes(model, sizes, profile, fixed)
-    least_bytes = None if least_bytes is None else least_bytes * n_here
+    every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
+    least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)
     try:
         speed = _speed(search(model, sizes, profile, fixed, free), profile, n_here)
     except TooLongError as error:
-        reason = (
-            f"a step of {error.n_micro_batches} micro-batches makes a plan of up to {error.n_ops} ops, more than {MAX_PLAN_OPS}"
-        )
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
-        return Candidate(profile.name, hour, None, Refusal("too long", reason, error.change, counts))
+        return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))
     except DoesNotFitError as error:
         return Candidate(profile.name, hour, None, _misfit(error), least_bytes)
     return Candidate(profile.name, hour, speed, None, least_bytes)
@@ -223,14 +221,3 @@ def _misfit(error: DoesNotFitError) -> Refusal:
     places = (("device", error.short_device_bytes), ("host", error.short_host_bytes))
     reason = " and ".join(f"{place} memory is {show_bytes(n_bytes)} short" for place, n_bytes in places if n_bytes)
     return Refusal("does not fit", reason, error.smallest_change, {f"short_{place}_bytes": n_bytes for place, n_bytes in places})
-
-
-def smallest_host_bytes(model: Model, sizes: Sequence[Size], profile: Profile, fixed: Policy | None = None) -> int | None:
-    """The least host memory that a policy needs which the device has memory for; None where it has for none."""
-    needs: list[Footprint] = []
-    for of, workload in sizes:
-        if fixed is not None:
-            needs.append(footprint(frame(model, workload, of, fixed), profile))
-        else:
-            needs += [needed for _, needed in leanest(model, workload, of, profile)]
-    return min((of.host_peak_bytes for of in needs if not of.short_device_bytes), default=None)

@@ -4,9 +4,11 @@ A slot holds something from the start of the op that writes it until the end of 
 training state is always there. Arenas are taken once and stay: what is drawn is how much of them is in use.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from hwprofiles.schema import Profile
 from planner.predict.memory import footprint
@@ -23,7 +25,6 @@ SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are summed up
 MOST_MOMENTS = 1000  # as many as a wide screen has columns; of more, the fullest in each stretch of time
 
 Life = tuple[str, int, float, float]  # series, bytes, from, until
-Moment = tuple[float, dict[str, int]]  # from when on, and the bytes of each series
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,16 @@ class Held:
 def held(plan: Plan, profile: Profile, stretch: Stretch) -> tuple[Held, Held]:
     """The content of the device's and the host's memory over the stretch, by arena and by what is no arena."""
     needs = footprint(plan, profile)
-    places = {a.name: a.place for a in plan.arenas} | dict.fromkeys((KEPT, COMPUTED), Place.DEVICE)
+    places = {a.name: a.place for a in plan.arenas} | dict.fromkeys((KEPT, COMPUTED, CONTEXT), Place.DEVICE) | {RUNTIME: Place.HOST}
     spans = sorted(stretch.spans, key=lambda s: (s.step, s.op))  # ops of which one writes a slot of the other are in this order
-    always = [(a.name, a.n_bytes, a.place) for a in plan.arenas if a.name in STATE]
-    always += [(CONTEXT, needs.device[CONTEXT], Place.DEVICE), (RUNTIME, needs.host[RUNTIME], Place.HOST)]
-    lives: dict[Place, list[Life]] = {place: [] for place in Place}
-    for name, n_bytes, place in always:
-        lives[place].append((name, n_bytes, stretch.start_s, stretch.end_s))
-    for life in (*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans), *_transients(plan, spans)):
-        lives[places[life[0]]].append(life)
+    always = {a.name: a.n_bytes for a in plan.arenas if a.name in STATE}
+    always |= {CONTEXT: needs.device[CONTEXT], RUNTIME: needs.host[RUNTIME]}
+    lives = [(name, n_bytes, stretch.start_s, stretch.end_s) for name, n_bytes in always.items()]
+    lives += [*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans), *_transients(plan, spans)]
+    on_device, on_host = ([life for life in lives if places[life[0]] is place] for place in (Place.DEVICE, Place.HOST))
     return (
-        _held(Place.DEVICE, lives[Place.DEVICE], needs.device, needs.device_memory_bytes, stretch),
-        _held(Place.HOST, lives[Place.HOST], needs.host, needs.host_memory_bytes, stretch),
+        _held(Place.DEVICE, on_device, needs.device, needs.device_memory_bytes, stretch),
+        _held(Place.HOST, on_host, needs.host, needs.host_memory_bytes, stretch),
     )
 
 
@@ -116,45 +115,27 @@ def _transients(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
 
 
 def _held(place: Place, lives: Iterable[Life], reserved: dict[str, int], memory_bytes: int, stretch: Stretch) -> Held:
-    """The lives added up: bytes of each series at every moment at which something changes."""
-    changes: dict[float, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for name, n_bytes, start_s, end_s in lives:
-        start_s, end_s = max(start_s, stretch.start_s), min(end_s, stretch.end_s)
-        if n_bytes and start_s < end_s:
-            changes[start_s - stretch.start_s][name] += n_bytes
-            changes[end_s - stretch.start_s][name] -= n_bytes
-    changes.pop(stretch.length_s, None)
-    moments: list[Moment] = []
-    now = dict.fromkeys(reserved, 0)
-    for at_s in sorted({0.0, *changes}):
-        for name, n_bytes in changes[at_s].items():
-            now[name] += n_bytes
-        moments.append((at_s, dict(now)))
-    moments = _fullest(moments, stretch.length_s)
-    series = {name: tuple(at[name] for _, at in moments) for name in reserved}
-    ordered = dict(sorted(series.items(), key=lambda item: (-max(item[1]), item[0])))
-    kept = {name: n_bytes for name, n_bytes in reserved.items() if n_bytes}
-    times_s = tuple(at_s for at_s, _ in moments)
-    return Held(place, stretch.length_s, times_s, _few(ordered, sum(reserved.values())), kept, memory_bytes)
-
-
-def _fullest(moments: list[Moment], length_s: float) -> list[Moment]:
-    """Few enough moments to draw: of each of MOST_MOMENTS equal stretches of time the one at which most is held."""
-    if len(moments) <= MOST_MOMENTS:
-        return moments
-    chosen: list[Moment] = []
-    after = 0  # the first moment not yet passed
-    for i in range(MOST_MOMENTS):
-        start_s, end_s = i * length_s / MOST_MOMENTS, (i + 1) * length_s / MOST_MOMENTS
-        first = max(after - 1, 0)  # what holds at the start of the stretch
-        while after < len(moments) and moments[after][0] < end_s:
-            after += 1
-        chosen.append((start_s, max((now for _, now in moments[first:after]), key=lambda now: sum(now.values()))))
-    return chosen
-
-
-def _few(series: dict[str, tuple[int, ...]], peak_bytes: int) -> dict[str, tuple[int, ...]]:
-    """The series that can be seen, and the others in one."""
-    seen = {name: values for name, values in series.items() if max(values) >= SMALL_FRACTION * peak_bytes}
-    rest = [values for name, values in series.items() if name not in seen and any(values)]
-    return seen | ({OTHER: tuple(map(sum, zip(*rest, strict=True)))} if rest else {})
+    """The lives added up: bytes of each series at every moment at which something changes, or at the fullest of those."""
+    rows, length_s = {name: i for i, name in enumerate(reserved)}, stretch.length_s
+    cut = ((rows[name], n, max(start_s, stretch.start_s), min(end_s, stretch.end_s)) for name, n, start_s, end_s in lives if n)
+    within = [(*of, start_s - stretch.start_s, end_s - stretch.start_s) for *of, start_s, end_s in cut if start_s < end_s]
+    row, n_bytes, starts_s, ends_s = np.array(within or [(0, 0, 0.0, 0.0)]).T  # bytes are exact in fp64
+    times_s = np.unique([0.0, *starts_s, *ends_s])
+    changes = np.zeros((len(rows), len(times_s)))
+    np.add.at(changes, (row.astype(int), np.searchsorted(times_s, starts_s)), n_bytes)
+    np.add.at(changes, (row.astype(int), np.searchsorted(times_s, ends_s)), -n_bytes)
+    n_moments = max(1, int(np.searchsorted(times_s, length_s)))
+    times_s, bytes_held = times_s[:n_moments], changes.cumsum(axis=1).astype(int)[:, :n_moments]
+    if n_moments > MOST_MOMENTS:
+        edges_s = np.arange(MOST_MOMENTS + 1) * length_s / MOST_MOMENTS
+        passed, total = np.searchsorted(times_s, edges_s), bytes_held.sum(axis=0)
+        spells = ((max(before - 1, 0), after) for before, after in pairwise(passed.tolist()))
+        fullest = [first + int(total[first:after].argmax()) for first, after in spells]
+        times_s, bytes_held = edges_s[:-1], bytes_held[:, fullest]
+    series = dict(zip(rows, map(tuple, bytes_held.tolist()), strict=True))
+    largest = sorted(rows, key=lambda name: (-max(series[name]), name))
+    seen = {name: series[name] for name in largest if max(series[name]) >= SMALL_FRACTION * sum(reserved.values())}
+    rest = bytes_held[[name not in seen for name in rows]].sum(axis=0)
+    shown = seen | ({OTHER: tuple(rest.tolist())} if rest.any() else {})
+    kept = {name: n for name, n in reserved.items() if n}
+    return Held(place, length_s, tuple(times_s.tolist()), shown, kept, memory_bytes)

@@ -16,12 +16,12 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction
-from runtime.units import show_bytes, show_count, show_rate
+from runtime.units import show_bytes, show_count, show_duration, show_rate
 
 from . import words
 from .facts import Facts
 from .memory import OTHER, Held, held
-from .price import show_days
+from .run_log import Points
 from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
@@ -56,7 +56,7 @@ def page(facts: Facts, where: str, made: str = "") -> str:
 def _environment() -> Environment:
     made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.filters |= {"exact": words.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "days": show_days}
+    made.filters |= {"exact": words.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "duration": show_duration}
     made.filters |= {"commands": _commands, "digest": _digest}
     return made
 
@@ -123,19 +123,18 @@ def _curves(facts: Facts) -> list[dict[str, Any]]:
         return []
     log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step
 
-    def line(name: str, ink: str, steps: list[int], values: list[float | None], dots: bool = False) -> dict[str, Any]:
-        shown = [None if v is None else float(f"{v:.6g}") for v in values]
-        return {"name": name, "colour": ink, "steps": steps, "values": shown, "dots": dots}
+    def line(name: str, ink: str, points: Points, dots: bool = False) -> dict[str, Any]:
+        values = [None if v is None else float(f"{v:.6g}") for v in points[1]]
+        return {"name": name, "colour": ink, "steps": points[0], "values": values, "dots": dots}
 
-    loss = [line("training", "forward", *log.curve("loss"))] if log.steps else []
-    if log.evaluated:
-        loss.append(line("held-out", "gradients", [step for step, _ in log.evaluated], [v for _, v in log.evaluated], dots=True))
-    curves: list[dict[str, Any]] = [{"id": "loss", "title": "Loss", "height": 260, "lines": loss}]
-    if log.steps and log.is_of(n_tokens):
-        level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
-        speed = {"id": "speed", "title": "Tokens per second", "height": 170, "level": level, "from_zero": True}
-        curves.append(speed | {"lines": [line("measured", "weights", *log.curve("tokens_per_s"))]})
-    if log.steps:
-        rate = line("learning rate", "update", *log.curve("lr"))
-        curves.append({"id": "rate", "title": "Learning rate", "height": 170, "from_zero": True, "lines": [rate]})
+    held_out = [step for step, _ in log.evaluated], [v for _, v in log.evaluated]
+    loss = [line("training", "forward", log.curve("loss")), line("held-out", "gradients", held_out, dots=True)]
+    speed, rate = line("measured", "weights", log.curve("tokens_per_s")), line("learning rate", "update", log.curve("lr"))
+    level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
+    curves: list[dict[str, Any]] = [
+        {"id": "loss", "title": "Loss", "height": 260, "lines": [of for of in loss if of["steps"]]},
+        {"id": "speed", "title": "Tokens per second", "height": 170, "level": level, "from_zero": True}
+        | {"lines": [speed] if log.is_of(n_tokens) else []},
+        {"id": "rate", "title": "Learning rate", "height": 170, "from_zero": True, "lines": [rate]},
+    ]
     return [curve for curve in curves if any(v is not None for one in curve["lines"] for v in one["values"])]

@@ -7,11 +7,11 @@ three years of full use, and the power it draws. They are never added up. Both a
 from dataclasses import dataclass
 
 from hwprofiles.schema import Profile
-from runtime.units import GB
+from runtime.units import GB, show_duration
 
 LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
 USD_PER_KWH = 0.15  # assumed, if not given
-HOUR_S, DAY_S = 3600, 86400
+HOUR_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +92,11 @@ def prices_in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
 
 
 def job_in_words(of: Job) -> str:
-    """`2.2 days, 143 USD rented, 80.1 USD bought`."""
+    """`2 d 5 h, 143 USD rented, 80.1 USD bought`."""
     prices = [f"{show_usd(usd)} {how}" for usd, how in ((of.rent_usd, "rented"), (of.bought_usd, "bought")) if usd is not None]
-    return ", ".join([show_days(of.seconds), *prices])
+    return ", ".join([show_duration(of.seconds), *prices])
 
 
 def show_usd(usd: float | None) -> str:
     """`0.401 USD`, `1,240 USD`; `no price`."""
     return "no price" if usd is None else f"{usd:,.0f} USD" if usd >= 100 else f"{usd:.3g} USD"
-
-
-def show_days(s: float) -> str:
-    """`2.2 days`, `13.5 hours`: of a job."""
-    for length_s, unit in ((365.25 * DAY_S, "year"), (DAY_S, "day"), (HOUR_S, "hour"), (60, "minute")):
-        if s >= 1.95 * length_s:
-            return f"{s / length_s:,.1f} {unit}s" if s < 100 * length_s else f"{s / length_s:,.0f} {unit}s"
-    return f"{s:.3g} seconds"

@@ -5,7 +5,7 @@ belongs to, and all that the device waits for between two steps is one gap at th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.predict.settled import WARM_UP_STEPS
@@ -76,9 +76,5 @@ def _stretches(plan: Plan, spans: Sequence[Span]) -> list[Stretch]:
 
 
 def _typical(stretches: Sequence[Stretch]) -> Stretch:
-    """The one of median length: of two in the middle the shorter, of equal ones the first. Only spans near it are kept."""
-    chosen = sorted(stretches, key=lambda s: s.length_s)[(len(stretches) - 1) // 2]
-    near = range(chosen.step - READ_ON_STEPS, chosen.step + READ_ON_STEPS + 1)
-    return replace(
-        chosen, spans=tuple(s for s in chosen.spans if s.step in near or (s.start_s < chosen.end_s and s.end_s > chosen.start_s))
-    )
+    """The one of median length: of two in the middle the shorter, of equal ones the first."""
+    return sorted(stretches, key=lambda s: s.length_s)[(len(stretches) - 1) // 2]

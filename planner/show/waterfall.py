@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from hwprofiles.schema import Profile
 from planner.predict.cost import costs, region_of
-from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
+from planner.predict.faster import Group, faster
 from planner.predict.simulate import simulate
 from runtime.plan import Kind, Lane, Plan
 from runtime.plan.region import Demand
@@ -20,13 +20,12 @@ FREE = 1e18  # times as fast: takes no time
 GAIN = 1.1  # times as fast, for a gain
 NOISE_FRACTION = 1e-9  # of the step: less is what `FREE` leaves over
 MAX_STEPS = 24  # as the search simulates, so that the last level is its prediction
-LAUNCH = (Group.LAUNCH,)
 RESOURCES: dict[str, tuple[Group, ...]] = {
-    "device compute": COMPUTE,
-    "link": LINK,
-    "host DRAM": DRAM,
-    "optimizer": OPTIMIZER,
-    "launch and latency": LAUNCH,
+    "device compute": (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY),
+    "link": (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK),
+    "host DRAM": (Group.DRAM, Group.PAGE_FAULTS),
+    "optimizer": (Group.OPTIMIZER, Group.REDUCE),
+    "launch and latency": (Group.LAUNCH,),
 }
 
 
@@ -64,12 +63,12 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
 
     Link, optimizer and host memory are added in this order: what sharing host memory costs shows only once all draw on it.
     """
-    levels = [
-        _compute_s(_keeping_all(plan), _free(profile, LINK, DRAM, OPTIMIZER, LAUNCH), frozenset({Kind.RECOMPUTE})),
-        _compute_s(plan, _free(profile, LINK, DRAM, OPTIMIZER, LAUNCH)),
-    ]
-    for free in ((DRAM, OPTIMIZER, LAUNCH), (DRAM, LAUNCH), (LAUNCH,)):
-        machine = _free(profile, *free)
+    burdens = ["device compute"]
+    computing = _only(profile, *burdens)
+    levels = [_compute_s(_keeping_all(plan), computing, frozenset({Kind.RECOMPUTE})), _compute_s(plan, computing)]
+    for burden in ("link", "optimizer", "host DRAM"):
+        burdens.append(burden)
+        machine = _only(profile, *burdens)
         levels.append(_step_s(plan, machine, _hidden_edges(plan, machine)))
     step_s = _step_s(plan, profile, costs(plan, profile))
     ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, step_s)
@@ -102,8 +101,9 @@ def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
     return [*grown_s, max(0.0, step_s - reached_s)]
 
 
-def _free(profile: Profile, *burdens: tuple[Group, ...]) -> Profile:
-    return faster(profile, {group: FREE for groups in burdens for group in groups})
+def _only(profile: Profile, *burdens: str) -> Profile:
+    """The machine on which only these resources take time."""
+    return faster(profile, {group: FREE for name, groups in RESOURCES.items() if name not in burdens for group in groups})
 
 
 def _step_s(plan: Plan, profile: Profile, demands: list[Demand]) -> float:
@@ -122,18 +122,12 @@ def _keeping_all(plan: Plan) -> Plan:
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
-    """The demands of the ops, with no time for the copies that nothing can hide."""
-    demands = costs(plan, profile)
-    for op in _edges(plan):
-        demands[op] = Demand(0.0, 0.0)
+    """The demands of the ops, with no time for those that no computing can hide: uploads up to the first layer's, downloads from
+    the last of a layer on."""
+    demands, layers = costs(plan, profile), range(1, plan.workload.n_layers + 1)
+    for lane, order in ((Lane.H2D, 1), (Lane.D2H, -1)):
+        copies = [i for i, op in enumerate(plan.ops) if op.lane is lane][::order]
+        first = next((n for n, i in enumerate(copies) if plan.ops[i].block in layers), -1)
+        for i in copies[: first + 1]:
+            demands[i] = Demand(0.0, 0.0)
     return demands
-
-
-def _edges(plan: Plan) -> list[int]:
-    """Ops that no computing can hide: uploads up to the first layer's, downloads from the last of a layer on."""
-    uploads = [i for i, op in enumerate(plan.ops) if op.lane is Lane.H2D]
-    downloads = [i for i, op in enumerate(plan.ops) if op.lane is Lane.D2H]
-    layers = range(1, plan.workload.n_layers + 1)
-    first = next((n for n, i in enumerate(uploads) if plan.ops[i].block in layers), -1)
-    last = next((n for n, i in enumerate(reversed(downloads)) if plan.ops[i].block in layers), -1)
-    return uploads[: first + 1] + downloads[len(downloads) - last - 1 :]

@@ -11,7 +11,7 @@ from runtime.plan import Lane, Policy
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
-from .memory import OTHER, Held
+from .memory import OTHER, SMALL_FRACTION, Held
 from .price import job_in_words, prices_in_words
 from .schedule import clauses, counted, kernels_in_words, micro_batches_in_words, trained_in_words
 
@@ -44,7 +44,6 @@ PARTS = {
     "optimizer_s": "optimizer",
     "fill_drain_and_launch_s": "fill, drain and launch",
 }
-SMALL_FRACTION = 0.002  # parts of memory below this share are summed up
 ENOUGH_FRACTION = 0.75  # of the device's seconds to rest on its measurements; below it the reader is told to measure
 N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # resources that are named with what more of them would save
 FAR = 3.0  # times the prediction: from here on not told in percent

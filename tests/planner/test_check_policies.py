@@ -51,11 +51,10 @@ def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str
     plan = small(**choices)
     check(plan)
     message = error_of(under(plan, **changes))
-    assert message.startswith("policy: ")
     assert says in message
     with pytest.raises(PlanError) as caught:
         lower(MODEL, plan.workload, plan.semantics, replace(plan.policy, **changes), PROFILE)
-    assert str(caught.value) in message
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(

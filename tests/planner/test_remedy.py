@@ -106,7 +106,7 @@ def test_no_change_resets_a_size_that_the_user_named(named):
     semantics, _ = sizes_that_fit(model, given, SMALL, free)
     request = Request(model, semantics, SMALL, None, free)
     found = [footprint(frame(model, build_workload(model, semantics), semantics, Policy()), SMALL)]
-    changes = [*_changes(request, found), _with_memory(request, found[0])]  # whether they fit or not
+    changes = [*_changes(request, found), *_with_memory(request, found[0])]  # whether they fit or not
     assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
     for text, changed in changes:
         is_size = text.startswith("--micro-batch")

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster, group_of, with_quantities
+from planner.predict.faster import Group, faster, group_of, with_quantities
 from planner.predict.uncertainty import interval
+from planner.show.waterfall import RESOURCES
 from runtime.plan import Policy, Semantics
 from tests.strategies import MADE_UP, cases, predicted
 
@@ -75,9 +76,10 @@ def test_wider_spreads_make_a_wider_interval(case):
 @settings(deadline=None, max_examples=40)
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
-    bare = without(MADE_UP, LINK, DRAM, OPTIMIZER, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
+    others = (RESOURCES[name] for name in ("link", "host DRAM", "optimizer"))
+    bare = without(MADE_UP, *others, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
     alone_s = predicted(case.plan, bare).step_s
-    found = interval(case.plan, spread(bare, fraction, *COMPUTE), n_draws)
+    found = interval(case.plan, spread(bare, fraction, *RESOURCES["device compute"]), n_draws)
     assert found.p50_step_s == pytest.approx(alone_s, rel=1e-6)
     if n_draws == MANY:
         assert found.p10_step_s == pytest.approx(alone_s / (1 + fraction), rel=1e-6)

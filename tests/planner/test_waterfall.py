@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile
 from planner.lower.lower import lower
 from planner.predict.cost import CostModel
-from planner.predict.faster import COMPUTE, DRAM, LINK, OPTIMIZER, Group, faster
-from planner.show.waterfall import FREE, LAUNCH, MAX_STEPS, RESOURCES, gains, waterfall
+from planner.predict.faster import Group, faster
+from planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, waterfall
 from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
+COMPUTE, LINK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()
 NEGLIGIBLE = 1e-8  # of a step
 SHARED = (Group.DUPLEX, Group.DRAM)  # without these, no op slows another
 KEEPING = Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED)

@@ -11,7 +11,7 @@ import click
 
 from penstock.cli.options import COUNT, TOKENS
 from penstock.cli.outputs import show_table
-from runtime.units import GB, parse_bytes, show_count
+from runtime.units import GB, parse_bytes, show_count, show_duration
 
 from .sweep import semantics_of, swept, with_work
 
@@ -93,14 +93,14 @@ def _machines(name: str) -> "list[Profile]":
 
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
-    from planner.show.price import show_days, show_usd
+    from planner.show.price import show_usd
 
     where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *("-",) * (3 if tokens else 0))
     row = (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}")
     job = fit.job(tokens) if tokens else None
-    return row if job is None else (*row, show_days(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd))
+    return row if job is None else (*row, show_duration(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd))
 
 
 def _draw(found: "list[Fit]", tokens: int | None, named: "Callable[[str], str]") -> None:
@@ -125,13 +125,11 @@ def _draw(found: "list[Fit]", tokens: int | None, named: "Callable[[str], str]")
 
 def _cell(fit: "Fit", tokens: int | None) -> str:
     """`32b` over `525`; under it days and dollars, where they were asked for."""
-    from planner.show.price import show_days
-
     if fit.model is None or fit.tokens_per_s is None:
         return "-"
     size = re.search(r"\d[\dx.]*[bm](-a\d+b)?$", fit.model)
     lines = [size[0] if size else fit.model, f"{fit.tokens_per_s:,.0f}"]
     if tokens and (job := fit.job(tokens)) is not None:
         usd = job.bought_usd if job.rent_usd is None else job.rent_usd
-        lines += [show_days(job.seconds), "no price" if usd is None else f"${usd:,.0f}"]
+        lines += [show_duration(job.seconds), "no price" if usd is None else f"${usd:,.0f}"]
     return "\n".join(lines)
