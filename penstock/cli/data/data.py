@@ -17,7 +17,7 @@ from penstock.cli.progress import Preparing, show_overview
 from penstock.run_config import read_run
 
 if TYPE_CHECKING:
-    from penstock.data.map_style import PackedSet
+    from penstock.data.sampling import PackedSet
     from penstock.data.tokenizer import ModelTokenizer
 
 MOST_SAMPLES = 1000
@@ -53,7 +53,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     Learned tokens are in green on a terminal, elsewhere in [[ ]].
     """
     from penstock.data.data import read_data
-    from penstock.data.map_style import MapStyleData
+    from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer
 
     settings = replace(read_run(None, given_settings(flags) | data_settings(paths)).data, shuffle=False)
