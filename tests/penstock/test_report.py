@@ -79,6 +79,6 @@ def test_a_folder_of_no_run_and_an_unknown_suffix_are_refused(planned, tmp_path)
     assert "no timeline.json and no metrics.jsonl" in refused(planned, tmp_path, output=page)
     assert "no such folder" in refused(planned, tmp_path / "none", output=page)
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert "a pipe, device or folder" in refused(planned, tmp_path, output=page)
+    assert "a pipe or device" in refused(planned, tmp_path, output=page)
     assert ".html" in refused(planned, output=tmp_path / "r.txt")
     assert "overwritten" in report(planned, "-o", planned).stderr

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import PATH, Command, data_settings, flag_of, given_settings
-from penstock.cli.outputs import show_table
-from penstock.cli.progress import Preparing, show_overview
 from penstock.run_config import read_run
+
+from .options import PATH, Command, data_settings, flag_of, given_settings
+from .outputs import show_table
+from .progress import Preparing, show_overview
 
 if TYPE_CHECKING:
     from penstock.data.sampling import PackedSet
@@ -72,8 +73,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
         return
     if model is None:
         click.echo("no tokenizer: text is read as bytes; give the model's folder with --model", err=True)
-    warning = about.pop("warning", None)
-    show_overview(about, warning)
+    show_overview(about)
     if sys.stdout.isatty():
         for sample in samples:
             cut = f", {sample.n_cut:,} of them cut" if sample.n_cut else ""
