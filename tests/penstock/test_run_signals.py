@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from penstock.cli.progress import Progress
-from penstock.training import generation, session, validation
+from penstock.training import session
 from runtime.machines.torch_machine import TorchMachine
 from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -67,16 +67,16 @@ def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("module", [validation, generation])
-def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, module):
+@pytest.mark.parametrize("looks_by", ["evaluate", "_next_logits"])
+def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, looks_by):
     """All that was trained is saved by then; the validations that are missing are made up for."""
     plan, saved, forward = plan_in(home), list[bool](), TorchMachine.forward
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
     looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]
 
     def asked(machine, plan, batches, head, *args):
-        of_module = getattr(head, "__module__", "") == module.__name__
-        if of_module and (home / "out" / "metrics.jsonl").exists():  # not before the first step
+        is_its = getattr(head, "__qualname__", "").startswith(looks_by)
+        if is_its and (home / "out" / "metrics.jsonl").exists():  # not before the first step
             saved.append((home / "out" / "checkpoint-3").is_dir())
             signal.raise_signal(signal.SIGTERM)
         return forward(machine, plan, batches, head, *args)
@@ -85,7 +85,7 @@ def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, 
         patched.setattr(TorchMachine, "forward", asked)
         succeeded(train(home, plan, *looks, steps=3))
     assert saved == [True], "one pass"
-    looked_at = [0, 3] if module is generation else [0]
+    looked_at = [0, 3] if looks_by == "_next_logits" else [0]
     assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == looked_at
     assert not (home / "out" / "samples.jsonl").exists()
     succeeded(train(home, plan, *looks, "--resume", steps=3))

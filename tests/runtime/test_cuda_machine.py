@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.training.device import device_of
-from penstock.training.generation import generate
-from penstock.training.validation import evaluate
+from penstock.training.validation import evaluate, generate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import PenstockError
