@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.checkpoint.adapter_files import read_adapter
-from penstock.checkpoint.checkpoint import State
+from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.checkpoint.resuming import put_back
 from penstock.data.data import Data, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.disk import writing
-from penstock.checkpoint.retention import clean, set_aside
+from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Saver
 from runtime.compute.inference import Abandoned
 from runtime.errors import CheckpointError, PenstockError
@@ -106,11 +106,9 @@ class Trainer:
         return self.timeline, self.times_s
 
     def _leave_what_followed(self) -> None:
-        """Leave no checkpoint and no line in the folder of a later step than that which is resumed from."""
+        """Leave no line in the folder of a later step than that which is resumed from, and nothing half written."""
         session = self.session
         clean(session.folder)
-        if session.saves:
-            set_aside(session.folder, session.first_step, session.say)
         for name in ("metrics.jsonl", "samples.jsonl"):
             keep_lines_up_to(session.folder / name, session.first_step or -1)  # a run from the beginning keeps no line of another
         if session.first_step < session.n_steps:
@@ -181,10 +179,9 @@ class Trainer:
     def saver(self) -> Saver:
         """What writes the session's checkpoints."""
         session = self.session
-        shared = session.identity
 
         def fields(step: int) -> dict[str, Any]:
-            return shared | {"data_position": session.data.position(step)}
+            return {**session.identity, "data_position": session.data.position(step)}
 
         state = session.store.host if session.leader is None else session.leader.state()
         return Saver(state, session.folder, session.checkpoint, fields, session.tokenizer_from, session.say, session.first_step)
