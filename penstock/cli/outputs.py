@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from runtime.errors import PenstockError
 from runtime.files import try_to_write, write_whole
@@ -31,7 +32,7 @@ def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         is_sentence = any(" " in cell and len(cell) > SHORT_CELL for cell in cells)
         table.add_column(title.replace(" ", "\n"), no_wrap=not is_sentence)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # as it is: a file's name may look like markup
     if console.measure(table, options=console.options.update(max_width=MOST_WIDTH)).minimum <= console.width:
         console.print(table)
         return

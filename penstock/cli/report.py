@@ -1,6 +1,5 @@
 """`penstock check` and `report`: a plan proven right, and a page or trace of it and of its run."""
 
-import os
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,14 +90,10 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from penstock.api import predict
-    from penstock.run_files import GIVE, read_timeline
+    from penstock.run_files import read_timeline
     from runtime.plan.timeline import chrome_trace
 
     tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:
-        timeline_file = run_dir / "timeline.json"
-        if not os.path.lexists(timeline_file):
-            problem = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
-            raise click.UsageError(f"{run_dir}: {problem if run_dir.is_dir() else f'no such folder; {GIVE}'}")
-        tracks["measured"] = read_timeline(timeline_file, file.plan)
+        tracks["measured"] = read_timeline(run_dir / "timeline.json", file.plan)
     return chrome_trace(file.plan, tracks)

@@ -11,6 +11,7 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Saver
+from planner.predict.settled import WARM_UP_STEPS
 from runtime.compute.inference import Abandoned
 from runtime.errors import CheckpointError, PenstockError
 from runtime.executor import Execution, OpError, Step, Stop
@@ -22,8 +23,6 @@ from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
 from .validation import Validation, validations_of
-
-WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline; they are not compared with the prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +132,8 @@ class Trainer:
                 if saver is not None and saves_in_pauses and saver.is_time():
                     pause.request()
         timeline = scaled(steps.timeline, session.scale)
-        self.times_s += settled(timeline.step_times_s)
+        times_s = timeline.step_times_s  # from the second step on; those of the warm-up are not compared with the prediction
+        self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
         self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the later one of equals
         return done
 
@@ -217,11 +217,6 @@ def device_memory_named() -> Iterator[None]:
             f"{at}: the device is out of memory ({what}); free what other processes hold of it, or plan again for less with "
             "--device-memory, and go on with --resume"
         ) from error
-
-
-def settled(times_s: list[float]) -> list[float]:
-    """The seconds of a stretch's steps after the warm-up; all if there are no others. The first of them is the second step's."""
-    return times_s[WARM_UP_STEPS - 1 :] or times_s
 
 
 def scaled(timeline: Timeline, time_scale: float) -> Timeline:

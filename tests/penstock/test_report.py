@@ -57,7 +57,7 @@ def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path,
     assert ("Hello there, 30." in page.text) == (missing != "samples.jsonl")
     assert ("no timeline.json" in page.text) == (missing == "timeline.json")
     if missing == "timeline.json":
-        assert "no timeline.json, which a run writes at its end" in refused(planned, run, output=tmp_path / "r.json")
+        assert "timeline.json: cannot be read (No such file or directory)" in refused(planned, run, output=tmp_path / "r.json")
 
 
 @pytest.mark.parametrize(

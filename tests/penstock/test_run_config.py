@@ -37,7 +37,8 @@ RUN = st.builds(
         ABOVE_0,
         st.floats(0, 1, exclude_max=True),
         no_decay=st.lists(TEXT, max_size=3).map(tuple),
-        schedule=st.builds(ScheduleSettings, st.sampled_from(["linear", "cosine"]), COUNT, st.none() | COUNT, st.floats(0, 1)),
+        schedule=st.builds(ScheduleSettings, st.just("linear"), COUNT)
+        | st.builds(ScheduleSettings, st.just("warmup-stable-decay"), COUNT, st.none() | COUNT, st.floats(0, 1)),
     ),
     checkpoint=st.builds(CheckpointSettings, st.none() | COUNT, minutes=st.just(0.0) | ABOVE_0),
     evaluation=st.builds(EvaluationSettings, st.none() | TEXT, prompts=st.lists(TEXT, max_size=3).map(tuple)),
