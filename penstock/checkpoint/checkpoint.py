@@ -142,14 +142,14 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
 
 
 class CheckpointWriter:
-    """Writes the files of a checkpoint into a folder: of blocks in any order, without which the bytes would be others."""
+    """The files of a checkpoint, written into a folder. Blocks may come in any order; no byte depends on it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, dict[str, Any]] = {}  # by file: size and SHA-256
         self._file_of: dict[str, str] = {}  # by published name of a weight
         self._n_bytes = 0  # of all weights
-        self.adapter: dict[str, Tensor] = {}  # factors by our names, until `write_adapter`
+        self.adapter: dict[str, Tensor] = {}  # factors by our names, until `write_adapter`: small beside the state
 
     def write_tensors(self, file: str, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> None:
         """As `tensor_files.write_tensors`."""
