@@ -46,7 +46,7 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, output: P
     if output is not None:
         check_output(output)
     console = Console(stderr=True)
-    with Preparing() as tell:
+    with Preparing(each=True) as tell:
         name = output.stem if output else "this-machine"
         profile = measured(device, quick, gpu=gpu, name=name, report=lambda what, done: tell(f"measuring {what}: {done:.0%}"))
     profile = profile.with_memory(None, host_memory)

@@ -1,5 +1,6 @@
 """Progress of a run on stderr, from its preparation and overview to its last step, and its outcome on stdout."""
 
+import math
 import os
 import resource
 import shutil
@@ -35,20 +36,22 @@ if TYPE_CHECKING:
 Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, how it is shown
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
 REMEMBERED_STEPS = 20  # whose median time predicts how long the rest takes
+LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
 LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "optimizer"}  # where no GPU computes
 
 
 class Preparing:
     """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
 
-    On a terminal a line that is drawn again, elsewhere a line for whatever begins. Called with the words of it.
+    On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
+    with the words of what begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, each: bool = False) -> None:
         console = Console(stderr=True)
         self.bar = Bar("{task.description}", TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-        self.words = "starting"
-        self.bar.add_task(self.words, total=None)
+        self.stage, self.patience_s, self.until_s = "starting", 0.0 if each else LONG_S, math.inf
+        self.bar.add_task(self.stage, total=None)
 
     def __enter__(self) -> "Preparing":
         self.bar.start()
@@ -62,12 +65,13 @@ class Preparing:
 
     def __call__(self, words: str) -> None:
         (task,) = self.bar.task_ids
-        if (stage := words.partition(":")[0]) != self.words.partition(":")[0]:
+        if (stage := words.partition(":")[0]) != self.stage:
             self.bar.reset(task)
-            if self.bar.disable:
-                click.echo(stage, err=True)
-        self.words = words
+            self.stage, self.until_s = stage, time.monotonic() + self.patience_s
         self.bar.update(task, description=words)
+        if self.bar.disable and time.monotonic() >= self.until_s:
+            click.echo(words if self.patience_s else stage, err=True)
+            self.until_s = math.inf
 
 
 def show_overview(rows: Mapping[str, str]) -> None:
