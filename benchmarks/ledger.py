@@ -25,7 +25,7 @@ from benchmarks.published.validate import MEMORY, Ledger, PublishedRun, Row, qua
 from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, places, value_of, with_constants
 from benchmarks.several import read_published, section
 from hwprofiles.schema import FOLDER, Profile, read_profile
-from penstock.cli.probe import text_of
+from penstock.cli.outputs import json_text
 
 MISS_FRACTION = 0.1  # errors beyond this are explained
 RUNS_FOR_LEAVING_OUT = 3  # of one machine
@@ -174,7 +174,7 @@ def write_constants(values: Mapping[str, float]) -> None:
                     quantity |= {"value": float(f"{values[c.name]:.4g}"), "spread_fraction": spread, "source": key}
                 told = {"kind": "fitted", "detail": f"{said}; runs: {', '.join(stage.runs)}", "device": fields["device"]["name"]}
                 fields["sources"][key] = told | {"date": None, "driver": None}
-                (FOLDER / f"{machine}.json").write_text(text_of(Profile.from_json(fields, machine)), encoding="utf-8")
+                (FOLDER / f"{machine}.json").write_text(json_text(Profile.from_json(fields, machine).to_json()), encoding="utf-8")
 
 
 def page(

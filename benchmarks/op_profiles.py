@@ -41,7 +41,7 @@ from benchmarks.published.op_rows import OpRow
 from benchmarks.run_fit import STAGES
 from hwprofiles.quantity import SourceKind
 from hwprofiles.schema import FOLDER, Profile, read_profile
-from penstock.cli.probe import text_of
+from penstock.cli.outputs import json_text
 
 SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
 MEMORY_LIKE = {"rtx5090-desktop": "rtx5090-server", "rtx5090-threadripper": "rtx5090-server"}
@@ -282,7 +282,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for machine, fields in list(profiles()):
         if arguments.write:
-            (FOLDER / f"{machine}.json").write_text(text_of(Profile.from_json(fields, machine)), encoding="utf-8")
+            (FOLDER / f"{machine}.json").write_text(json_text(Profile.from_json(fields, machine).to_json()), encoding="utf-8")
         law, kernels = fields["device"]["matmul"]["bf16"], ", ".join(fields["device"]["attention"])
         print(f"{machine:24} products {law['flop_per_s']['value']:.4g} FLOP/s, attention {kernels}")
 

@@ -64,7 +64,8 @@ def on_this_cpu(home: Path) -> tuple[list[Compared], dict[str, str]]:
         trained = penstock.train(found, home / "stdlib.jsonl", out=home / policy, **options)
         times_s = trained.timeline.step_times_s[1:]
         rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", found.step_s, times_s))
-        sums[policy] = hashlib.sha256((trained.checkpoint / "model.safetensors").read_bytes()).hexdigest()
+        weights = b"".join(path.read_bytes() for path in sorted(trained.checkpoint.glob("model-*.safetensors")))
+        sums[policy] = hashlib.sha256(weights).hexdigest()
     return rows, sums
 
 

@@ -160,12 +160,15 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
     """RunConfigError for a setting that would do nothing: it is a misunderstanding."""
     data, evaluation, saving = settings.data, settings.evaluation, settings.checkpoint
     sampled, buffered = evaluation.top_p != EvaluationSettings().top_p, data.shuffle_buffer != DataSettings().shuffle_buffer
-    has_data = evaluation.data is not None
+    has_data, schedule = evaluation.data is not None, settings.optimizer.schedule
+    decays = schedule.kind == "warmup-stable-decay"
     for key, is_given, needs, is_there in (
         ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
         ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
         ("evaluation.top_p", sampled, "a temperature above 0", evaluation.temperature > 0),
         ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
+        ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),
+        ("optimizer.schedule.min_lr_fraction", schedule.min_lr_fraction > 0, "cosine", decays or schedule.kind == "cosine"),
         ("checkpoint.copy_bytes", saving.copy_bytes is not None, "checkpoint.background", saving.background),
     ):
         if is_given and not is_there:

@@ -1,19 +1,18 @@
 """Files of a run's folder: its timeline, its log and its samples."""
 
 import os
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.errors import CheckpointError
+from runtime.files import read_whole
 
 if TYPE_CHECKING:
     from planner.show.run_log import LoggedRun
     from runtime.plan import Plan
     from runtime.plan.timeline import Timeline
 
-MAX_TIMELINE_FILE_BYTES = 2**30
-MAX_LOG_BYTES = 2**26  # about 300,000 steps; of a longer log the end is read
+MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
 CLOCK_S = 1e-3  # precision of a device's clock, and of the spans that it ends
 GIVE = "give the --out folder of a run"
 
@@ -27,20 +26,17 @@ def read_logged_run(folder: Path, plan: "Plan") -> "LoggedRun":
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
         raise CheckpointError(f"{folder}: {problem}; {GIVE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
-    return LoggedRun(timeline, read_log(*_end_of(log_file)), read_samples(_end_of(folder / "samples.jsonl")[0]))
+    return LoggedRun(timeline, read_log(_lines(log_file)), read_samples(_lines(folder / "samples.jsonl")))
 
 
 def read_timeline(path: Path, plan: "Plan") -> "Timeline":
     """The timeline of a run of the plan. CheckpointError for one that is damaged, or has ops in another order."""
     from pydantic import TypeAdapter, ValidationError
 
-    from runtime.files import read_whole
     from runtime.plan.timeline import Timeline
 
     try:
-        timeline = TypeAdapter(Timeline).validate_json(read_whole(path, MAX_TIMELINE_FILE_BYTES))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None
+        timeline = TypeAdapter(Timeline).validate_json(_read(path))
     except ValidationError:
         raise CheckpointError(f"{path}: not the timeline of a run; {GIVE}") from None
     if any(span.step < 0 or not 0 <= span.start_s <= span.end_s < 1e12 for span in timeline.spans):
@@ -59,18 +55,13 @@ def read_timeline(path: Path, plan: "Plan") -> "Timeline":
     return timeline
 
 
-def _end_of(path: Path) -> tuple[list[bytes], bool]:
-    """The last lines of a log, and whether they are all; none where there is no such file. A pipe or a device is refused."""
-    if not os.path.lexists(path):
-        return [], True
+def _lines(path: Path) -> list[bytes]:
+    """The lines of a log; none where there is no such file. A pipe or a device is refused."""
+    return _read(path).splitlines(keepends=True) if os.path.lexists(path) else []
+
+
+def _read(path: Path) -> bytes:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise CheckpointError(f"{path}: a pipe, device or folder, not a file; {GIVE}")
-            is_whole = found.st_size <= MAX_LOG_BYTES
-            file.seek(0 if is_whole else found.st_size - MAX_LOG_BYTES)
-            lines = file.read(MAX_LOG_BYTES).splitlines(keepends=True)
-            return lines if is_whole else lines[1:], is_whole  # the first may be the rest of a line
+        return read_whole(path, MAX_FILE_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None

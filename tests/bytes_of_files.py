@@ -9,7 +9,7 @@ import torch
 
 from penstock.data.data import read_data
 from penstock.data.loader import Loader
-from penstock.data.map_style import PackedSet
+from penstock.data.sampling import PackedSet
 from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import DataError

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.saving import MAX_SHARD_BYTES, writing
+from penstock.checkpoint.checkpoint import CheckpointWriter
+from penstock.checkpoint.disk import new_folder
 from runtime.errors import CheckpointError
 
 
@@ -20,20 +21,20 @@ def save(
     config: Mapping[str, Any] = {"model_type": "llama"},
     state: Mapping[str, Any] = {},
     tokenizer_from: Path | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    of_file: Callable[[str], str] = lambda name: "model.safetensors",
 ) -> Path:
-    """`folder/checkpoint-<step>` with a model's weights, and optimizer files as (suffix, tensors)."""
-    with writing(folder, step) as files:
-        files.expect_model(weights, config, max_shard_bytes)
+    """`folder/checkpoint-<step>` with a model's weights, each in the file `of_file`, and optimizer files as (suffix, tensors)."""
+    with new_folder(folder / f"checkpoint-{step}") as partial:
+        files = CheckpointWriter(partial)
+        for file in sorted({*map(of_file, weights)}):
+            found = {name: weight for name, weight in weights.items() if of_file(name) == file}
+            files.write_weights(file, str(config["model_type"]), found, found.__getitem__)
+        files.write_config(config, next(iter(weights.values())).dtype)
         if tokenizer_from is not None:
             files.copy_tokenizer(tokenizer_from)
-        for name, weight in weights.items():
-            files.put_weight(name, weight)
         for suffix, tensors in optimizer:
-            files.expect(f"optimizer-{suffix}.safetensors", tensors)
-            for name, tensor in tensors.items():
-                files.put(name, tensor)
-        files.finish(state)
+            files.write_tensors(f"optimizer-{suffix}.safetensors", tensors, tensors.values())
+        files.finish(step, state)
     return folder / f"checkpoint-{step}"
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow.parquet
 from click.testing import Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from .chats import write_talker
-from .running import SIZES, penstock, plan_in, succeeded
+from .running import SIZES, penstock, plan_in, succeeded, weights_in
 from .tiny import tiny_config
 from .tour import ROOT
 
@@ -84,7 +84,7 @@ def make_house(home: Path) -> None:
     for folder in (weights, sharded):
         folder.mkdir()
         shutil.copy(model / "config.json", folder)
-    shutil.copy(home / "run" / "checkpoint-2" / "model.safetensors", weights)
+    save_file(weights_in(home / "run" / "checkpoint-2"), weights / "model.safetensors")
     shutil.copy(weights / "model.safetensors", sharded / SHARD)
     index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(load_file(sharded / SHARD), SHARD)}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.data.map_style import order_of
+from penstock.data.sampling import order_of
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import CheckpointError
 

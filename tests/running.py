@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from benchmarks.validate import validate
 from penstock.cli.main import cli
@@ -66,6 +67,11 @@ def make_home(tmp_path):
     (data / "a.txt").write_text("To be, or not to be, that is the question. " * 20)
     (data / "b.txt").write_text("Whether 'tis nobler in the mind to suffer. " * 10)
     return tmp_path
+
+
+def weights_in(folder):
+    """The weights of a model's folder by name."""
+    return {name: weight for path in sorted(folder.glob("model*.safetensors")) for name, weight in load_file(path).items()}
 
 
 def weights_sha(folder):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint.checkpoint import State, latest, load_state, whole
-from penstock.checkpoint.resuming import put_back, refuse_another
+from penstock.checkpoint.checkpoint import State, identity, latest, load_state, put_back, refuse_another, whole
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Metrics, Trainer
@@ -33,7 +32,7 @@ def session_of(folder: Path, policy: Policy = Policy(), machine_type=CpuMachine,
     machine.initialise(7)
     folder.mkdir(parents=True, exist_ok=True)
     settings = RunSettings(DataSettings("row of tokens"), out=str(folder), checkpoint=CheckpointSettings(**saving))
-    return Session(settings, plan, "cpu", machine, machine, data, 4, predicted(plan)[2])
+    return Session(settings, plan, "cpu", machine, machine, data, 4, predicted(plan)[2], identity(plan, data, 0, {}))
 
 
 def resumed(session: Session, state: State | None = None) -> Session:

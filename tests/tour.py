@@ -16,7 +16,7 @@ READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
     *("runtime/host", "penstock", "penstock/data", "penstock/training", "penstock/checkpoint"),
-    *("penstock/cli", "penstock/cli/data", "penstock/cli/model", "penstock/cli/which"),
+    "penstock/cli",
 )
 _HEAD = """# A tour
 

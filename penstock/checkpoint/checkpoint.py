@@ -2,26 +2,38 @@
 
     config.json, model*.safetensors (+ index)   the model in Hugging Face form; or an adapter in PEFT's (`adapter_*`)
     tokenizer files                             copied from the model's folder
-    optimizer-*.safetensors                     masters and moments, a file for each block
+    optimizer-*.safetensors                     masters and moments
     trainer_state.json                          step, what resuming compares, size and SHA-256 of every other file
 
-It is written under another name (`saving.py`), so that a folder of this name is whole.
+Weights and state are a file for each block. All are written in a folder of another name, so that a folder of this name is whole.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
 
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, DataError
+from runtime.host.host_state import HostState
+from runtime.plan import Plan, Semantics
+from runtime.plan.train import Lora, Train
+from runtime.plan.workload import Parameter
 
-from .model_files import FILE_NAME, has_weights, read_json
-from .tensor_files import Shards
+from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
+from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json
+from .tensor_files import Shards, write_new, write_tensors
+
+if TYPE_CHECKING:
+    from penstock.data.data import Data
 
 FORMAT_VERSION = 2
 STATE_FILE = "trainer_state.json"
@@ -123,4 +135,144 @@ def _check_file(path: Path, expected: _File) -> None:
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {problem}; resume from another checkpoint")
+    return CheckpointError(f"{path}: {problem}; move its folder elsewhere, and --resume goes on from the checkpoint before")
+
+
+# -- writing one --------------------------------------------------------------------------------------------------------------
+
+
+class CheckpointWriter:
+    """The files of a checkpoint, written into a folder. Blocks may come in any order; no byte depends on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, dict[str, Any]] = {}  # by file: size and SHA-256
+        self._file_of: dict[str, str] = {}  # by published name of a weight
+        self._n_bytes = 0  # of all weights
+        self.adapter: dict[str, Tensor] = {}  # factors by our names, until `write_adapter`: small beside the state
+
+    def write_tensors(self, file: str, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> None:
+        """As `tensor_files.write_tensors`."""
+        self._files[file] = write_tensors(self._folder / file, outlines, contents)
+
+    def write_weights(self, file: str, model_type: str, outlines: Mapping[str, Tensor], weight_of: Callable[[str], Tensor]) -> None:
+        """Weights of a module, all of one dtype, under their published names; one is held at a time."""
+        published = dict(pair for name, outline in outlines.items() for pair in publish(model_type, name, outline))
+        each = (map(itemgetter(1), publish(model_type, name, weight_of(name))) for name in outlines)
+        self.write_tensors(file, published, chain.from_iterable(each))
+        self._file_of |= dict.fromkeys(published, file)
+        self._n_bytes += sum(outline.nbytes for outline in published.values())
+
+    def write_config(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """The configuration of a model whose weights are written in `dtype`, and the index of their files."""
+        index = {"metadata": {"total_size": self._n_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
+        self._write(INDEX_FILE, _json_bytes(index))
+        unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
+        self._write("config.json", _json_bytes(unquantised | {"dtype": str(dtype).removeprefix("torch.")}))
+
+    def write_adapter(self, lora: Lora, base: str | None) -> None:
+        """The factors in `adapter`, in PEFT's files; its configuration names the model `base`."""
+        factors = dict(sorted(self.adapter.items()))
+        self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
+        self._write(CONFIG_FILE, config_bytes(lora, factors, base))
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """The tokenizer's files of a model's folder, those that it has."""
+        for file in TOKENIZER_FILES:
+            if (folder / file).is_file():
+                self._write(file, (folder / file).read_bytes())
+
+    def finish(self, step: int, state: Mapping[str, Any]) -> None:
+        """The manifest; `state` has the other fields that resuming needs."""
+        fields = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": dict(sorted(self._files.items()))}
+        self._write(STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
+
+    def _write(self, file: str, content: bytes) -> None:
+        self._files[file] = write_new(self._folder / file, [content])
+
+
+def _json_bytes(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=1) + "\n").encode()
+
+
+# -- resuming: a state put back, after it was compared with the run that goes on from it ------------------------------------
+
+_IN_WORDS = {
+    "data_fingerprint": "set of data, or order of it",
+    "model_fingerprint": "model (its config.json differs)",
+    "frozen": "model: the weights that are not trained",
+    "semantics": "meaning of a step (batch, length, precision or clipping)",
+    "optimizer": "optimizer or schedule",
+}
+
+# Fields that a state lacks which was saved before there was a choice have their defaults.
+_DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
+_SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train) else value for name, value in _DEFAULTS.items()}
+
+
+def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
+    """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
+
+    `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
+    """
+    return _as_json(
+        ({} if frozen is None else {"frozen": frozen})
+        | {
+            "seed": seed,
+            "data_fingerprint": data.fingerprint,
+            "model_fingerprint": plan.model.fingerprint,
+            "semantics": asdict(plan.semantics.whole),
+            "optimizer": optimizer,
+        }
+    )
+
+
+def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
+    """CheckpointError that names the first thing that a state does not share with this run."""
+    for key, value in expected.items():
+        found = state.fields.get(key)
+        if key == "semantics" and isinstance(found, dict):
+            found = _as_json(_SEMANTICS_BEFORE) | found
+        if found != value:
+            advice = f"resume as it began, or start a new run from its weights, with --model {state.path} and another --out"
+            raise CheckpointError(f"{state.path}: of another {_IN_WORDS.get(key, key)}{_difference(found, value)}; {advice}")
+
+
+def put_back(state: State, host: HostState, data: "Data") -> None:
+    """Put masters, moments and the data's position back; CheckpointError where something is missing or malformed."""
+    n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
+    if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):
+        raise _damaged(state.path, "its n_updates or data_position is not what a run saves")
+    try:
+        data.resume(state.step, position)
+    except (CheckpointError, DataError) as error:
+        raise type(error)(f"{state.path}: {error}") from None
+    for number in range(len(host.plan.workload.blocks)):
+        for p in host.owned(number):
+            host.set_weight(p, _stored(state, "master", p))
+            for of, moment in zip(host.plan.semantics.optimizer.moments, host.moments(p), strict=True):
+                moment.copy_(_stored(state, of.name, p).reshape(-1)[host.part(p)])
+        host.settle(number)
+    host.n_updates = n_updates
+
+
+def _stored(state: State, kind: str, p: Parameter) -> Tensor:
+    name = f"{kind}.{p.name}"
+    if name not in state.optimizer or tuple((tensor := state.optimizer[name]).shape) != p.shape:
+        raise _damaged(state.path, f"{name} is missing or of another shape")
+    return tensor
+
+
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    """The value as it is when it has been written and read."""
+    found: dict[str, Any] = json.loads(json.dumps(value))
+    return found
+
+
+def _difference(was: Any, now: Any, at: str = "") -> str:
+    """The first value that differs, in words; empty where there is nothing to compare."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # n_steps follows from a schedule
+            if was.get(key) != now.get(key):
+                return _difference(was.get(key), now.get(key), f"{at}.{key}" if at else str(key))
+    return f": {at} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if at else ""

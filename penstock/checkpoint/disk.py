@@ -44,8 +44,3 @@ def new_folder(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that may still be written there, as far as the file system says."""
-    return shutil.disk_usage(folder).free

@@ -5,9 +5,9 @@ the model is in memory at a time.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +19,9 @@ from runtime.plan.train import Lora
 from runtime.units import show_bytes
 
 from .adapter_files import FLOATS, read_adapter
-from .disk import free_bytes, new_folder
+from .disk import new_folder
 from .model_files import INDEX_FILE, MAX_JSON_BYTES, TOKENIZER_FILES, read_json, refuse_quantised, weight_files
-from .tensor_files import LazyTensor, Shards, TensorFile, write_new
+from .tensor_files import Shards, write_new, write_tensors
 
 PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
 
@@ -48,29 +48,29 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     lora, factors = read_adapter(adapter, {name: tuple(outline.shape) for name, outline in outlines.items()})
     others = _other_files(base, shards)
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
+
+    def merged(source: Path) -> Iterator[Tensor]:
+        nonlocal n_done_bytes
+        stored = Shards([source])
+        for name, outline in shards[source].items():
+            is_adapted = f"{name.removesuffix('.weight')}.lora_A.weight" in factors
+            yield from _merged(adapter, stored, factors, name, lora.scale) if is_adapted else (stored[name],)
+            n_done_bytes += outline.nbytes
+            on_tensor(name, n_done_bytes, n_bytes)
+
     with new_folder(out) as folder:
-        if n_bytes > (n_free_bytes := free_bytes(folder)):
+        if n_bytes > (n_free_bytes := shutil.disk_usage(folder).free):
             sizes = f"takes {show_bytes(n_bytes)}, and {show_bytes(n_free_bytes)} are free"
             raise CheckpointError(f"{out}: {sizes}; make room, or choose another --out")
         for source, shard in shards.items():
-            stored = Shards([source])
-            with TensorFile(folder / source.name, shard) as file:
-                for name in file.in_order:
-                    module = name.removesuffix(".weight")
-                    if f"{module}.lora_A.weight" in factors:
-                        pieces = partial(_merged, adapter, stored, factors, name, lora.scale)
-                        file.put(name, LazyTensor(shard[name].dtype, tuple(shard[name].shape), pieces))
-                    else:
-                        file.put(name, stored[name])
-                    n_done_bytes += shard[name].nbytes
-                    on_tensor(name, n_done_bytes, n_bytes)
+            write_tensors(folder / source.name, shard, merged(source))
         for name, content in others.items():
-            write_new(folder / name, content)
+            write_new(folder / name, [content])
     return Merged(out, lora, len(outlines), len(factors) // 2, n_bytes)
 
 
 def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
-    """The tensors of each file on the meta device."""
+    """The tensors of each file on the meta device, wide dtypes first, as they are written."""
     outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
         stored = Shards([file])
@@ -80,7 +80,7 @@ def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
             if any(name in other for other in outlines.values()):
                 raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
-        outlines[file] = found
+        outlines[file] = dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
     return outlines
 
 

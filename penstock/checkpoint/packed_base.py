@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes
 
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
-from .tensor_files import Shards, TensorFile, write_new
+from .tensor_files import Shards, write_new, write_tensors
 
 FORMAT = 1  # of the cache, and of packing itself
 Shapes = Mapping[str, tuple[int, ...]]  # by name, of the parameters that are packed
@@ -87,16 +87,19 @@ def _pack(place: Path, folder: Path, model_type: str, shapes: Shapes, base: Base
         place.unlink(missing_ok=True)
     outlines = {name: torch.empty(packed_bytes(shape, base), dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     sums = dict[str, str]()
+
+    def packed_weights() -> Iterator[Tensor]:
+        for name, weight in load_weights(folder, model_type, shapes, shapes):
+            try:
+                packed = pack(weight, base)
+            except ValueError as error:
+                raise CheckpointError(f"{folder}: {name}: {error}; give a model whose weights are numbers") from None
+            sums[name] = _sha256(packed)
+            yield packed
+
     with new_folder(place) as partial_folder:
-        with TensorFile(partial_folder / _PACKED, outlines) as file:
-            for name, weight in load_weights(folder, model_type, file.in_order, shapes):
-                try:
-                    packed = pack(weight, base)
-                except ValueError as error:
-                    raise CheckpointError(f"{folder}: {name}: {error}; give a model whose weights are numbers") from None
-                sums[name] = _sha256(packed)
-                file.put(name, packed)
-        write_new(partial_folder / _SUMS, json.dumps({"tensors": sums}).encode())
+        write_tensors(partial_folder / _PACKED, outlines, packed_weights())
+        write_new(partial_folder / _SUMS, [json.dumps({"tensors": sums}).encode()])
 
 
 # -- published packed -------------------------------------------------------------------------------------------------

@@ -5,26 +5,23 @@ A checkpoint that is deleted is renamed first: a run that is killed meanwhile le
 
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from penstock.settings import CheckpointSettings
 from runtime.errors import CheckpointError
-from runtime.files import sync
 from runtime.units import show_bytes
 
-from .checkpoint import NAME, load_state, whole
-from .disk import free_bytes, writing
+from .checkpoint import NAME, whole
+from .disk import writing
 
-_LEFT_OVER = re.compile(rf"{NAME.pattern}(\.left)?\.(partial|removed)")
-_SET_ASIDE = re.compile(rf"{NAME.pattern}\.left")
+_LEFT_OVER = re.compile(rf"{NAME.pattern}\.(partial|removed)")
 
 
 def kept(folder: Path, step: int) -> list[Path]:
-    """The checkpoints that `--keep` counts after `step`, oldest first: those that were set aside, then those up to the step."""
-    aside = sorted((int(m[1]), path) for path in folder.glob("checkpoint-*.left") if (m := _SET_ASIDE.fullmatch(path.name)))
-    return [path for _, path in aside] + [path for at, path in whole(folder) if at <= step]
+    """The checkpoints that `--keep` counts after `step`, oldest first."""
+    return [path for at, path in whole(folder) if at <= step]
 
 
 def keep_last(folder: Path, n: int, step: int) -> None:
@@ -49,27 +46,11 @@ def clean(folder: Path) -> None:
             _delete(path)
 
 
-def set_aside(folder: Path, step: int, say: Callable[[str], None]) -> None:
-    """Rename checkpoints of later steps to `checkpoint-N.left`: a run that resumed from one would find a hole in its log."""
-    with writing(folder, "set in order"):
-        later = [path for path in folder.iterdir() if (m := NAME.fullmatch(path.name)) and int(m[1]) > step]
-        for path in sorted(later):
-            left = path.with_name(path.name + ".left")
-            _delete(left)
-            path.rename(left)
-            say(f"{path.name} is of a later step than the one resumed from: kept aside as {left.name}, and counted by --keep")
-        if later:
-            sync(folder)  # before the log is cut
-
-
-def whole_before(folder: Path, damaged: Path) -> Path | None:
-    """The newest checkpoint of earlier steps than a damaged one whose every file is as it was saved; None where there is none."""
-    named = NAME.fullmatch(damaged.name)
-    for step, path in reversed(whole(folder)):
-        if named is not None and step < int(named[1]):
-            with suppress(CheckpointError):
-                return load_state(path).path
-    return None
+def refuse_later(folder: Path, step: int) -> None:
+    """CheckpointError for a checkpoint of a later step: a run that resumed from it would find a hole in its log."""
+    if later := [path.name for path in folder.glob("checkpoint-*") if (m := NAME.fullmatch(path.name)) and int(m[1]) > step]:
+        problem = f"{', '.join(sorted(later))[:200]}, of a later step than the one to begin with"
+        raise CheckpointError(f"{folder}: holds {problem}; move it elsewhere, or choose another --out")
 
 
 def _delete(path: Path) -> None:
@@ -84,8 +65,14 @@ def refuse_without_room(
     folder: Path, settings: CheckpointSettings, n_bytes: int, first_step: int, n_steps: int, run_s: float
 ) -> None:
     """CheckpointError if the checkpoints of a run of `run_s` seconds, `n_bytes` each, do not fit on its disk."""
-    n, free = _n_more_at_once(folder, settings, first_step, n_steps, run_s), free_bytes(folder)
-    if n * n_bytes <= free:
+    every, free = settings.every or n_steps, shutil.disk_usage(folder).free
+    n_scheduled = (n_steps - 1) // every - first_step // every + 1
+    n_by_time = int(run_s // (settings.minutes * 60)) if settings.minutes else 0
+    if settings.keep is None:
+        n = n_scheduled + min(n_by_time, 1)
+    else:  # beyond those that the folder holds now, with the one that is being written
+        n = min(n_scheduled + n_by_time, settings.keep + 1 - min(len(kept(folder, n_steps)), settings.keep))
+    if first_step >= n_steps or n * n_bytes <= free:
         return
     each = f"of {show_bytes(n_bytes)}"
     what = f"{n} checkpoints {each} each, {show_bytes(n * n_bytes)} in all," if n > 1 else f"a checkpoint {each}"
@@ -94,15 +81,3 @@ def refuse_without_room(
     raise CheckpointError(
         f"{folder}: {what} will be written, and {show_bytes(free)} are free; make room{fewer}{smaller}, or choose another --out"
     )
-
-
-def _n_more_at_once(folder: Path, settings: CheckpointSettings, first_step: int, n_steps: int, run_s: float) -> int:
-    """The most checkpoints that the folder holds at once beyond those that it holds now, the one being written included."""
-    if first_step >= n_steps:
-        return 0
-    every = settings.every or n_steps
-    n_scheduled = (n_steps - 1) // every - first_step // every + 1
-    n_by_time = int(run_s // (settings.minutes * 60)) if settings.minutes else 0
-    if settings.keep is None:
-        return n_scheduled + min(n_by_time, 1)
-    return min(n_scheduled + n_by_time, settings.keep + 1 - min(len(kept(folder, n_steps)), settings.keep))

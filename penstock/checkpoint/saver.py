@@ -7,9 +7,10 @@ there. A failure of the thread, a full disk too, ends the run at its next step; 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from runtime.host.memory import DTYPE, available_host_bytes
 from runtime.host.optimizer import Master
 from runtime.plan.workload import Parameter
 
-from .adapter_files import PREFIX
+from .checkpoint import CheckpointWriter
+from .disk import new_folder
 from .retention import keep_last, remove
-from .saving import CheckpointWriter, writing
 from .snapshot import GivenUp, Snapshot, Snapshots
-from .tensor_files import LazyTensor
 
 NICE = 10  # where cores are short the lanes have them; a lane that waits for this thread leaves it one
 
@@ -163,18 +163,17 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         only_weights = {"weights_only": True} if self._settings.weights_only else {}
-        with writing(self._folder, snapshot.step) as files:
-            self._expect(files)
-            self._put_frozen(files)
+        with new_folder(self._folder / f"checkpoint-{snapshot.step}") as folder:
+            files = CheckpointWriter(folder)
             while (found := self.snapshots.next_block(snapshot)) is not None:
                 block, copy = found
                 self._state.settle(block)
-                for p in self._state.owned(block):
-                    self.snapshots.look()
-                    self._put(files, p, copy)
+                self._write_block(files, block, copy)
                 del copy, found
                 self.snapshots.is_written(snapshot, block)
-            files.finish({**self._fields_once_logged(snapshot.step), "n_updates": snapshot.n_updates, **only_weights})
+            self._write_rest(files)
+            state = {**self._fields_once_logged(snapshot.step), "n_updates": snapshot.n_updates, **only_weights}
+            files.finish(snapshot.step, state)
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
         elif self._saved != self._first and not self._is_scheduled(self._saved):
@@ -193,39 +192,42 @@ class Saver:
 
     # -- the content -----------------------------------------------------------------------------------------------
 
-    def _expect(self, files: CheckpointWriter) -> None:
-        plan, blocks, lora = self._plan, range(len(self._plan.workload.blocks)), self._plan.semantics.train.lora
-        if lora is not None:
-            factors = {p.name: p.shape for b in blocks for p in self._state.owned(b)}
-            files.expect_adapter(lora, factors, plan.model.path or plan.model.name)
+    def _write_block(self, files: CheckpointWriter, block: int, copy: Copy | None) -> None:
+        """A block's weights, and the optimizer's tensors of those that are trained; one tensor at a time is in memory."""
+        state, semantics, blocks = self._state, self._plan.semantics, self._plan.workload.blocks
+        trained = state.owned(block)
+        if semantics.train.lora is not None:
+            files.adapter |= {p.name: torch.cat([*self._pieces(p, "master", copy)]).view(p.shape).float() for p in trained}
         else:
-            dtype, owned = DTYPE[plan.semantics.compute_dtype], self._state.all_owned()
-            files.expect_model({p.name: _outline(dtype, p) for p in owned}, plan.model.config)
+            owned = {p.name: p for p in blocks[block].parameters if p.tied_to is None}
+            outlines = _outlines(owned.values(), semantics.compute_dtype)
+            file, model_type = f"model-{block + 1:05d}-of-{len(blocks):05d}.safetensors", str(self._plan.model.config["model_type"])
+            files.write_weights(file, model_type, outlines, lambda name: self._looked().compute_weight(owned[name], copy))
+        if trained and not self._settings.weights_only:
+            kinds = sorted(semantics.saved_state.items(), key=lambda kind: -DTYPE[kind[1]].itemsize)
+            outlines = {f"{kind}.{name}": of for kind, dtype in kinds for name, of in _outlines(trained, dtype).items()}
+            pieces = (self._pieces(p, kind, copy) for kind, _ in kinds for p in trained)
+            files.write_tensors(f"optimizer-{block:05d}.safetensors", outlines, chain.from_iterable(pieces))
+
+    def _pieces(self, p: Parameter, name: str, copy: Copy | None) -> Iterator[torch.Tensor]:
+        """The master or a moment of a parameter; a split master is joined in pieces, as a whole one would be a second copy."""
+        held, dtype = self._looked().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
+        return (piece.to("cpu", dtype) for piece in (held.pieces() if isinstance(held, Master) else (held,)))
+
+    def _looked(self) -> HostState:
+        """The state; GivenUp if there is no need to go on writing."""
+        self.snapshots.look()
+        return self._state
+
+    def _write_rest(self, files: CheckpointWriter) -> None:
+        """What no block has: configurations and the tokenizer."""
+        plan = self._plan
+        if plan.semantics.train.lora is not None:
+            files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
+        else:
+            files.write_config(plan.model.config, DTYPE[plan.semantics.compute_dtype])
         if self._tokenizer_from is not None:
             files.copy_tokenizer(self._tokenizer_from)
-        for block in blocks if not self._settings.weights_only else ():
-            tensors: dict[str, torch.Tensor] = {}
-            for p in self._state.owned(block):
-                tensors |= {f"{kind}.{p.name}": _outline(DTYPE[of], p) for kind, of in plan.semantics.saved_state.items()}
-            files.expect(f"optimizer-{block:05d}.safetensors", tensors)
-
-    def _put_frozen(self, files: CheckpointWriter) -> None:
-        """The weights that are not trained; a checkpoint of adapters has none."""
-        for p in self._state.all_owned() if self._plan.semantics.train.lora is None else ():
-            if p.frozen:
-                self.snapshots.look()
-                files.put_weight(p.name, self._state.compute_weight(p))
-
-    def _put(self, files: CheckpointWriter, p: Parameter, copy: Copy | None) -> None:
-        """Everything of a trained parameter."""
-        held_parts = dict(self._state.saved(p, copy))
-        if self._plan.semantics.train.lora is not None:  # an adapter's files have its masters
-            files.put(PREFIX + p.name, _whole(held_parts["master"], torch.float32, p))
-        else:
-            files.put_weight(p.name, self._state.compute_weight(p, copy).cpu())
-        if not self._settings.weights_only:
-            for kind, dtype in self._plan.semantics.saved_state.items():
-                files.put(f"{kind}.{p.name}", _whole(held_parts[kind], DTYPE[dtype], p))
 
 
 def _give_way() -> None:
@@ -235,12 +237,5 @@ def _give_way() -> None:
     torch.set_num_threads(1)
 
 
-def _whole(held: torch.Tensor | Master, dtype: torch.dtype, p: Parameter) -> torch.Tensor | LazyTensor:
-    """A parameter's state in the shape of its file; a split master is joined in pieces, as a whole one would be a second copy."""
-    if isinstance(held, Master):
-        return LazyTensor(dtype, p.shape, lambda: (piece.to("cpu", dtype) for piece in held.pieces()))
-    return held.view(p.shape).to("cpu", dtype)
-
-
-def _outline(dtype: torch.dtype, p: Parameter) -> torch.Tensor:
-    return torch.empty(p.shape, dtype=dtype, device="meta")
+def _outlines(parameters: Iterable[Parameter], dtype: str) -> dict[str, torch.Tensor]:
+    return {p.name: torch.empty(p.shape, dtype=DTYPE[dtype], device="meta") for p in parameters}

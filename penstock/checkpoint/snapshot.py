@@ -163,5 +163,6 @@ class Snapshots:
 
 
 def order_of_updates(plan: Plan) -> tuple[int, ...]:
-    """All blocks, in the order in which a step of the plan changes them."""
-    return tuple(op.block for op in plan.ops if op.kind in CHANGES)
+    """All blocks, in the order in which a step of the plan changes them, and then those that it does not change."""
+    changed = dict.fromkeys(op.block for op in plan.ops if op.kind in CHANGES)
+    return tuple(changed | dict.fromkeys(range(len(plan.workload.blocks))))

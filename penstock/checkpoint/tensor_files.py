@@ -5,12 +5,10 @@ The safetensors library's own writer serialises all tensors of a file in memory,
 
 import hashlib
 import json
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,7 @@ from torch import Tensor
 
 from runtime.errors import CheckpointError
 
-CHUNK_BYTES = 64 * 2**20  # written at a time
 REOPEN_BYTES = 64 * 2**20  # read before files are mapped anew
-READ_BYTES = 2**20  # at a time, when a file is hashed
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -89,95 +85,37 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor that is computed a piece at a time while it is written."""
+def write_tensors(path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> dict[str, Any]:
+    """Write a new safetensors file and sync it; its size and SHA-256.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterator[Tensor]]  # flat, one after another
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class TensorFile:
-    """A new safetensors file whose tensors may come in any order; its bytes do not depend on it.
-
-    What is written in order is hashed on the way, the rest is read back. As a context it is closed when all tensors are written.
+    `outlines`: tensors of the dtypes and shapes to write, which may be on the meta device; wider dtypes first, so that each is
+    aligned. `contents`: theirs, one after another, each whole or in pieces.
     """
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
-        """`tensors` have the dtypes and shapes of those that `put` writes; they may be on the meta device."""
-        assert sys.byteorder == "little", "the format is little-endian"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self.in_order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # keeps every tensor aligned
-        self.missing = set(tensors)
-        self._start: dict[str, int] = {}
-        at = 0
-        for name in self.in_order:
-            tensor = tensors[name]
-            self._start[name], end = at, at + tensor.nbytes
-            header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._head_bytes = 8 + len(text)
-        self._digest, self._n_digested_bytes = hashlib.sha256(), 0
-        self._file = path.open("x+b")
-        self._write(memoryview(len(text).to_bytes(8, "little") + text), 0)
-
-    def put(self, name: str, tensor: Tensor | LazyTensor) -> None:
-        """Write one of the tensors."""
-        self.missing.remove(name)
-        at = self._head_bytes + self._start[name]
-        for piece in tensor.pieces() if isinstance(tensor, LazyTensor) else (tensor,):
-            content = piece.detach().reshape(-1).view(torch.uint8).numpy().data
-            self._write(content, at)
-            at += len(content)
-
-    def _write(self, content: memoryview, at: int) -> None:
-        self._file.seek(at)
-        for start in range(0, len(content), CHUNK_BYTES):
-            part = content[start : start + CHUNK_BYTES]
-            if at + start == self._n_digested_bytes:
-                self._digest.update(part)
-                self._n_digested_bytes += len(part)
-            self._file.write(part)
-
-    def close(self) -> dict[str, Any]:
-        """When every tensor is written: sync the file; its size and SHA-256."""
-        assert not self.missing, self.missing
-        file = self._file
-        try:
-            file.flush()
-            os.fsync(file.fileno())
-            file.seek(self._n_digested_bytes)
-            while part := file.read(READ_BYTES):
-                self._digest.update(part)
-            return {"n_bytes": file.tell(), "sha256": self._digest.hexdigest()}
-        finally:
-            file.close()
-
-    def give_up(self) -> None:
-        """Close the file as it is."""
-        with suppress(OSError):
-            self._file.close()
-
-    def __enter__(self) -> "TensorFile":
-        return self
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if error is None:
-            self.close()
-        self.give_up()
+    assert sys.byteorder == "little", "the format is little-endian"
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in outlines.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    written = write_new(path, chain([len(text).to_bytes(8, "little") + text], map(_bytes_of, contents)))
+    assert written["n_bytes"] == 8 + len(text) + end, "contents are those of the outlines"
+    return written
 
 
-def write_new(path: Path, content: bytes) -> dict[str, Any]:
-    """Write bytes to a new file and sync it; its size and SHA-256."""
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file piece by piece and sync it; its size and SHA-256."""
+    digest = hashlib.sha256()
     with path.open("xb") as file:
-        file.write(content)
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+            del piece  # before the next one is made
         file.flush()
         os.fsync(file.fileno())
-    return {"n_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        return {"n_bytes": file.tell(), "sha256": digest.hexdigest()}

@@ -12,14 +12,14 @@ from .one_line import OneLine
 # Each command's module, and its line in `penstock --help`.
 COMMANDS = {
     "plan": ("penstock.cli.plan", "Find the fastest schedule for a model on a machine, and its speed."),
-    "check": ("penstock.cli.check", "Prove that a plan is right and that its claim is true, or say what is wrong."),
+    "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or say what is wrong."),
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
-    "data": ("penstock.cli.data.data", "Show which tokens of your data are learned, and count them."),
+    "data": ("penstock.cli.data", "Show which tokens of your data are learned, and count them."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
-    "merge": ("penstock.cli.model.merge", "Merge a LoRA adapter into its base model."),
-    "fits": ("penstock.cli.which.fits", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
-    "compare": ("penstock.cli.which.compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
-    "machines": ("penstock.cli.which.machines", "List the machines that can be planned for, and the source of their numbers."),
+    "merge": ("penstock.cli.merge", "Merge a LoRA adapter into its base model."),
+    "fits": ("penstock.cli.which", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
+    "compare": ("penstock.cli.which", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "machines": ("penstock.cli.which", "List the machines that can be planned for, and the source of their numbers."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
 }
 

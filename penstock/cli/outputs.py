@@ -1,48 +1,56 @@
 """Output of commands: tables on standard output, and files, refused before any work where they cannot be written."""
 
+import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from runtime.errors import PenstockError
 from runtime.files import try_to_write, write_whole
 
-SHORT_CELL = 16  # characters of a cell that is not broken into lines
+MOST_WIDTH = 10_000  # of a table, in characters
+SHORT_CELL = 16  # characters of a cell that is not broken into words
 
 
-def _parts(text: str) -> list[str]:
-    """The parts of a cell that stay on one line: a short cell whole, a sentence by words."""
-    return [text] if len(text) <= SHORT_CELL else text.split()
-
-
-def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]], matter: Sequence[str] = ()) -> None:
-    """Print a table, elsewhere than on a terminal with tabs. No cell is cut: a narrow terminal breaks sentences between words, and
-    leaves out the columns that come last in `matter`, with a note."""
+def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, elsewhere than on a terminal with tabs. No name is cut: sentences are broken between words, and a terminal
+    that is too narrow for that has a line for each cell."""
     if not sys.stdout.isatty():
         for row in (titles, *rows):
             click.echo("\t".join(row))
         return
-    console, kept = Console(), set[int]()
-    columns = [[title, *(row[i] for row in rows)] for i, title in enumerate(titles)]
-    least = [max(len(part) for text in (*column[0].split(), *column[1:]) for part in _parts(text)) for column in columns]
-    for i in [titles.index(title) for title in matter if title in titles] or range(len(titles)):
-        if not kept or sum(least[j] + 3 for j in {*kept, i}) < console.width:
-            kept.add(i)
-    wide = [i for i in kept if max(map(len, columns[i])) > least[i]]
-    spare = (console.width - 1 - sum(least[i] + 3 for i in kept)) // max(1, len(wide))
-    table = Table()
-    for i in sorted(kept):
-        table.add_column(titles[i], width=max(least[i], min(max(map(len, columns[i])), least[i] + spare)))
+    console, table = Console(), Table()
+    for title, *cells in zip(titles, *rows, strict=True):
+        is_sentence = any(" " in cell and len(cell) > SHORT_CELL for cell in cells)
+        table.add_column(title.replace(" ", "\n"), no_wrap=not is_sentence)
     for row in rows:
-        table.add_row(*(row[i] for i in sorted(kept)))
-    console.print(table)
-    if left := [title for i, title in enumerate(titles) if i not in kept]:
-        click.echo(f"Left out at this width: {', '.join(left)}; a wider terminal, a pipe or --json has all.")
+        table.add_row(*map(Text, row))  # as it is: a file's name may look like markup
+    if console.measure(table, options=console.options.update(max_width=MOST_WIDTH)).minimum <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        click.echo("\n".join(f"{title}: {cell}" for title, cell in zip(titles, row, strict=True)) + "\n")
+
+
+# A string; or an object or list that holds no other
+_FLAT = re.compile(r'"(?:\\.|[^"\\])*"|[\[{](?:"(?:\\.|[^"\\])*"|[^\[\]{}"])*[\]}]')
+
+
+def json_text(fields: dict[str, Any]) -> str:
+    """JSON that is easy to read: with an indent of 1, and short objects of plain values on one line."""
+
+    def shorter(flat: re.Match[str]) -> str:
+        return one_line if len(one_line := json.dumps(json.loads(flat[0]))) < 100 else flat[0]
+
+    return _FLAT.sub(shorter, json.dumps(fields, indent=1)) + "\n"
 
 
 def check_output(path: Path) -> None:

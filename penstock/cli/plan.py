@@ -78,7 +78,6 @@ class _Plan(Command):
 )
 @click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
 @with_gpus
-@click.option("--runnable", is_flag=True, expose_value=False, hidden=True)  # of scripts from when not every plan could be run
 @click.option(
     "--clipped-steps",
     "clipped_fraction",

@@ -1,12 +1,15 @@
-"""Progress of a command on stderr: what is prepared, the overview of a run, and its steps."""
+"""Progress of a run on stderr, from its preparation and overview to its last step, and its outcome on stdout."""
 
+import math
 import os
 import resource
-import threading
+import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -16,11 +19,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from runtime.units import on_one_line, show_bytes, show_duration, show_seconds
+from penstock.run_config import RunConfigError
+from runtime.errors import PlanError
+from runtime.plan.footprint import planned_device_needs
+from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
+
+from .outputs import check_output, json_text, show_table, write_output
 
 if TYPE_CHECKING:
+    from penstock.training.session import Session
     from penstock.training.trainer import Metrics
+    from planner.show.facts import Measured
+    from runtime.plan import Plan
+    from runtime.plan.timeline import Timeline
 
+Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, how it is shown
+WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
 REMEMBERED_STEPS = 20  # whose median time predicts how long the rest takes
 LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
 LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "optimizer"}  # where no GPU computes
@@ -36,8 +50,8 @@ class Preparing:
     def __init__(self, each: bool = False) -> None:
         console = Console(stderr=True)
         self.bar = Bar("{task.description}", TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-        self.each, self.words, self.timer = each, "starting", threading.Timer(LONG_S, self._print)
-        self.bar.add_task(self.words, total=None)
+        self.stage, self.patience_s, self.until_s = "starting", 0.0 if each else LONG_S, math.inf
+        self.bar.add_task(self.stage, total=None)
 
     def __enter__(self) -> "Preparing":
         self.bar.start()
@@ -47,74 +61,97 @@ class Preparing:
         self.stop()
 
     def stop(self) -> None:
-        self.timer.cancel()
         self.bar.stop()
 
     def __call__(self, words: str) -> None:
         (task,) = self.bar.task_ids
-        stage = words.partition(":")[0]
-        if stage != self.words.partition(":")[0]:
-            if self.each and self.bar.disable:
-                click.echo(stage, err=True)
+        if (stage := words.partition(":")[0]) != self.stage:
             self.bar.reset(task)
-            self.timer.cancel()
-            self.timer = threading.Timer(LONG_S, self._print)
-            self.timer.daemon = True
-            self.timer.start()
-        self.words = words
+            self.stage, self.until_s = stage, time.monotonic() + self.patience_s
         self.bar.update(task, description=words)
+        if self.bar.disable and time.monotonic() >= self.until_s:
+            click.echo(words if self.patience_s else stage, err=True)
+            self.until_s = math.inf
 
-    def _print(self) -> None:
-        if self.bar.disable:
-            click.echo(f"{self.words}  {LONG_S:.0f} s", err=True)
 
-
-def show_overview(rows: Mapping[str, str], warning: str | None) -> None:
-    """Print the overview of a run, a line `name: value` each."""
+def show_overview(rows: Mapping[str, str]) -> None:
+    """Print the overview of a run, or of data, a line `name: value` each."""
     for name, value in rows.items():
-        click.echo(f"{click.style(f'{name}:', bold=True)} {on_one_line(value)}", err=True)
-    if warning is not None:
-        click.echo(f"{click.style('warning:', fg='yellow')} {on_one_line(warning)}", err=True)
+        style = {"fg": "yellow"} if name == "warning" else {"bold": True}
+        click.echo(f"{click.style(f'{name}:', **style)} {on_one_line(value)}", err=True)
+
+
+def overview(session: "Session") -> dict[str, str]:
+    """What a user may want to stop before step 1, by name."""
+    of, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
+    steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "all are done, evaluating"
+    rows = {
+        "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
+        "weights": session.weights,
+        "tokenizer": str(session.tokenizer_from or "bytes"),
+        "device": _device(session),
+        **session.data.words(),
+        "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
+        "predicted": _predicted(session, n_steps - first_step),
+    }
+    if session.held_out is not None:
+        asked, words = session.settings.evaluation, session.held_out.words()
+        n = min(asked.max_sequences, session.held_out.n_steps or asked.max_sequences)
+        rows["held out"] = f"{words['data']}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
+    if session.saves:
+        free_bytes = shutil.disk_usage(session.folder).free
+        each_bytes = session.plan.checkpoint_bytes(session.settings.checkpoint.weights_only)
+        rows["checkpoints"] = f"{show_bytes(each_bytes)} each, {show_bytes(free_bytes)} free in {session.settings.out}"
+    return rows
+
+
+def _device(session: "Session") -> str:
+    name = session.plan.profile["name"]
+    if session.device == "emulated":
+        return f"{name}, emulated {session.scale:.3g} times slower on this CPU; nothing is saved"
+    device = session.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
+    return device if session.is_comparable else f"{device}, in the place of the GPU of {name}"
+
+
+def _predicted(session: "Session", n_steps: int) -> str:
+    """On the machine that the plan is for; how long one of another kind takes is not known."""
+    machine, step_s = session.plan.profile["name"], session.prediction.step_s
+    if session.device == "emulated":
+        return f"{show_duration(n_steps * step_s * session.scale)} here, for {show_duration(n_steps * step_s)} on {machine}"
+    here = "" if session.is_comparable else "; this machine is of another kind, and how long it takes shows after some steps"
+    return f"{show_duration(n_steps * step_s)} on {machine}, {show_seconds(step_s)} a step{here}"
 
 
 class Progress(Bar):
-    """Steps of a run: a bar and some lines below it on a terminal, elsewhere a line per step.
+    """Steps of a run: a bar and some lines below it on a terminal, elsewhere a line per step."""
 
-    `speed_up`: tokens/s shown over the run's own; `scale`: slowdown of an emulated machine; `lanes`: their names on a terminal.
-    """
-
-    def __init__(
-        self,
-        first_step: int,
-        n_steps: int,
-        speed_up: float,
-        scale: float = 1.0,
-        device_peak_bytes: Callable[[], int | None] = lambda: None,
-        lanes: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, session: "Session") -> None:
         console = Console(stderr=True)
         columns = ("step", MofNCompleteColumn(), BarColumn(), "{task.description}")
         self.lines, self.told, self.told_s = "", "", 0.0
         super().__init__(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
-        self.first_step, self.n_done, self.n_steps, self.speed_up, self.scale = first_step, first_step, n_steps, speed_up, scale
-        self.device_peak_bytes, self.lanes = device_peak_bytes, {} if self.disable else lanes or {}
+        self.session, self.n_done = session, session.first_step
+        # An emulated machine's tokens are a stand-in's, and its seconds longer
+        self.speed_up = session.scale * session.plan.semantics.tokens_per_step / session.store.plan.semantics.tokens_per_step
+        self.lane_names = LANES if session.device == "cpu" and not self.disable else {}
         self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
-        self.add_task("", total=n_steps, completed=first_step)
+        self.add_task("", total=session.n_steps, completed=session.first_step)
 
     def step(self, metrics: "Metrics") -> None:
         """Show a step that is done."""
-        is_first, self.n_done = self.n_done == self.first_step, metrics.step
+        n_steps, is_first, self.n_done = self.session.n_steps, self.n_done == self.session.first_step, metrics.step
         self.times_s.append(metrics.step_s)
         words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s * self.speed_up:,.0f} tokens/s"
         words += "  skipped: not finite" if metrics.skipped else ""
-        left = show_duration(median(self.times_s) * (self.n_steps - self.n_done))
+        left = show_duration(median(self.times_s) * (n_steps - self.n_done))
         more = f"lr {metrics.lr:.3g}  left {left}  memory {show_bytes(self._peak_bytes())}"
-        lanes = self._lanes(metrics)
+        shares = metrics.busy_fractions().items()
+        lanes = "  ".join(f"{self.lane_names.get(lane, lane)} {share:.0%}" for lane, share in shares)
         if metrics.predicted_step_s is not None and not is_first:  # the first step fills the pipeline, which is not predicted
             error = f"{metrics.step_s / metrics.predicted_step_s - 1:+.1%}"
-            lanes += f"  {error} against {show_seconds(metrics.predicted_step_s / self.scale)} predicted"
+            lanes += f"  {error} against {show_seconds(metrics.predicted_step_s / self.session.scale)} predicted"
         if self.disable:
-            click.echo(f"step {metrics.step}/{self.n_steps}  {words}  {more}  {lanes}".rstrip(), err=True)
+            click.echo(f"step {metrics.step}/{n_steps}  {words}  {more}  {lanes}".rstrip(), err=True)
         else:
             self.update(self.task_ids[0], completed=metrics.step, description=words)
             self.lines = f"{more}\n{lanes}\n"
@@ -133,10 +170,118 @@ class Progress(Bar):
         told = f"{self.told} ({time.monotonic() - self.told_s:.0f} s)" if self.told else ""
         yield Text(self.lines + told, no_wrap=True, overflow="ellipsis")
 
-    def _lanes(self, metrics: "Metrics") -> str:
-        return "  ".join(f"{self.lanes.get(lane, lane)} {share:.0%}" for lane, share in metrics.busy_fractions().items())
-
     def _peak_bytes(self) -> int:
         """Peak memory of the device, or of the process where the device's memory is the process's own."""
-        found = self.device_peak_bytes()
+        found = self.session.store.device_peak_bytes()
         return found if found is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+# -- outcome ---------------------------------------------------------------------------------------------------------
+
+
+def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
+    """The final table on stdout: predicted, measured, error; what differs; where the files are. Perhaps a corrected profile."""
+    from planner.show.facts import measured
+
+    found = measured(timeline, times_s)
+    assert found is not None, "a step was performed"
+    rows = [
+        (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
+        for name, predicted, value, show in (*_speeds(run, found), *_memory(run))
+    ]
+    show_table(("", "predicted", "measured", "error"), rows)
+    if found.n_steps:
+        spread = f"{show_seconds(found.p10_step_s)} to {show_seconds(found.p90_step_s)}"
+        click.echo(f"step: median of {found.n_steps} after warm-up, P10 to P90 {spread}")
+    error = found.step_s / run.prediction.step_s - 1 if run.is_comparable and found.n_steps else 0.0
+    for line in _notes(run, error, recalibrate is not None):
+        click.echo(line)
+    if recalibrate is not None:
+        _recalibrate(run, timeline, recalibrate)
+
+
+def show_tokens(per_s: float) -> str:
+    """As in the line of a step, or with three digits where they are few."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _speeds(run: "Session", found: "Measured") -> Iterator[Figure]:
+    plan, predicted_s, n_tokens = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step
+    yield "step", predicted_s, found.step_s, show_seconds
+    measured_busy_s = found.settled.busy_s(plan)
+    for lane, busy_s in run.prediction.busy_s(plan).items():
+        yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
+    yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens
+
+
+def _memory(run: "Session") -> Iterator[Figure]:
+    """Arenas, and the peaks of process and device; an emulated machine's are another's."""
+    plan, store = run.plan, run.store
+    if run.device == "emulated":
+        return
+    by_arena = store.arenas.n_bytes
+    device_bytes = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
+    yield "device arenas", plan.device_arena_bytes, device_bytes, show_bytes
+    yield "host arenas", plan.host_arena_bytes, sum(by_arena.values()) - device_bytes, show_bytes
+    on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
+    on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
+    if device_peak_bytes is not None:
+        yield "device, peak", on_device, device_peak_bytes, show_bytes
+    else:  # the device's memory is the process's own
+        on_host += on_device
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - store.others_bytes()  # Linux counts in KiB
+    yield "process, peak", on_host, peak_bytes, show_bytes
+
+
+def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
+    """Where a step took otherwise than predicted, whether the prediction is of this machine, and where the files are."""
+    from penstock.checkpoint.checkpoint import latest
+
+    profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
+    if abs(error) > WORTH_A_PLAN:
+        yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
+        if not recalibrates and run.device != "emulated":
+            corrected = f"penstock run {plan} ... --recalibrate profile.json, then penstock plan ... --machine profile.json"
+            yield f"to plan for the machine as it is: {corrected}"
+    if run.device == "emulated":
+        yield (
+            f"emulated {profile['name']}, {run.scale:.3g} times slower: times and tokens/s above are that machine's; "
+            f"{run.late_fraction:.1%} of the ops took this computer longer than that"
+        )
+    elif not run.is_comparable:
+        here = "CPU" if run.device == "cpu" else "GPU"
+        yield f"the plan was made for {profile['name']}: its prediction is not comparable with this {here}"
+    elif (name := run.store.device_name()) is not None and name != profile["device"]["name"]:
+        yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
+    if run.saves:
+        yield f"checkpoint: {on_one_line(str(latest(run.folder)))}"
+    yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
+
+
+def refuse_to_recalibrate(path: Path | None, plan_file: Path, plan: "Plan", device: str) -> None:
+    """Now rather than after the run: a profile that could not be written, or that this machine says nothing of."""
+    if path is None:
+        return
+    if device != "emulated" and plan.profile["device"]["kind"] != device:
+        name = plan.profile["name"]
+        raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
+    if path.exists() and path.samefile(plan_file):
+        raise RunConfigError(f"--recalibrate {path}: the plan itself would be overwritten; choose another file")
+    check_output(path)
+
+
+def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
+    """Write the profile as the run shows it to be, and say what that changes."""
+    from planner.predict.recalibrate import recalibrate
+
+    day = datetime.now(UTC).date().isoformat()
+    try:
+        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.store.device_name())
+    except PlanError as error:  # the run itself is over and saved
+        click.echo(f"no profile written: {on_one_line(str(error))}", err=True)
+        return
+    for line in found.words():
+        click.echo(line)
+    write_output(path, json_text(found.profile.to_json()))
+    name = on_one_line(str(path))
+    click.echo(f"profile: {name}   plan with it: penstock plan MODEL --machine {name}")

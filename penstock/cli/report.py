@@ -1,6 +1,5 @@
-"""`penstock report`: a page, or a trace for Perfetto, of a plan and of a run of it."""
+"""`penstock check` and `report`: a plan proven right, and a page or trace of it and of its run."""
 
-import os
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,29 @@ if TYPE_CHECKING:
     from runtime.plan import PlanFile
 
 PAGES, TRACES = (".html", ".htm"), (".json",)
+
+
+@click.command(short_help="Prove that a plan is right and what it claims true, or say what is wrong.")
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@click.option("--search", is_flag=True, help="Search again, too: the bound on all policies is what the search finds.")
+def check(plan_file: Path, search: bool) -> None:
+    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine; and that what it
+    claims is so: its blocks are the model's, its memory, times and bounds follow from the profile.
+
+    Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
+    is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
+    """
+    from penstock.api import proven
+    from planner.check.claim import strangers
+    from planner.search.claim import claimed
+    from runtime.plan import PlanFile
+
+    where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
+    claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
+    found = proven(str(plan_file), file, search)
+    for stranger in strangers(file.plan):
+        click.echo(f"note: {where}: {on_one_line(stranger)}", err=True)
+    click.echo(f"{where}: {on_one_line(found)}")
 
 
 @click.command()
@@ -68,14 +90,10 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
 
 def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     from penstock.api import predict
-    from penstock.run_files import GIVE, read_timeline
+    from penstock.run_files import read_timeline
     from runtime.plan.timeline import chrome_trace
 
     tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:
-        timeline_file = run_dir / "timeline.json"
-        if not os.path.lexists(timeline_file):
-            problem = "no timeline.json, which a run writes at its end; write a page, FILE.html, of what there is"
-            raise click.UsageError(f"{run_dir}: {problem if run_dir.is_dir() else f'no such folder; {GIVE}'}")
-        tracks["measured"] = read_timeline(timeline_file, file.plan)
+        tracks["measured"] = read_timeline(run_dir / "timeline.json", file.plan)
     return chrome_trace(file.plan, tracks)

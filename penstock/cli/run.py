@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from .options import PATH, RunCommand, above_0, given_settings, setting_flags
 if TYPE_CHECKING:
     from penstock.settings import RunSettings
     from penstock.training.session import Session
-    from runtime.plan import Plan
 
     from .progress import Preparing
 
@@ -74,12 +74,9 @@ def _run(settings: "RunSettings", how: dict[str, Any], recalibrate: Path | None,
     from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
     from runtime.plan import PlanFile
 
-    from .outcome import refuse_to_recalibrate
+    from .progress import refuse_to_recalibrate
 
-    def refuse(plan: "Plan", device: str) -> None:
-        if recalibrate is not None:
-            refuse_to_recalibrate(recalibrate, plan, Path(settings.plan or ""), device)
-
+    refuse = partial(refuse_to_recalibrate, recalibrate, Path(settings.plan or ""))
     try:
         report("reading the plan")
         file = PlanFile.read(Path(settings.plan or ""))
@@ -127,19 +124,12 @@ def _train(session: "Session", recalibrate: Path | None) -> int:
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
-    from .outcome import overview, show_outcome
-    from .progress import LANES, Progress, show_overview
+    from .progress import Progress, overview, show_outcome, show_overview
 
-    plan, store, stop, n_steps = session.plan, session.store, session.stop, session.n_steps
-    speed_up = session.scale * plan.semantics.tokens_per_step / store.plan.semantics.tokens_per_step
-    lanes = LANES if session.device == "cpu" else {}
-    progress = Progress(session.first_step, n_steps, speed_up, session.scale, store.device_peak_bytes, lanes)
+    stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
     write_settings(session.settings)
-    if session.device == "emulated":
-        name = plan.profile["name"]
-        click.echo(f"{name}, emulated {session.scale:.3g} times slower; losses are a tiny stand-in's, nothing is saved", err=True)
-    show_overview(overview(session), session.data.words().get("warning"))
+    show_overview(overview(session))
     asked = list[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -172,10 +162,9 @@ def _stopped(session: "Session", n_done: int) -> str:
 
 def _refuse_contradictions(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
     """UsageError for flags that contradict --device."""
-    if settings.device == "emulated" and (resumes or any(name.startswith("checkpoint.") for name in given)):
-        about = "--resume, --save-every and all else about checkpoints"
-        raise click.UsageError(f"an emulated run saves nothing: leave out {about}, or --device emulated")
-    if settings.device == "emulated" and ("evaluation.data" in given or "evaluation.prompts" in given):
-        raise click.UsageError("an emulated run has a stand-in's weights: leave out --eval-data and --prompt, or --device emulated")
+    is_idle = resumes or any(name.startswith("checkpoint.") or name in ("evaluation.data", "evaluation.prompts") for name in given)
+    if settings.device == "emulated" and is_idle:
+        about = "--resume, --save-every and all else about checkpoints, --eval-data and --prompt"
+        raise click.UsageError(f"an emulated run saves nothing, of a stand-in's weights: leave out {about}, or --device emulated")
     if time_scale is not None and settings.device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")

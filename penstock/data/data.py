@@ -18,14 +18,12 @@ from runtime.errors import DataError
 
 from .chat import ChatTemplate
 from .documents import Reader, kept_documents
-from .files import TRAIN, WANTED, DataFiles, find_files
+from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
 from .formats import COLUMNS, format_of, renamed, shown
 from .given import Given
 from .loader import Loader
-from .map_style import MapStyleData, PackedSet, order_of, shares_of
 from .packing import Shape, in_words, pack
-from .rows import parsed, rows_of
-from .streamed import Stream
+from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
 Data = Loader | Given  # the batches of a run, by the number of the step

@@ -20,9 +20,8 @@ from datasets.utils import tqdm
 from runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
-from .files import DataFile, DataFiles
+from .files import DataFile, DataFiles, parsed, rows_of
 from .formats import Completion, document, renamed
-from .rows import parsed, rows_of
 from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]

@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PenstockError
 
-from .map_style import MapStyleData
-from .streamed import Stream
+from .sampling import MapStyleData, Stream
 
 Position = dict[str, Any]
 BATCHES_AHEAD = 2  # of each worker

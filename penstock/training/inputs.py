@@ -5,18 +5,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.checkpoint.adapter_files import read_adapter
-from penstock.checkpoint.checkpoint import State
+from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.checkpoint.resuming import put_back
 from penstock.data.data import Data, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
-from penstock.data.tokenizer import read_tokenizer
+from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.run_config import RunConfigError
 from penstock.settings import RunSettings
 from planner.model.config import download
 from planner.model.workload import read_model
-from runtime.errors import CheckpointError, PlanError
+from runtime.errors import CheckpointError, DataError, PlanError
 from runtime.host.slabs import give_back_freed
 from runtime.layers.documents import supports_documents
 from runtime.layers.meta_models import difference
@@ -24,20 +23,17 @@ from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
 from runtime.plan.train import Train, is_adapter
 
-from .generation import check_prompts
-
 TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
 PACKED_FOLDER = "base"  # in the run's folder: packed weights, for the next start
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts for samples, and the tokenizer's part in them."""
+    """Prompts for samples, as text and as tokens."""
 
     texts: tuple[str, ...]
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[list[int]], str]
-    end_ids: frozenset[int]
+    ids: list[list[int]]
+    tokenizer: ModelTokenizer
 
 
 def own_model(plan: Plan, given: str | None) -> tuple[Plan, Path | None]:
@@ -168,12 +164,19 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
     tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
     readers = [reader_of(part, tokenizer, _vocab_size(plan), Path(settings.out)) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]
+    check_prompts(ids, plan.semantics.seq_len)
+    return Prompts(texts, ids, tokenizer)
 
-    def encode(text: str) -> list[int]:
-        return chats[0].template.prompt([{"role": "user", "content": text}]) if chats else tokenizer.encode(text)
 
-    check_prompts([encode(text) for text in texts], plan.semantics.seq_len)
-    return Prompts(texts, encode, tokenizer.decode, tokenizer.answer_ends)
+def check_prompts(prompts: Sequence[Sequence[int]], seq_len: int) -> None:
+    """DataError for a prompt without tokens, or without room for another in a sequence."""
+    for number, prompt in enumerate(prompts, start=1):
+        if not len(prompt):
+            raise DataError(f"prompt {number} is empty; give it some text")
+        if len(prompt) >= seq_len:
+            raise DataError(f"prompt {number} has {len(prompt):,} tokens, and a sequence of the plan holds {seq_len:,}; shorten it")
 
 
 def _tokenizer_folder(settings: RunSettings, folder: Path | None) -> Path | None:

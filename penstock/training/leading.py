@@ -4,7 +4,7 @@ Rank 0 logs, evaluates, saves and decides when the run ends. The others train th
 weights to a forward, and of a parameter that is to be written.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -85,10 +85,8 @@ class WholeState(HostState):
         dtype = DTYPE[self.plan.semantics.compute_dtype]
         return self._whole(p, "weight", dtype).view(p.shape)
 
-    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | Master]]:
-        """One at a time is here."""
-        for name, dtype in self.plan.semantics.saved_state.items():
-            yield name, self._whole(p, name, DTYPE[dtype])
+    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor:
+        return self._whole(p, name, DTYPE[self.plan.semantics.saved_state[name]])
 
     def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
@@ -106,7 +104,7 @@ def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
     """Flat, contiguous: this rank's elements of a parameter's weight, master or moment."""
     if what == "weight":
         return state.param_state(p).master.weight
-    held = dict(state.saved(p))[what]
+    held = state.saved(p, what)
     return held.whole() if isinstance(held, Master) else held
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
 from penstock.checkpoint.disk import writing
-from penstock.checkpoint.retention import clean, whole_before
+from penstock.checkpoint.retention import clean, refuse_later
 from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, run_text
 from penstock.settings import RunSettings
 from runtime.errors import CheckpointError
@@ -118,22 +118,18 @@ def keep_lines_up_to(path: Path, n_steps: int) -> None:
 
 
 def state_to_resume(out: Path, resume: bool, resume_from: str | None) -> State | None:
-    """The checkpoint to resume, whole; None to begin at the beginning. CheckpointError names an earlier one that is whole."""
-    if not resume and resume_from is None:
-        if (found := latest(out)) is not None:
-            raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
-        return None
-    clean(out)
+    """The checkpoint to resume, whole; None to begin at the beginning. CheckpointError where it is damaged, or not the last."""
+    resumes = resume or resume_from is not None
+    if resumes:
+        clean(out)
     found = latest(out) if resume_from is None else _named(out, resume_from)
-    if found is None:
+    if found is not None and not resumes:
+        raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
+    if found is None and resumes:
         say(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning")
-        return None
-    try:
-        return load_state(found)
-    except CheckpointError as error:
-        before = whole_before(out, found)
-        advice = f"resume with --resume-from {before.name}, which is whole" if before is not None else "none before it is whole"
-        raise CheckpointError(f"{str(error).rpartition('; ')[0]}; {advice}") from None
+    state = None if found is None else load_state(found)
+    refuse_later(out, 0 if state is None else state.step)
+    return state
 
 
 def _named(out: Path, name: str) -> Path:

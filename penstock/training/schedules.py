@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from penstock.run_config import RunConfigError
-from penstock.settings import OptimizerSettings, ScheduleSettings
+from penstock.settings import OptimizerSettings
 
 DECAY_FRACTION = 0.1  # of a run: the decay of warmup-stable-decay where the settings do not say
 
@@ -28,7 +28,10 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
     decay_steps = 0
     if schedule.kind == "warmup-stable-decay":
         decay_steps = schedule.decay_steps if schedule.decay_steps is not None else max(1, round(n_steps * DECAY_FRACTION))
-    _refuse_what_does_not_fit(schedule, decay_steps, n_steps)
+    if schedule.warmup_steps >= n_steps or schedule.warmup_steps + decay_steps > n_steps:
+        warm_up = f"warm-up takes {schedule.warmup_steps} steps (optimizer.schedule.warmup_steps, --warmup-steps)"
+        decay = f" and decay {decay_steps} (decay_steps)" if decay_steps else ""
+        raise RunConfigError(f"{warm_up}{decay}, and the run has {n_steps}; give them fewer")
     particular = {
         "cosine": {"min_lr_rate": schedule.min_lr_fraction},
         "warmup-stable-decay": {"num_decay_steps": decay_steps, "min_lr_ratio": schedule.min_lr_fraction},
@@ -41,17 +44,3 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
         )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
     return lambda step: settings.lr * factor(step)
-
-
-def _refuse_what_does_not_fit(schedule: ScheduleSettings, decay_steps: int, n_steps: int) -> None:
-    warm_up = f"warm-up takes {schedule.warmup_steps} steps (optimizer.schedule.warmup_steps, --warmup-steps)"
-    if schedule.warmup_steps >= n_steps:
-        raise RunConfigError(f"{warm_up}, and the run has {n_steps}: its learning rate would never be reached; warm up for fewer")
-    if schedule.warmup_steps + decay_steps > n_steps:
-        raise RunConfigError(f"{warm_up} and decay {decay_steps} (decay_steps), and the run has {n_steps}; give one of them fewer")
-    if schedule.decay_steps is not None and schedule.kind != "warmup-stable-decay":
-        raise RunConfigError(f"optimizer.schedule.decay_steps is of warmup-stable-decay; the schedule is {schedule.kind}: drop one")
-    if schedule.min_lr_fraction > 0 and schedule.kind not in ("cosine", "warmup-stable-decay"):
-        raise RunConfigError(
-            f"optimizer.schedule.min_lr_fraction is of cosine and warmup-stable-decay; the schedule is {schedule.kind}: drop one"
-        )

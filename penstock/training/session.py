@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hwprofiles.schema import Profile
-from penstock.checkpoint.checkpoint import State
+from penstock.checkpoint.checkpoint import State, identity, refuse_another
 from penstock.checkpoint.model_files import weights_digest
-from penstock.checkpoint.resuming import identity, refuse_another
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Data
 from penstock.run_config import RunConfigError
@@ -58,12 +57,11 @@ class Session:
     data: Data
     n_steps: int  # of the whole run
     prediction: Prediction
-    optimizer: Mapping[str, Any] = field(default_factory=dict)  # settings that a resumed run must share, as JSON
+    identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that resumes from this one's checkpoints must share
     first_step: int = 0  # steps that are done
     scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
     weights: str = ""  # where they come from, in words
     tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
-    frozen: str | None = None  # digest of the weights that are not trained
     held_out: Data | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
     leader: Leader | None = None  # of several ranks
@@ -94,11 +92,6 @@ class Session:
     def predicted_step_s(self) -> float | None:
         """Seconds of a step here, as predicted; None where the prediction is for another kind of machine."""
         return self.prediction.step_s * self.scale if self.is_comparable else None
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a run that resumes from this one's checkpoints must share."""
-        return identity(self.store.plan, self.data, self.settings.seed, self.optimizer, self.frozen)
 
     @property
     def late_fraction(self) -> float:
@@ -203,11 +196,13 @@ def _real(
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
     report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
     store = machine_of(device, plan, data, of_step, settings.seed, ranks)
+    frozen = None if plan.workload.trains_all else read_by_all(data, weights).get("weights", f"random, by seed {settings.seed}")
     session = Session(
-        *(settings, plan, device, store, store, data, n_steps, prediction, optimizer, first_step),
+        *(settings, plan, device, store, store, data, n_steps, prediction),
+        identity=identity(plan, data, settings.seed, optimizer, frozen),
+        first_step=first_step,
         weights=_weights_in_words(settings, weights, state),
         tokenizer_from=folder if settings.tokenizer == "model" else None,
-        frozen=None if plan.workload.trains_all else read_by_all(data, weights).get("weights", f"random, by seed {settings.seed}"),
         held_out=held_out,
         prompts=prompts,
         leader=None if ranks is None else Leader(store, ranks),
@@ -241,13 +236,13 @@ def _emulated(settings: RunSettings, plan: Plan, report: Callable[[str], None], 
     report("reading the data")
     data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)
     n_steps = steps_of(settings, data)
-    of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
+    of_step, _ = optimizer_of(settings.optimizer, n_steps)
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
     store = machine_of("cpu", small, data, of_step, settings.seed, Alike(n, max(1, n // n_hosts)) if n > 1 else None)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
-    of_run = (settings, plan, "emulated", machine, store, data, n_steps, prediction, optimizer)
+    of_run = (settings, plan, "emulated", machine, store, data, n_steps, prediction)
     return Session(*of_run, scale=scale, weights="random, of a tiny stand-in")
 
 

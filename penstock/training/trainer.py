@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.disk import writing
-from penstock.checkpoint.retention import clean, set_aside
+from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Saver
+from planner.predict.settled import WARM_UP_STEPS
 from runtime.errors import CheckpointError, PenstockError
 from runtime.executor import Execution, OpError, Step, Stop
 from runtime.files import write_whole
@@ -22,8 +23,6 @@ from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
 from .validation import Validation, validations_of
-
-WARM_UP_STEPS = 2  # the first steps fill caches and the pipeline; they are not compared with the prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,9 @@ class Trainer:
         return self.timeline, self.times_s
 
     def _leave_what_followed(self) -> None:
-        """Leave no checkpoint and no line in the folder of a later step than that which is resumed from."""
+        """Leave no line in the folder of a later step than that which is resumed from, and nothing half written."""
         session = self.session
         clean(session.folder)
-        if session.saves:
-            set_aside(session.folder, session.first_step, session.say)
         for name in ("metrics.jsonl", "samples.jsonl"):
             keep_lines_up_to(session.folder / name, session.first_step or -1)  # a run from the beginning keeps no line of another
         if session.first_step < session.n_steps:
@@ -135,7 +132,8 @@ class Trainer:
                 if saver is not None and saves_in_pauses and saver.is_time():
                     pause.request()
         timeline = scaled(steps.timeline, session.scale)
-        self.times_s += settled(timeline.step_times_s)
+        times_s = timeline.step_times_s  # from the second step on; those of the warm-up are not compared with the prediction
+        self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
         self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the later one of equals
         return done
 
@@ -181,10 +179,9 @@ class Trainer:
     def saver(self) -> Saver:
         """What writes the session's checkpoints."""
         session = self.session
-        shared = session.identity
 
         def fields(step: int) -> dict[str, Any]:
-            return shared | {"data_position": session.data.position(step)}
+            return {**session.identity, "data_position": session.data.position(step)}
 
         state = session.store.host if session.leader is None else session.leader.state()
         return Saver(state, session.folder, session.checkpoint, fields, session.tokenizer_from, session.say, session.first_step)
@@ -220,11 +217,6 @@ def device_memory_named() -> Iterator[None]:
             f"{at}: the device is out of memory ({what}); free what other processes hold of it, or plan again for less with "
             "--device-memory, and go on with --resume"
         ) from error
-
-
-def settled(times_s: list[float]) -> list[float]:
-    """The seconds of a stretch's steps after the warm-up; all if there are no others. The first of them is the second step's."""
-    return times_s[WARM_UP_STEPS - 1 :] or times_s
 
 
 def scaled(timeline: Timeline, time_scale: float) -> Timeline:

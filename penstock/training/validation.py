@@ -1,30 +1,37 @@
-"""Validation: the loss on held-out data and samples of what the model writes, logged and shown every N steps."""
+"""Validation: the loss on held-out data and samples of what the model writes, logged and shown every N steps.
 
-# B sequences, T positions of a sequence
+A sample computes its sequence again for every new token, without a cache of keys and values: where weights are streamed a forward
+takes as long for one token as for hundreds, and the plan has set no device memory aside for a cache. A token costs one upload of
+the model, for all prompts together.
+"""
+
+# B sequences, T positions of a sequence, D width, S sequences of all prompts, V vocabulary
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from runtime.batch import UNSUPERVISED, Batch
+from runtime.compute.blocks import op_seed
 from runtime.compute.compute import LastHidden
-from runtime.errors import DataError
+from runtime.errors import DataError, PenstockError
 from runtime.executor import Stop
 from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.torch_machine import TorchMachine
 from runtime.units import on_one_line, show_seconds
 
-from .generation import generate
-from .inputs import Prompts
+from .inputs import Prompts, check_prompts
 from .monitors import Monitors
 from .run_folder import add_lines, lines_of
 from .session import Session
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds all
+LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple of it: shapes change seldom, and suit kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,35 +65,27 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     measure = partial(
         evaluate, session.store, data.batch, min(asked.max_sequences, data.n_steps or asked.max_sequences), session.stop
     )
-    found = measure()
-    values: dict[str, float] = {
-        "eval_loss": found.loss,
-        "eval_perplexity": found.perplexity,
-        "eval_tokens": found.n_tokens,
-        "eval_s": found.seconds,
-    }
-    without = ""
+    values, without = measure(), ""
     if _compares(session):
         with session.store.compute.templates.without_adapters():
-            values["base_eval_loss"] = measure().loss
+            values["base_eval_loss"] = measure()["eval_loss"]
         without = f"  without the adapter: loss {values['base_eval_loss']:.4f}"
     add_lines(session.folder / "metrics.jsonl", [{"step": step} | values])
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
-    session.say(
-        f"evaluation {when}: loss {found.loss:.4f}  perplexity {found.perplexity:.4g}  {found.n_tokens:,} tokens  "
-        f"{show_seconds(found.seconds)}{without}"
-    )
+    words = f"loss {values['eval_loss']:.4f}  perplexity {values['eval_perplexity']:.4g}  {values['eval_tokens']:,} tokens"
+    session.say(f"evaluation {when}: {words}  {show_seconds(values['eval_s'])}{without}")
 
 
 def _sample(session: Session, monitors: Monitors, prompts: Prompts, step: int) -> None:
     """Answers to the prompts; where the settings say so, those without the adapter too."""
     asked, store = session.settings.evaluation, session.store
-    ids = [prompts.encode(text) for text in prompts.texts]
+    tokenizer = prompts.tokenizer
 
     def answers() -> list[str]:
         sampling = (asked.max_new_tokens, asked.temperature, asked.top_p, session.settings.seed)
-        return [prompts.decode(new) for new in generate(store, ids, *sampling, prompts.end_ids, session.stop)]
+        new = generate(store, prompts.ids, *sampling, tokenizer.answer_ends, session.stop)
+        return [tokenizer.decode(ids) for ids in new]
 
     lines = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, answers(), strict=True)]
     if _compares(session):
@@ -106,24 +105,13 @@ def _compares(session: Session) -> bool:
 # -- the loss on held-out data --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The result of an evaluation."""
-
-    loss: float  # mean over all supervised tokens
-    n_tokens: int  # supervised
-    seconds: float
-
-    @property
-    def perplexity(self) -> float:
-        """e to the loss; infinite where no float is as large."""
-        return torch.tensor(self.loss, dtype=torch.float64).exp().item()
-
-
-def evaluate(machine: TorchMachine, sequence: Callable[[int], Batch], n_sequences: int, stop: Stop | None = None) -> Evaluated:
+def evaluate(
+    machine: TorchMachine, sequence: Callable[[int], Batch], n_sequences: int, stop: Stop | None = None
+) -> dict[str, float]:
     """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
 
-    All lanes of the machine must be idle. DataError where no token is supervised; Abandoned after `stop.request()`, once the pass
+    By the names of metrics.jsonl: the mean over supervised tokens, its perplexity, how many they are, and the seconds it took. All
+    lanes of the machine must be idle. DataError where no token is supervised; Abandoned after `stop.request()`, once the pass
     in progress is done.
     """
     began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
@@ -144,7 +132,9 @@ def evaluate(machine: TorchMachine, sequence: Callable[[int], Batch], n_sequence
     machine.forward(plan, batch, add_loss, n_passes, stop)
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
-    return Evaluated(sum(loss.item() for loss in losses) / n_tokens, n_tokens, time.perf_counter() - began_s)
+    loss = torch.tensor(sum(loss.item() for loss in losses) / n_tokens, dtype=torch.float64)
+    found = {"eval_loss": loss.item(), "eval_perplexity": loss.exp().item(), "eval_tokens": n_tokens}  # exp may be infinite
+    return found | {"eval_s": time.perf_counter() - began_s}
 
 
 def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
@@ -156,3 +146,74 @@ def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
         documents = tuple(of for row in rows for of in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
     below = (0, 0, 0, n_padding)
     return Batch(F.pad(ids_BT, below), F.pad(targets_BT, below, value=UNSUPERVISED), documents)
+
+
+# -- samples -------------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    machine: TorchMachine,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    end_ids: Collection[int] = (),
+    stop: Stop | None = None,
+) -> list[list[int]]:
+    """The tokens that follow each prompt: up to `max_new_tokens`, to one of `end_ids`, or to the length of the plan's sequences.
+
+    At temperature 0 the likeliest token is taken. Else tokens are drawn as transformers draws them, with random numbers that depend
+    on the seed, the prompt's place and the token's alone. All lanes of the machine must be idle. DataError for a prompt that is
+    empty or too long; Abandoned after `stop.request()`.
+    """
+    semantics = machine.plan.semantics
+    check_prompts(prompts, semantics.seq_len)
+    warp = LogitsProcessorList()
+    if temperature:
+        warp.append(TemperatureLogitsWarper(temperature))
+    if top_p < 1:
+        warp.append(TopPLogitsWarper(top_p))
+    sequences = [list(map(int, prompt)) for prompt in prompts]
+
+    def is_open(number: int) -> bool:
+        n_new, n = len(sequences[number]) - len(prompts[number]), len(sequences[number])
+        return n_new < max_new_tokens and n < semantics.seq_len and not (n_new and sequences[number][-1] in end_ids)
+
+    while unfinished := [number for number in range(len(prompts)) if is_open(number)]:
+        for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # as many rows of logits as a tile of the loss has
+            some = unfinished[first : first + semantics.loss_tile_tokens]
+            for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
+                if not bool(logits_V.isfinite().all()):
+                    raise PenstockError(
+                        "the model's logits are not finite: its weights are spoilt; resume from an earlier checkpoint"
+                    )
+                token = int(logits_V.argmax())
+                if temperature:
+                    n_new = len(sequences[number]) - len(prompts[number])
+                    generator = torch.Generator().manual_seed(op_seed(seed, n_new, number, 0))
+                    warped_V = warp(torch.tensor([sequences[number]]), logits_V[None])[0]  # type: ignore[arg-type]
+                    token = int(torch.multinomial(warped_V.softmax(dim=-1), 1, generator=generator))
+                sequences[number].append(token)
+    return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
+
+
+def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:
+    """(S, V) fp32 logits of the token after each sequence, on the host."""
+    semantics = machine.plan.semantics
+    longest = max(map(len, sequences))
+    seq_len = min(semantics.seq_len, -(-longest // LENGTH_STEP_TOKENS) * LENGTH_STEP_TOKENS)
+    plan = forward_plan(machine.plan, -(-len(sequences) // semantics.micro_batch), seq_len)
+    tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # padded on the right: attention is causal
+    for row, sequence in enumerate(sequences):
+        tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
+    batch, found = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
+
+    def note(last: LastHidden) -> None:
+        first = last.micro_batch * semantics.micro_batch
+        ends = [len(sequence) - 1 for sequence in sequences[first : first + semantics.micro_batch]]
+        rows_SD = torch.stack([last.hidden_BTD[b, end] for b, end in enumerate(ends)])
+        found.append(last.templates.logits(last.weights, rows_SD))
+
+    machine.forward(plan, lambda step: batch, note, 1, stop)
+    return torch.cat([logits.cpu() for logits in found])

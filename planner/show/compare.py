@@ -126,9 +126,6 @@ COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
     "measured on it": lambda of, speed: f"{speed.rests_on[BASES[0]]:.0%}",
 }
 JOB_TITLES = ("time", "rented: USD", "bought: USD")  # of a job
-# Titles that stay on a narrow terminal, the most important first.
-MATTER = ("machine", "tokens/s", "time", "rented: USD", "bought: USD", "rented: USD per M tokens", "least host memory",
-          "bought: USD per M tokens", "bound by", "measured on it", "step", "P10 to P90", "micro-batch", "of it RAM")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

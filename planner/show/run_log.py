@@ -31,7 +31,6 @@ class Log:
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # after which step, and the loss
     n_damaged: int = 0  # lines
-    is_whole: bool = True  # False: only the end of a very long file was read
 
     def add(self, fields: dict[str, Any]) -> bool:
         """Take a line's fields; False if it is no line of a log."""
@@ -89,9 +88,9 @@ class LoggedRun:
         return []
 
 
-def read_log(lines: Iterable[bytes], is_whole: bool = True) -> Log:
+def read_log(lines: Iterable[bytes]) -> Log:
     """The log in the lines of metrics.jsonl."""
-    log = Log(is_whole=is_whole)
+    log = Log()
     for line in lines:
         fields = fields_of(line)
         if fields is None or not log.add(fields):

@@ -125,10 +125,11 @@ class HostState:
         master = Master(parts.pop("weight"), parts.pop("remainder")) if split else Master(parts.pop("master"))
         return ParamState(master, tuple(parts.values()))
 
-    def saved(self, p: Parameter, copy: Copy | None = None) -> Iterator[tuple[str, torch.Tensor | Master]]:
-        """What a checkpoint has of a trained parameter besides its compute weight, by name, flat."""
+    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master:
+        """What a checkpoint has of a trained parameter besides its compute weight under one of the names of `saved_state`, flat."""
         of = self.param_state(p, copy=copy)
-        yield from zip(self.plan.semantics.saved_state, (of.master, *of.moments), strict=True)
+        held: tuple[torch.Tensor | Master, ...] = (of.master, *of.moments)
+        return held[list(self.plan.semantics.saved_state).index(name)]
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         """What an owned parameter is computed with, shaped; not of one that is packed."""

@@ -24,7 +24,7 @@ MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has so
 P = TypeVar("P", bound="Plan")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # so that a default is no attribute of the class, which `_Written` would inherit
 class Plan(Setup):
     """The ops of one steady-state step and everything needed to perform them."""
 
@@ -59,7 +59,7 @@ class Plan(Setup):
         return len(self.ops) + (0 if self.repeat is None else (self.repeat.times - 1) * self.repeat.n_ops)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Written(Plan):
     """A plan as it is in a file."""
 

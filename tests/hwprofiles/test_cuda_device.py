@@ -16,7 +16,7 @@ from hwprofiles.probe.device import DeviceError, DeviceOutOfMemory, Load, PciLin
 from hwprofiles.probe.measurements import GPU
 from hwprofiles.probe.probe import probed
 from hwprofiles.schema import Profile
-from penstock.cli.probe import text_of
+from penstock.cli.outputs import json_text
 from runtime.errors import ProfileError
 from runtime.machines.streams import has_cuda
 
@@ -195,7 +195,7 @@ REAL = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @REAL
 def test_a_real_gpu_is_probed() -> None:
     profile = probed(CudaDevice(0), GPU.quick(), lambda what, fraction: None)
-    assert Profile.from_json(json.loads(text_of(profile))) == profile
+    assert Profile.from_json(json.loads(json_text(profile.to_json()))) == profile
     assert profile.device.context_bytes.value < profile.device.memory_bytes.value <= torch.cuda.mem_get_info(0)[1]
     for curve in (profile.link.h2d, profile.link.d2h):
         assert curve.bytes_per_s[-1].rate.value > 1e9

@@ -24,7 +24,8 @@ from hwprofiles.probe.device import Ready, Run
 from hwprofiles.probe.probe import probed
 from hwprofiles.probe.timings import Stopwatch, Timing, lifted
 from hwprofiles.schema import Profile
-from penstock.cli.probe import probe, text_of
+from penstock.cli.outputs import json_text
+from penstock.cli.probe import probe
 from runtime.errors import ProfileError
 from runtime.host import optimizer
 from runtime.host.chunks import Scratch
@@ -54,7 +55,7 @@ def found() -> tuple[Profile, Steps]:
 
 def test_a_probe_is_a_profile_that_reads_back(found: tuple[Profile, Steps]) -> None:
     profile, (compute, host) = found[0], split_cores(HERE)
-    assert Profile.from_json(json.loads(text_of(profile))) == profile
+    assert Profile.from_json(json.loads(json_text(profile.to_json()))) == profile
     assert (profile.name, profile.device.kind) == ("mine", "cpu")
     assert (profile.device.compute_threads, profile.host.n_cores) == (len(compute), len(host))
     for dtype in ("bf16", "fp32"):

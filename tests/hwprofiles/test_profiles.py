@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hwprofiles.quantity import SOURCE_KINDS
 from hwprofiles.schema import FOLDER, AttentionCall, Profile, read_profile, shipped_profiles
-from penstock.cli.probe import text_of
+from penstock.cli.outputs import json_text
 from runtime.errors import ProfileError
 
 NAMES = shipped_profiles()
@@ -69,7 +69,7 @@ def test_a_shipped_profile_is_its_file_to_the_letter(name: str) -> None:
     profile = read_profile(name)
     assert profile.name == name
     assert Profile.from_json(profile.to_json()) == profile
-    assert text_of(profile) == (FOLDER / f"{name}.json").read_text()
+    assert json_text(profile.to_json()) == (FOLDER / f"{name}.json").read_text()
 
 
 @ANY_PROFILE

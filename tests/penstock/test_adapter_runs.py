@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.plan.train import TARGETS
-from tests.running import make_home, one_line, penstock, plan_in, succeeded, train
+from tests.running import make_home, one_line, penstock, plan_in, succeeded, train, weights_in
 from tests.tiny import tiny_config
 
 LORA = ("--train", "lora:r=4,alpha=8")
@@ -112,7 +112,7 @@ def test_an_evaluation_shows_the_model_without_its_adapter(home):
 
 def test_trained_layers_leave_the_bits_of_all_others(home):
     whole = resumed_alike(home, plan_in(home, "--train", "layers:1-2"))
-    before, after = (load_file(folder / "model.safetensors") for folder in (home / "model", whole))
+    before, after = (weights_in(folder) for folder in (home / "model", whole))
     assert before.keys() == after.keys()
     changed = {name for name in before if not before[name].equal(after[name])}
     assert changed

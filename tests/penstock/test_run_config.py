@@ -37,7 +37,8 @@ RUN = st.builds(
         ABOVE_0,
         st.floats(0, 1, exclude_max=True),
         no_decay=st.lists(TEXT, max_size=3).map(tuple),
-        schedule=st.builds(ScheduleSettings, st.sampled_from(["linear", "cosine"]), COUNT, st.none() | COUNT, st.floats(0, 1)),
+        schedule=st.builds(ScheduleSettings, st.just("linear"), COUNT)
+        | st.builds(ScheduleSettings, st.just("warmup-stable-decay"), COUNT, st.none() | COUNT, st.floats(0, 1)),
     ),
     checkpoint=st.builds(CheckpointSettings, st.none() | COUNT, minutes=st.just(0.0) | ABOVE_0),
     evaluation=st.builds(EvaluationSettings, st.none() | TEXT, prompts=st.lists(TEXT, max_size=3).map(tuple)),
@@ -158,6 +159,8 @@ def test_data_are_a_path_or_several_with_weights_or_without(tmp_path):
         ),
         ("optimizer: {lr: fast}", ("run.yaml: optimizer.lr: should be a valid number", "found 'fast'")),
         ("steps: 3\nepochs: 1", ("steps and epochs are both given",)),
+        ("optimizer: {schedule: {kind: cosine, decay_steps: 2}}", ("decay_steps does nothing without warmup-stable-decay",)),
+        ("optimizer: {schedule: {kind: linear, min_lr_fraction: 0.1}}", ("min_lr_fraction does nothing without cosine",)),
         ("evaluation: {every: 5}", ("evaluation.every does nothing without evaluation.data or prompts",)),
         ('out: "a\\0b"', ("out: should hold no NUL",)),
         ("model: !!python/object/apply:os.system [echo]", ("run.yaml:2", "not YAML")),

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,10 +46,10 @@ def test_a_folder_without_room_for_checkpoints_is_refused(home, monkeypatch, mor
     """Before the first step; with a byte more, the run is made."""
     plan = plan_in(home)
     each_bytes = PlanFile.read(plan).plan.checkpoint_bytes("--weights-only" in more)
-    monkeypatch.setattr(retention, "free_bytes", lambda folder: n * each_bytes - 1)
+    monkeypatch.setattr(retention.shutil, "disk_usage", lambda folder: SimpleNamespace(free=n * each_bytes - 1))
     one_line(train(home, plan, *more, steps=8), 2, f"{n} checkpoints of" if n > 1 else "a checkpoint of", ways)
     assert not (home / "out").exists()
-    monkeypatch.setattr(retention, "free_bytes", lambda folder: n * each_bytes)
+    monkeypatch.setattr(retention.shutil, "disk_usage", lambda folder: SimpleNamespace(free=n * each_bytes))
     succeeded(train(home, plan, *more, steps=8))
     sizes = [path.stat().st_size for path in (home / "out" / "checkpoint-8").glob("*.safetensors")]
     assert each_bytes < sum(sizes) < 1.1 * each_bytes + 4096

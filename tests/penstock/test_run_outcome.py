@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.cli import outcome
+from penstock.cli import progress as progress_of_a_run
 from penstock.cli.progress import Progress
 from penstock.training.trainer import Metrics
 
@@ -15,12 +15,12 @@ def test_a_step_unlike_its_prediction_names_the_remedy(step_s, how):
     store = SimpleNamespace(device_name=lambda: None, arenas=SimpleNamespace(host_words=str))
     of_run = {"plan": SimpleNamespace(profile={}), "settings": SimpleNamespace(plan="p.json"), "folder": "out", "saves": False}
     run = SimpleNamespace(device="cpu", is_comparable=True, store=store, **of_run)
-    said, others = list(outcome._notes(run, step_s - 1, recalibrates=False)), 1
+    said, others = list(progress_of_a_run._notes(run, step_s - 1, recalibrates=False)), 1
     assert len(said) - others == (0 if how is None else 2)
     if how is not None:
         assert how in said[0]
         assert "penstock run p.json ... --recalibrate" in said[1]
-        assert len(list(outcome._notes(run, step_s - 1, recalibrates=True))) - others == 1
+        assert len(list(progress_of_a_run._notes(run, step_s - 1, recalibrates=True))) - others == 1
 
 
 METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu": 1.5, "h2d": 0.5}, predicted_step_s=1.6)
@@ -41,7 +41,10 @@ METRICS = Metrics(1, 2.5, 1.25, 1e-4, 1000, 900, 2.0, 500.0, False, busy_s={"gpu
     ],
 )  # fmt: skip
 def test_a_line_of_progress_has_speed_time_left_and_error(capsys, metrics, n_steps, scale, expected):
-    with Progress(0, n_steps, scale, scale, lambda: 1_500_000_000) as progress:
+    plan = SimpleNamespace(semantics=SimpleNamespace(tokens_per_step=1))
+    store = SimpleNamespace(plan=plan, device_peak_bytes=lambda: 1_500_000_000)
+    of_run = {"plan": plan, "store": store, "first_step": 0, "n_steps": n_steps, "scale": scale, "device": "cuda"}
+    with Progress(SimpleNamespace(**of_run)) as progress:
         progress.step(metrics)
         progress.step(metrics)
     assert progress.n_done == 1

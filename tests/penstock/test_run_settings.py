@@ -105,8 +105,8 @@ def test_prompts_are_turns_where_conversations_are_learned(home, row, heard):
     asked = EvaluationSettings(prompts=("Why?",))
     run = RunSettings(DataSettings(str(home / "rows.jsonl")), out=str(home / "o"), tokenizer="bytes", evaluation=asked)
     prompts = prompts_of(run, plan, None)
-    ids = prompts.encode("Why?")
-    assert prompts.decode([i for i in ids if i not in prompts.end_ids]) == heard
+    (ids,), tokenizer = prompts.ids, prompts.tokenizer
+    assert tokenizer.decode([i for i in ids if i not in tokenizer.answer_ends]) == heard
 
 
 def test_the_settings_in_the_folder_make_the_same_run_again(home):

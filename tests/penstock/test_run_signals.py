@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from penstock.cli.progress import Progress
-from penstock.training import generation, session, validation
+from penstock.training import session
 from runtime.machines.torch_machine import TorchMachine
 from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
@@ -67,16 +67,16 @@ def test_a_signal_before_the_first_step_ends_at_once(home, monkeypatch):
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("module", [validation, generation])
-def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, module):
+@pytest.mark.parametrize("looks_by", ["evaluate", "_next_logits"])
+def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, looks_by):
     """All that was trained is saved by then; the validations that are missing are made up for."""
     plan, saved, forward = plan_in(home), list[bool](), TorchMachine.forward
     (home / "held-out.txt").write_text("The slings and arrows of outrageous fortune, or to take arms. " * 3)
     looks = ["--eval-data", home / "held-out.txt", "--prompt", "To be", "--prompt", "Why?"]
 
     def asked(machine, plan, batches, head, *args):
-        of_module = getattr(head, "__module__", "") == module.__name__
-        if of_module and (home / "out" / "metrics.jsonl").exists():  # not before the first step
+        is_its = getattr(head, "__qualname__", "").startswith(looks_by)
+        if is_its and (home / "out" / "metrics.jsonl").exists():  # not before the first step
             saved.append((home / "out" / "checkpoint-3").is_dir())
             signal.raise_signal(signal.SIGTERM)
         return forward(machine, plan, batches, head, *args)
@@ -85,7 +85,7 @@ def test_a_signal_in_a_validation_leaves_it_for_the_next_run(home, monkeypatch, 
         patched.setattr(TorchMachine, "forward", asked)
         succeeded(train(home, plan, *looks, steps=3))
     assert saved == [True], "one pass"
-    looked_at = [0, 3] if module is generation else [0]
+    looked_at = [0, 3] if looks_by == "_next_logits" else [0]
     assert [line["step"] for line in lines_of(home, "out") if "eval_loss" in line] == looked_at
     assert not (home / "out" / "samples.jsonl").exists()
     succeeded(train(home, plan, *looks, "--resume", steps=3))
@@ -101,23 +101,16 @@ def flip_a_byte(path):
 
 
 @pytest.mark.soak
-def test_before_a_damaged_checkpoint_the_whole_one_is_offered(home):
+def test_once_damaged_checkpoints_are_elsewhere_the_one_before_is_resumed(home):
     plan = plan_in(home)
     succeeded(train(home, plan, "--save-every", 1, out="whole", steps=5))
     shutil.copytree(home / "whole", home / "broken")
-    for name in ("checkpoint-5/optimizer-00001.safetensors", "checkpoint-4/model.safetensors"):
+    for name in ("checkpoint-5/optimizer-00001.safetensors", "checkpoint-4/model-00002-of-00005.safetensors"):
         flip_a_byte(home / "broken" / name)
-    refused = train(home, plan, "--resume", out="broken", steps=7)
-    one_line(refused, 2, "checkpoint-5", "optimizer-00001.safetensors", "resume with --resume-from checkpoint-3")
-    one_line(train(home, plan, "--resume-from", "checkpoint-4", out="broken", steps=7), 2, "checkpoint-4/model.safetensors")
-    for out, more in {"whole": ["--resume"], "broken": ["--resume-from", "checkpoint-3"]}.items():
-        succeeded(train(home, plan, *more, out=out, steps=7))
+    for name in ("checkpoint-5/optimizer-00001.safetensors", "checkpoint-4/model-00002-of-00005.safetensors"):
+        one_line(train(home, plan, "--resume", out="broken", steps=7), 2, name, "--resume goes on from the checkpoint before")
+        (home / "broken" / name).parent.rename(home / name.partition("/")[0])
+    for out in ("whole", "broken"):
+        succeeded(train(home, plan, "--resume", out=out, steps=7))
     assert weights_sha(home / "whole" / "checkpoint-7") == weights_sha(home / "broken" / "checkpoint-7") != {}
     assert [line["step"] for line in lines_of(home, "broken")] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_without_a_whole_checkpoint_that_is_said_too(home):
-    plan = plan_in(home)
-    succeeded(train(home, plan, steps=1))
-    flip_a_byte(home / "out" / "checkpoint-1" / "model.safetensors")
-    one_line(train(home, plan, "--resume", steps=3), 2, "model.safetensors", "none before it is whole")

@@ -10,7 +10,7 @@ from runtime.plan import PlanFile
 from runtime.plan.footprint import host_needs, planned_device_needs
 from runtime.units import show_bytes
 from tests.rank_runs import COMMAND, after, by_hand, planned, words
-from tests.running import make_home, plan_in, succeeded, train
+from tests.running import make_home, plan_in, succeeded, train, weights_in
 
 
 def refused_by_the_first(found, line, code=2):
@@ -65,8 +65,8 @@ def alike(tmp_path_factory):
     home = make_home(tmp_path_factory.mktemp("alike"))
     succeeded(train(home, plan_in(home), steps=1))
     planned(home, 2)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(home / "out" / "checkpoint-1" / name, home / "model" / name)
+    shutil.copy(home / "out" / "checkpoint-1" / "config.json", home / "model")
+    save_file(weights_in(home / "out" / "checkpoint-1"), home / "model" / "model.safetensors")
     for rank in ("0", "1"):
         for name in ("data", "model"):
             shutil.copytree(home / name, home / rank / name)

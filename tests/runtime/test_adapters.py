@@ -250,7 +250,7 @@ def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: s
     policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if "device" in way else ())
     machine = machine_for(plan_of(config, semantics, policy), HostileToBoth)
     batch, plain = batches_of(96, 4, 16)[0], streamed(config, without, policy)
-    assert evaluate(machine, sequences_of(batch), 4).loss == plain.results[0].loss
+    assert evaluate(machine, sequences_of(batch), 4)["eval_loss"] == plain.results[0].loss
     for step in range(N_STEPS):
         execute(machine.plan, machine, 1, step)
         evaluate(machine, sequences_of(batch), 4)

@@ -171,8 +171,8 @@ def test_an_evaluation_attends_by_document_too():
     padded = evaluate(machine, sequences_of(batches[0]), 3)
     found = evaluate(machine, sequences_of(batches[0]), 4)
     execute(machine.plan, machine, 1)
-    assert found.loss == machine.results[0].loss
-    assert padded.n_tokens == int((batches[0].targets[:3] != -100).sum())
+    assert found["eval_loss"] == machine.results[0].loss
+    assert padded["eval_tokens"] == int((batches[0].targets[:3] != -100).sum())
 
 
 def test_no_device_is_waited_for_after_two_micro_batches():

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.checkpoint import load_state
-from penstock.checkpoint.resuming import refuse_another
+from penstock.checkpoint.checkpoint import load_state, refuse_another
 from planner.check.shape import Shape
 from planner.lower.lower import lower
 from runtime.errors import CheckpointError, PlanError

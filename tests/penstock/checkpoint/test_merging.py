@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_a_model_is_not_merged_into_a_folder_that_is_in_use(tmp_path: Path) -> N
 
 def test_a_disk_without_room_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, adapter = folders(tmp_path)
-    monkeypatch.setattr(merging, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(merging.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"takes .* KB, and 1.* KB are free; make room"):
         merge(base, adapter, tmp_path / "out", lambda *_: pytest.fail("was written"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint import retention
-from penstock.checkpoint.checkpoint import latest, load_state, whole
-from penstock.checkpoint.retention import clean, keep_last, whole_before
+from penstock.checkpoint.checkpoint import load_state, whole
+from penstock.checkpoint.retention import clean, keep_last, refuse_later
 from runtime.errors import CheckpointError
 from tests.accidents import forked_to_die
-from tests.checkpoints import small
+from tests.checkpoints import refused, small
 
 
 def names(folder: Path) -> list[str]:
@@ -28,17 +28,12 @@ def test_the_last_few_stay_and_later_ones_are_left_alone(tmp_path, n, expected):
     assert names(tmp_path) == sorted(["checkpoint-x", *(f"checkpoint-{step}" for step in expected)])
 
 
-def test_checkpoints_set_aside_count_as_kept_and_go_first(tmp_path):
-    for step in (5, 9, 10, 12):
+def test_a_checkpoint_of_a_later_step_is_refused(tmp_path):
+    """A run that is killed before its first save would else resume from it, with a hole in its log."""
+    for step in (5, 9, 12):
         small(tmp_path, step)
-    for step in (9, 12):
-        (tmp_path / f"checkpoint-{step}").rename(tmp_path / f"checkpoint-{step}.left")
-    (tmp_path / "checkpoint-mine.left").mkdir()
-    keep_last(tmp_path, 3, 10)
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-12.left", "checkpoint-5", "checkpoint-mine.left"]
-    (tmp_path / "checkpoint-12.left").rename(tmp_path / "checkpoint-12.left.removed")  # killed meanwhile
-    clean(tmp_path)
-    assert names(tmp_path) == ["checkpoint-10", "checkpoint-5", "checkpoint-mine.left"]
+    refuse_later(tmp_path, 12)
+    assert "checkpoint-12, checkpoint-9, of a later step" in refused(lambda: refuse_later(tmp_path, 5))
 
 
 @pytest.mark.fast("some")
@@ -68,17 +63,6 @@ def test_leftovers_of_killed_runs_are_deleted_and_nothing_else(tmp_path):
     assert names(tmp_path) == sorted(["checkpoint-3", "elsewhere", *others])
     assert (tmp_path / "elsewhere" / "precious").exists()
     clean(tmp_path / "nowhere")
-
-
-def test_the_newest_whole_checkpoint_before_a_damaged_one(tmp_path):
-    for step in (1, 2, 3, 4, 5):
-        small(tmp_path, step)
-    for step in (3, 4):
-        path = tmp_path / f"checkpoint-{step}" / "optimizer-000.safetensors"
-        path.write_bytes(path.read_bytes()[:-1] + b"!")
-    assert whole_before(tmp_path, tmp_path / "checkpoint-4") == tmp_path / "checkpoint-2"
-    assert whole_before(tmp_path, tmp_path / "checkpoint-1") is None
-    assert latest(tmp_path) == tmp_path / "checkpoint-5"
 
 
 def test_what_cannot_be_removed_is_one_line(tmp_path, monkeypatch):

@@ -9,9 +9,8 @@ from functools import lru_cache, partial
 
 import pytest
 
-from penstock.checkpoint import saver
+from penstock.checkpoint import checkpoint, saver
 from penstock.checkpoint.checkpoint import load_state, whole
-from penstock.checkpoint.saving import CheckpointWriter
 from penstock.checkpoint.snapshot import Snapshots, order_of_updates
 from penstock.training.session import Session
 from runtime.errors import CheckpointError
@@ -97,21 +96,31 @@ def n_met(snapshots: Snapshots) -> int:
 
 
 def before_each_tensor(monkeypatch, work) -> None:
-    """`work(writer)` is called before a tensor is written."""
-    put = CheckpointWriter.put
-    monkeypatch.setattr(CheckpointWriter, "put", lambda self, name, tensor: (work(self), put(self, name, tensor)))
+    """`work(step)` is called before a tensor of the checkpoint of that step is written."""
+    write = checkpoint.write_tensors
+
+    def slowly(path, outlines, contents):
+        def each():
+            work(step := int(path.parent.name.removeprefix("checkpoint-").removesuffix(".partial")))
+            for piece in contents:
+                yield piece
+                work(step)
+
+        return write(path, outlines, each())
+
+    monkeypatch.setattr(checkpoint, "write_tensors", slowly)
 
 
 def late_writer(monkeypatch, snapshots: list[Snapshots], seed: int, longest_s: float = 0.002, last: int = N_STEPS) -> None:
     """The thread that writes begins when the next step has come to its first update, and is late now and then after that."""
     rng, begun = random.Random(seed), {last}  # after which no update comes
 
-    def late(writer):
+    def late(step):
         if threading.current_thread().name.startswith("saver"):
-            met, until_s = snapshots[0].met_before[writer.step], time.perf_counter() + 60
-            while writer.step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
+            met, until_s = snapshots[0].met_before[step], time.perf_counter() + 60
+            while step not in begun and n_met(snapshots[0]) == met and time.perf_counter() < until_s:
                 time.sleep(0.0005)
-            begun.add(writer.step)
+            begun.add(step)
             if rng.random() < 0.3:
                 time.sleep(rng.random() * longest_s)
 

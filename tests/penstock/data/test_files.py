@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from penstock.data import rows
+from penstock.data import files as rows
 from penstock.data.files import HELD_OUT, find_files
 from tests.bytes_of_files import read, refused, texts_of, tokens_of, write_lines
 from tests.tour import ROOT

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.data.data import read_data
-from penstock.data.map_style import SHARES, shares_of
+from penstock.data.sampling import SHARES, shares_of
 from penstock.settings import DataPart, DataSettings
 from runtime.batch import UNSUPERVISED
 from runtime.errors import CheckpointError, DataError

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.data import documents
-from penstock.data import rows as room
+from penstock.data import files as room
 from penstock.data.data import read_data
 from penstock.data.loader import Loader
 from penstock.settings import DataSettings

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.training.generation import generate
+from penstock.training.validation import generate
 from runtime.errors import DataError, PenstockError
 from runtime.executor import execute
 from runtime.plan import Policy, saves

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import Trainer as TrainerOfTransformers
 
@@ -15,6 +14,7 @@ from runtime.errors import CheckpointError
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.optimizer import decays
+from tests.running import weights_in
 from tests.sessions import lines, resumed, same_state, session_of, steps_of, train
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import state_of
@@ -60,7 +60,7 @@ def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, m
     assert same_state(train(resumed(session_of(tmp_path / "parts", other, Infinite, **fields)), 9), unbroken)
     told = [[(line["step"], line["loss"], line["lr"]) for line in lines(tmp_path / name)] for name in ("parts", "whole")]
     assert told[0] == told[1]
-    weights = [load_file(tmp_path / name / "checkpoint-9" / "model.safetensors") for name in ("parts", "whole")]
+    weights = [weights_in(tmp_path / name / "checkpoint-9") for name in ("parts", "whole")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -153,10 +153,11 @@ def test_each_step_logs_busy_lanes_and_its_prediction(tmp_path):
 
 def test_other_optimizer_settings_are_refused_by_difference(tmp_path):
     was, now = ({"schedule": {"kind": kind}} for kind in ("cosine", "linear"))
-    train(replace(session_of(tmp_path), optimizer=was), 1)
+    first = session_of(tmp_path)
+    train(replace(first, identity=first.identity | {"optimizer": was}), 1)
     with pytest.raises(CheckpointError, match=r'schedule.kind was "cosine", is "linear".*--model'):
-        resumed(replace(session_of(tmp_path), optimizer=now))
-    resumed(replace(session_of(tmp_path), optimizer=json.loads(json.dumps(was))))
+        resumed(replace(first, identity=first.identity | {"optimizer": now}))
+    resumed(replace(first, identity=first.identity | {"optimizer": json.loads(json.dumps(was))}))
 
 
 @pytest.mark.fast("some")

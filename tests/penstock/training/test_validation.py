@@ -52,10 +52,10 @@ def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     machine = machine_of(config, semantics, Policy(accumulation_group=2), delay_seed=1)
     held_out = sequences(config["vocab_size"], 9)
     found = evaluate(machine, sequences_of(held_out), 9)
-    assert found.loss == pytest.approx(loss_of_transformers(config, semantics, held_out), abs=1e-5)
-    assert found.n_tokens == held_out.n_supervised
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
-    assert found.seconds > 0
+    assert found["eval_loss"] == pytest.approx(loss_of_transformers(config, semantics, held_out), abs=1e-5)
+    assert found["eval_tokens"] == held_out.n_supervised
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert found["eval_s"] > 0
 
 
 @pytest.mark.fast("values")
@@ -71,7 +71,7 @@ def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
     batch = batches_of(config["vocab_size"], 4, 16)[0]
     found = evaluate(machine, sequences_of(batch), 4)
     execute(machine.plan, machine, 1)
-    assert (found.loss, found.n_tokens) == (machine.results[0].loss, batch.n_supervised)
+    assert (found["eval_loss"], found["eval_tokens"]) == (machine.results[0].loss, batch.n_supervised)
 
 
 @pytest.mark.soak_cases("gemma2", "mixtral")
@@ -87,10 +87,10 @@ def test_evaluations_between_steps_change_no_bit_of_training(model_type, data):
     policy = data.draw(policies(semantics, build_workload(Model(config), semantics)), label="policy")
     machine = machine_of(config, semantics, policy, delay_seed=data.draw(st.integers(0, 9), label="delay"))
     held_out = sequences_of(sequences(config["vocab_size"], 3))
-    losses = [evaluate(machine, held_out, 3).loss]
+    losses = [evaluate(machine, held_out, 3)["eval_loss"]]
     for step in range(N_STEPS):
         execute(machine.plan, machine, 1, step)
-        losses.append(evaluate(machine, held_out, 3).loss)
+        losses.append(evaluate(machine, held_out, 3)["eval_loss"])
     assert differences(machine, plain(model_type, semantics, key)) == []
     assert len(set(losses)) == N_STEPS + 1, "the weights changed in between"
 
@@ -117,7 +117,7 @@ def test_late_streams_evaluate_and_train_the_same(model_type):
     on_time = evaluate(machine_of(config, semantics, EVERYTHING), held_out, 7)
     for seed, haste in ((0, 0.0), (1, 0.7)):
         machine = machine_of(config, semantics, EVERYTHING, LateForBoth, streams=LateStreams(seed, haste))
-        assert evaluate(machine, held_out, 7).loss == on_time.loss
+        assert evaluate(machine, held_out, 7)["eval_loss"] == on_time["eval_loss"]
         for step in range(N_STEPS):
             execute(machine.plan, machine, 1, step)
             evaluate(machine, held_out, 7)

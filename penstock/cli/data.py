@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.options import PATH, Command, data_settings, flag_of, given_settings
-from penstock.cli.outputs import show_table
-from penstock.cli.progress import Preparing, show_overview
 from penstock.run_config import read_run
 
+from .options import PATH, Command, data_settings, flag_of, given_settings
+from .outputs import show_table
+from .progress import Preparing, show_overview
+
 if TYPE_CHECKING:
-    from penstock.data.map_style import PackedSet
+    from penstock.data.sampling import PackedSet
     from penstock.data.tokenizer import ModelTokenizer
 
 MOST_SAMPLES = 1000
@@ -53,7 +54,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     Learned tokens are in green on a terminal, elsewhere in [[ ]].
     """
     from penstock.data.data import read_data
-    from penstock.data.map_style import MapStyleData
+    from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer
 
     settings = replace(read_run(None, given_settings(flags) | data_settings(paths)).data, shuffle=False)
@@ -72,8 +73,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
         return
     if model is None:
         click.echo("no tokenizer: text is read as bytes; give the model's folder with --model", err=True)
-    warning = about.pop("warning", None)
-    show_overview(about, warning)
+    show_overview(about)
     if sys.stdout.isatty():
         for sample in samples:
             cut = f", {sample.n_cut:,} of them cut" if sample.n_cut else ""

@@ -1,26 +1,34 @@
-"""Map-style data: the batch of a step is a function of the step, the seed, the settings and the data.
+"""Sampling: the batch of each step, from data that is packed once (map-style), or from a stream.
 
-Sequences are packed once, from documents in an order that the seed gives; each epoch of a set has an order of its own. Several sets
-are mixed in rounds: each has its share of a round's samples, spread evenly. Without weights a round holds every sequence of every
-set once. With weights a set that is through begins anew, in another order.
+Map-style, the batch of a step is a function of the step, the seed, the settings and the data. Sequences are packed once, from
+documents in an order that the seed gives; each epoch of a set has an order of its own. Several sets are mixed in rounds: each has
+its share of a round's samples, spread evenly. Without weights a round holds every sequence of every set once. With weights a set
+that is through begins anew, in another order.
+
+Streamed, documents are read as they are needed, shuffled within a buffer, and resumed at any step. `datasets` hands the documents
+of a shuffle buffer to a map function, which puts them in an order given by the seed, the epoch and the buffer's place, and packs
+them. Nothing is carried from one buffer to the next, so the state that the library keeps (where a buffer begins, how many of its
+sequences were used) resumes exactly; its own `shuffle` loses what a buffer holds.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from runtime.batch import Batch
 from runtime.errors import DataError
 
-from .documents import Array, Documents
-from .packing import Counts, Sequences, Shape, batch_of, in_words, row_of
+from .documents import Array, Columns, Documents, Reader
+from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, row_of
 
 SHARES = 1000  # samples of a round in which weights are whole numbers
 TOLERANCE = 0.002  # of weights that add up to 1: three of 0.333 do
+BEGIN = {"epoch": 0, "stream": None}  # where a stream begins
 MANY = 1 / 3  # of the documents: where more are cut, a longer sequence is worth a thought
 
 
@@ -97,6 +105,60 @@ class MapStyleData:
             "documents are cut, and the rest of them is not learned; plan with a longer --seq-len, or set data.too_long to split"
         )
         return said | ({"warning": f"{', '.join(cut)}: many {advice}"} if cut else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Batches one after another, of a length that shows only at its end."""
+
+    reader: Reader
+    shape: Shape
+    batch_size: int
+    buffer_documents: int
+    seed: int | None  # None: in the order of the files, epoch after epoch
+    about: str  # the data set and how it is read, for the user
+    fingerprint: str
+    n_steps: None = None
+
+    def batches(self, first_step: int, stride: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Each batch from a position on, and the position after it."""
+        rows = self._rows(position["epoch"], position["stream"])
+        while True:
+            of_batch = [next(rows) for _ in range(self.batch_size)]
+            yield batch_of((row for row, _ in of_batch), self.shape.packing == "documents"), of_batch[-1][1]
+
+    def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, dict[str, Any]]]:
+        for epoch in count(first_epoch):
+            documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
+            options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
+            stream = documents.map(partial(self._packed, epoch), remove_columns=list(self.reader.features), **options)
+            found = state is not None
+            if state is not None:
+                stream.load_state_dict(state)
+            for example in stream:
+                found = True
+                yield example["row"], {"epoch": epoch, "stream": stream.state_dict()}
+            if not found:
+                raise DataError(f"{self.reader.files.path}: no document in it has anything to learn; give other data")
+            state = None
+
+    def _packed(self, epoch: int, buffer: Columns, indices: list[int]) -> Columns:
+        """The sequences of a shuffle buffer's documents, in an order of their own."""
+        documents = Documents(Dataset.from_dict(buffer, self.reader.features), self.reader.files)
+        sequences, _ = pack(documents, self._order(len(indices), epoch, indices[0], 0), self.shape)
+        order = self._order(len(sequences), epoch, indices[0], 1)
+        return {"row": [row_of(documents, sequences[i], self.shape) for i in order.tolist()]}
+
+    def _order(self, n: int, *place: int) -> Array:
+        return np.arange(n) if self.seed is None else order_of(n, self.seed, *place)
+
+    def position(self, step: int) -> dict[str, Any] | None:
+        """Of the first step; any other's is known once the stream was there."""
+        return BEGIN if step == 0 else None
+
+    def words(self) -> dict[str, str]:
+        rows = f"read as they are needed, in shuffle buffers of {self.buffer_documents:,} documents"
+        return {"data": self.about, "rows": rows, "sequences": f"of {self.shape.seq_len:,} tokens, packing {self.shape.packing}"}
 
 
 def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from penstock.cli.progress import Preparing
 from runtime.units import on_one_line, show_bytes
+
+from .progress import Preparing
 
 
 @click.command()

@@ -1,0 +1,270 @@
+"""`penstock fits`, `compare` and `machines`: which machine trains a model, which model fits a machine."""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from runtime.errors import PenstockError
+from runtime.units import GB, parse_bytes, show_bytes, show_count, show_duration
+
+from .options import (
+    BYTES,
+    CLIP_NORM,
+    COUNT,
+    SEQ_LEN,
+    TOKENS,
+    sequences_of_a_step,
+    together,
+    with_batch,
+    with_gpus,
+    with_prices,
+    with_training,
+)
+from .outputs import show_table
+
+if TYPE_CHECKING:
+    from hwprofiles.schema import Profile
+    from planner.show.fits import Fit
+    from runtime.plan import Semantics
+    from runtime.plan.packed import Base
+
+Found = TypeVar("Found")
+MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
+MOST_SIZES = 32  # of host memory, in one question
+COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
+FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
+FIT_JOB_TITLES = ("time", "rented", "bought")
+MACHINE_TITLES = (
+    *("machine", "what it is", "device memory", "host memory", "rent an hour", "bought"),
+    *("measured", "on another", "assumed"),
+)
+
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+# The work that machines are asked about, but for its batch
+with_work = together(
+    SEQ_LEN,
+    CLIP_NORM,
+    click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights."),
+    with_training,
+    with_gpus,
+    AS_JSON,
+)
+
+
+@click.command()
+@click.argument("machines", nargs=-1)
+@click.option("--host-memory", help="Sizes with commas between: 64GB,128GB.  [default: 32GB to 2048GB, by doubling]")
+@click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
+@click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
+@click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
+@click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
+@with_work
+def fits(
+    machines: tuple[str, ...],
+    host_memory: str | None,
+    families: str | None,
+    gpus: int,
+    hosts: int,
+    network_gbit: float | None,
+    tokens: int | None,
+    search: bool,
+    as_json: bool,
+    **work: Any,
+) -> None:
+    """The largest model of each family that host memory of 32 to 2048 GB can train, and about how fast.
+
+    MACHINES are shipped ones, files of profiles, or a GPU that shipped machines begin with: rtx4090 is all of them, and each size
+    of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
+    and h100-sxm.
+    """
+    from hwprofiles.several import on_network, part_of
+    from planner.show import fits as planned
+
+    groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
+    for profile in chain(*groups.values()):
+        part_of(profile, gpus, hosts, network_gbit)  # or say why not
+    groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
+    known = planned.families()
+    asked = list(dict.fromkeys(part.strip() for part in families.split(","))) if families else list(known)
+    if wrong := [name for name in asked if name not in known]:
+        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(known)}")
+    sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
+    if len(sizes) > MOST_SIZES:
+        raise click.UsageError(f"--host-memory names {len(sizes)} sizes; ask for at most {MOST_SIZES}")
+    semantics = semantics_of(micro_batch=1, n_gpus=gpus * hosts, **work)
+    tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]
+    found = [fit for column in swept(planned.fits, tasks, "models on GPUs") for fit in column]
+    if as_json:
+        whole = semantics.whole
+        rows = [fit.to_json(tokens) for fit in found]
+        click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
+        return
+    titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(FIT_JOB_TITLES if tokens else ()))
+    show_table(titles, [_row(fit, tokens) for fit in found])
+
+
+def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
+    from planner.show.price import show_usd
+
+    where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
+    if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
+        return (*where, "none fits", "-", "-", *("-",) * (3 if tokens else 0))
+    row = (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}")
+    job = fit.job(tokens) if tokens else None
+    return row if job is None else (*row, show_duration(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd))
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--machines",
+    default=COMMON,
+    help=f"Shipped machines, or files of profiles, with commas between; or all.  [default: {COMMON}]",
+)
+@with_batch
+@click.option("--micro-batch", type=COUNT, help="Sequences computed at a time.  [default: each machine's own]")
+@click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
+@with_prices
+@with_work
+def compare(
+    model: str,
+    machines: str,
+    batch_size: int | None,
+    tokens_per_step: int | None,
+    micro_batch: int | None,
+    host_memory: int | None,
+    gpus: int,
+    hosts: int,
+    network_gbit: float | None,
+    tokens: int | None,
+    usd_per_hour: float | None,
+    usd: float | None,
+    usd_per_kwh: float | None,
+    as_json: bool,
+    **work: Any,
+) -> None:
+    """Rank machines for training MODEL, the fastest first; those that it does not fit come last, with what would make it fit.
+
+    Prices that are given hold for every machine.
+    """
+    from hwprofiles.several import part_of
+    from planner.model.workload import read_model, supported_attention
+    from planner.search.micro_batch import SIZES
+    from planner.show.compare import COLUMNS, JOB_TITLES, candidate, ranked
+
+    described = read_model(model)
+    profiles = []
+    for profile in _compared(machines, gpus):
+        profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
+        if host_memory is not None and profile.most_host_bytes is None:
+            profile = profile.with_memory(None, host_memory)
+        elif host_memory is not None:
+            click.echo(f"{profile.name}: its memory is soldered, and stays as it is", err=True)
+        profiles.append(part_of(profile, gpus, hosts, network_gbit))
+    if not profiles:
+        raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
+    n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
+    asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=gpus * hosts, **work)
+    asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
+    if asked.micro_batch > asked.batch_size:
+        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
+    free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
+    found = ranked(described, asked, swept(candidate, [(described, of, asked, None, free) for of in profiles], "machines"))
+    if as_json:
+        click.echo(json.dumps(found.to_json(tokens)))
+        return
+    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in found.candidates])
+    for note in found.notes():
+        click.echo(note)
+
+
+@click.command()
+@AS_JSON
+def machines(as_json: bool) -> None:
+    """List the machines that can be planned for by name, what they cost, and what their speed rests on.
+
+    The last columns share out the device's seconds of a standard step (qwen3-8b, 4 x 4096 tokens): measurements of this very
+    device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
+    other numbers, or of `penstock probe -o`.
+    """
+    from hwprofiles.quantity import BASES
+    from planner.predict.rests_on import standard
+    from planner.show.price import hourly
+
+    profiles = _profiles()
+    if as_json:
+        fields = [
+            {"name": p.name, "summary": p.summary, "device": p.device.name, "device_memory_bytes": int(p.device.memory_bytes.value)}
+            | {"host_memory_bytes": int(p.host.memory_bytes.value), "most_host_bytes": p.most_host_bytes}
+            | {"usd_per_hour": asdict(hourly(p)), "numbers": p.count_sources(), "rests_on": standard(p).to_json()}
+            for p in profiles
+        ]
+        click.echo(json.dumps({"machines": fields}))
+        return
+    rows = []
+    for p in profiles:
+        price, basis = p.price, standard(p)
+        host = show_bytes(p.host.memory_bytes.value) + ("" if p.most_host_bytes is None else ", soldered")
+        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD"
+        memory = " and memory" if price.ram_usd_per_gb else ""
+        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{memory}"
+        shares = (f"{basis.fraction(of):.0%}" for of in BASES)
+        rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
+    show_table(MACHINE_TITLES, rows)
+
+
+def _compared(names: str, n_gpus: int) -> "list[Profile]":
+    """The named machines, each once; of all of them those with one GPU, or with as many as are asked for."""
+    if names.strip() != "all":
+        return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
+    return [p for p in _profiles() if p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1)]
+
+
+def _profiles(name: str = "") -> "list[Profile]":
+    """The machine of that name or file; or all shipped ones of a GPU, or of any."""
+    from hwprofiles.schema import read_profile, shipped_profiles
+
+    of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
+    return [read_profile(shipped) for shipped in of_gpu or [name]]
+
+
+def semantics_of(master: str, train: str | None, base: "Base | None", n_gpus: int, **fields: Any) -> "Semantics":
+    """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared."""
+    from planner.search.micro_batch import shared_step
+    from runtime.plan import Semantics
+    from runtime.plan.policy import trained
+
+    asked = trained(Semantics(master_dtype=master, **fields), train, base)  # type: ignore[arg-type]
+    return shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
+
+
+def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str) -> list[Found]:
+    """`work` of each task, in their order, on all cores; a terminal shows the progress."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
+    n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
+    if n_workers <= 1:
+        return [work(*task) for task in show(tasks)]
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(n_workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
+    try:
+        return list(show(pool.map(work, *zip(*tasks, strict=True))))
+    except BrokenProcessPool:
+        raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():  # after an interruption some are still at work
+            child.terminate()

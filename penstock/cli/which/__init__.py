@@ -1,1 +1,0 @@
-"""`penstock compare`, `fits` and `machines`."""
