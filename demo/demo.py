@@ -29,6 +29,7 @@ MODEL = OUT / "qwen3-small"
 N_STEPS, SAVE_EVERY, KILL_AFTER = 80, 20, 45
 SHOWN_EVERY = 10  # one step of this number is printed
 SEQ_LEN, BATCH_SIZE = 256, 4
+DTYPES = ("bf16", "fp32")  # to compute in, the first where both are as fast
 ASKED = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
 SHOWN_APART = 9  # one question of this number is shown with what the model says
 Pairs = list[tuple[str, str]]  # a question and its answer
@@ -50,7 +51,7 @@ CONFIG = {
     "attention_bias": False,
     "attention_dropout": 0.0,
 }
-STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 moments, bf16 gradient
+STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 moments, bf16 gradient; in fp32 as many
 TRAINING = {
     "optimizer.schedule.kind": "cosine",
     "optimizer.schedule.warmup_steps": 10,
@@ -174,6 +175,14 @@ def n_params() -> int:
     return build_workload(read_model(str(MODEL)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
 
 
+def faster_dtype(profile: Any) -> str:
+    """The dtype to compute in: a processor without instructions for bf16 is many times slower with it than with fp32."""
+    rates = {
+        dtype: profile.matmul_rate(dtype, SEQ_LEN, CONFIG["hidden_size"], CONFIG["intermediate_size"]).value for dtype in DTYPES
+    }
+    return max(DTYPES, key=rates.__getitem__)
+
+
 def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
     MODEL.mkdir(parents=True)
@@ -187,7 +196,9 @@ def main() -> None:
     profile = call(penstock.probe, "cpu", quick=True)
     print(profile.summary)
     (OUT / "this-machine.json").write_text(json.dumps(profile.to_json(), indent=1))
-    sizes = {"seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "device_memory_bytes": state_bytes // 2}
+    sizes: dict[str, Any] = {"seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "device_memory_bytes": state_bytes // 2}
+    if (dtype := faster_dtype(profile)) != DTYPES[0]:
+        sizes |= {"compute_dtype": dtype, "gradient_dtype": dtype}
     planned = call(penstock.plan, MODEL, profile, **sizes)
     print(planned)
     plan = planned.save(OUT / "plan.json")

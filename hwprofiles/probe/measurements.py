@@ -76,6 +76,7 @@ class Effort:
             point_s=self.point_s / 2,
             batch_s=self.batch_s / 2,
             window_s=self.window_s / 2,
+            longest_s=self.longest_s / 4,
             warm_up_s=self.warm_up_s / 3,
             soak_s=self.soak_s / 5,
             every={dtype: 2 * n for dtype, n in self.every.items()},

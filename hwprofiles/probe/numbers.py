@@ -23,9 +23,8 @@ class Numbers:
         self.results, self.values = results, _values(results)
         fields = [row.field for row, _, _ in results]
         self.seen = {field: rate for field, rate in zip(fields, self.values, strict=True) if field.startswith(SEEN)}
-        alone, beside, nodes = (self._below(prefix) for prefix in (ALONE, BESIDE, NODES))
+        alone, beside, self.node_bytes_per_s = (self._below(prefix) for prefix in (ALONE, BESIDE, NODES))
         self.slowdowns = {kind: max(1.0, rate / beside[kind]) for kind, rate in alone.items()}
-        self.node_bytes_per_s = nodes
         self.sustained_fraction = self.seen[REFERENCE + "last"].value / self.seen[REFERENCE + "first"].value
         self.link = next((load.link for row, _, load in results if row.work.kind == "copies" and load.link), None)
 

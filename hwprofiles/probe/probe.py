@@ -1,8 +1,8 @@
 """The probe: performs the list of measurements on a device, and writes the profile that they make."""
 
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from datetime import date
 from typing import Any
 
@@ -75,8 +75,6 @@ class _Probe:
             self._measure(row)
         numbers, taken_bytes = Numbers(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
         workspace = Timing(taken_bytes + BEYOND_PROBE_BYTES, 0.5).quantity("workspace")
-        if facts.is_cpu:
-            workspace = Timing(0, 0.0).quantity("copies")
         cores_per_copy, traffic, _ = COPIES[facts.kind]
         cores = f"{facts.n_host_cores} core{'s' * (facts.n_host_cores > 1)}"
         fields: dict[str, Any] = {
@@ -90,7 +88,7 @@ class _Probe:
                 "kind": facts.kind,
                 "memory_bytes": Timing(usable_bytes, 0.0).quantity("memory"),
                 "context_bytes": Timing(context_bytes, 0.0).quantity("copies" if facts.is_cpu else "memory"),
-                "workspace_bytes": workspace,
+                "workspace_bytes": Timing(0, 0.0).quantity("copies") if facts.is_cpu else workspace,
                 "compute_threads": facts.compute_threads,
             },
             "link": {"host_cores_per_copy": Timing(cores_per_copy, 0.0).quantity("copies"), "dram_bytes_per_byte": traffic},
@@ -121,11 +119,9 @@ class _Probe:
         free_bytes, total_bytes = self.device.memory()
         for margin in MARGINS:
             n_bytes = int(free_bytes * (1 - margin)) // (2 * MiB) * (2 * MiB)
-            try:
+            with suppress(DeviceOutOfMemory):
                 self.device.reserve(n_bytes)
-            except DeviceOutOfMemory:
-                continue
-            return total_bytes - free_bytes + n_bytes, total_bytes - free_bytes
+                return total_bytes - free_bytes + n_bytes, total_bytes - free_bytes
         free = show_bytes(free_bytes)
         raise DeviceOutOfMemory(f"of {free} of free device memory {MARGINS[-1]:.0%} less cannot be had in one piece")
 
@@ -133,8 +129,8 @@ class _Probe:
         """Time the work, unless it would take too long, or the device refuses what a run can do without."""
         self.now, number = row.work.name, (row.field, row.key)
         expected_s = row.work.amount / self.best[number] if number in self.best else 0.0
-        if row.field in self.left_out or expected_s > self.effort.longest_s:
-            return
+        if row.field in self.left_out or expected_s > self.effort.longest_s:  # one way of a kernel is not left out alone
+            return self._forget(row.field, row.work.point)
         try:
             with ExitStack() as stack:
                 ready, *company = (stack.enter_context(self.device.prepared(work)) for work in (row.work, *row.beside))
@@ -146,9 +142,13 @@ class _Probe:
                 raise
             # One that the device does not have at all it refuses at once: of that nothing is said.
             self.left_out[row.field] = f"; left out: {row.work.name} ({error})" if number in self.best else ""
-            self.results = [result for result in self.results if result[0].field != row.field]
+            self._forget(row.field, {})
         else:
             self.best[number] = max(self.best.get(number, 0.0), row.work.amount / seconds.value)
+
+    def _forget(self, field: str, point: Mapping[str, int]) -> None:
+        """What was measured of this number, at one point of it or at all."""
+        self.results = [row for row in self.results if row[0].field != field or not point.items() <= row[0].work.point.items()]
 
     def _sources(self, facts: Facts, numbers: Numbers, process_bytes: int) -> dict[str, Any]:
         """Where the numbers come from."""

@@ -78,7 +78,7 @@ class Trial:
 
     def beats(self, policy: Policy, other: Policy, by_fraction: float = 0.0) -> bool:
         """Whether its step is shorter than that of another, by more than that share. Its bound is asked first: lowering takes
-        twenty times as long."""
+        7 to 20 times as long, the more the longer the step."""
         limit_s = self.step_s(other) * (1 - by_fraction)
         return (policy in self.tried or self.frames.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
 

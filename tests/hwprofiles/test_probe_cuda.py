@@ -153,6 +153,10 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
     assert max(works.product("fp32", p.m, p.k, p.n).amount / p.flop_per_s.value for p in fp32) <= GPU.longest_s
     assert max(a.seq_len for a in small.device.attention["flash"]["bf16"]) == 16384
     assert max(p.n_bytes for p in small.link.h2d.bytes_per_s) == 256 * 2**20
+    slow = probed_of(Truth(attention_flop_per_s={"bf16": 8e12, "fp32": 8e12}, cudnn_flop_per_s={}), effort=GPU)
+    lengths = {(a.head_dim, a.seq_len) for a in slow.device.attention["flash"]["bf16"]}
+    assert {(64, 32768), (128, 16384)} <= lengths
+    assert (128, 32768) not in lengths, "its backward would take too long, and no point has one way alone"
     little_host = probed_of(Truth(host_bytes=2 * GB), effort=GPU)
     assert max(p.n_bytes for p in little_host.link.d2h.bytes_per_s) == 256 * 2**20
 

@@ -8,11 +8,12 @@ import pytest
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
 from planner.bounds import work as of_blocks
+from planner.bounds.bounds import policy_bound
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
 from planner.search.frames import Frames
 from planner.search.relax import Relaxation
-from planner.search.space import Family
+from planner.search.space import Family, family_of
 from runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of, with_state_on_device
 
@@ -48,6 +49,19 @@ def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
 @pytest.mark.parametrize("first", range(0, N_CELLS, N_PER_TEST))
 def test_no_plan_is_faster_than_a_bound(first):
     assert [said for number in range(first, first + N_PER_TEST) for said in broken(cell(number), number, N_TRIES)] == []
+
+
+@pytest.mark.parametrize("number", range(900_000, 900_012))
+def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
+    """Policies of one cell share works of blocks, and a linear program is bounded below the integer one."""
+    of, rng = cell(number), random.Random(number)
+    frames = Frames(of.model, of.workload, of.semantics, CostModel(of.profile))
+    for policy in [start for _ in range(12) if (start := start_of(rng, of)) is not None]:
+        plan = frames.of(policy)
+        assert frames.bound_s(policy) == policy_bound(plan, CostModel(of.profile)).seconds
+        relaxation, family = Relaxation(frames, of.clipped_fraction), family_of(policy, of.semantics)
+        relaxed = relaxation.solve(family)
+        assert relaxed is None or relaxation.linear_bound_s(family) <= relaxed.bound_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize(("number", "seed"), CAUGHT)
