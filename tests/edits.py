@@ -75,7 +75,7 @@ def with_value(tree: Any, path: list[str], value: object) -> Any:
 def reordered(plan: Plan, order: Sequence[int]) -> Plan:
     """The ops of these numbers, in this order. Waits follow their ops; those for ops that are left out are dropped."""
     places = {i: place for place, i in enumerate(order)}
-    waits = [tuple(replace(w, op=places[w.op]) for w in plan.ops[i].waits if w.op in places) for i in order]
+    waits = [tuple(w._replace(op=places[w.op]) for w in plan.ops[i].waits if w.op in places) for i in order]
     return replace(plan, ops=tuple(replace(plan.ops[i], waits=of) for i, of in zip(order, waits, strict=True)))
 
 

@@ -124,7 +124,7 @@ def _waits(plan: Plan, others: Callable[[Wait], Iterable[Wait | None]]) -> Mutan
 
 def _wait_for_an_earlier_op(plan: Plan) -> Mutants:
     def earlier(wait: Wait) -> Iterable[Wait]:
-        return (replace(wait, op=j) for j in range(wait.op) if plan.ops[j].lane is plan.ops[wait.op].lane)
+        return (wait._replace(op=j) for j in range(wait.op) if plan.ops[j].lane is plan.ops[wait.op].lane)
 
     return _waits(plan, earlier)
 

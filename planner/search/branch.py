@@ -92,15 +92,15 @@ class Tree:
         self._expand(heapq.heappop(self.open))
         return True
 
-    def try_first(self, start: Iterable[Policy]) -> float:
-        """The step of the best of these policies and of one that the relaxation of the most promising family suggests; infinite if
-        none fits."""
-        for policy in start:
-            self._take(policy)
+    def try_first(self, start: Iterable[Policy], known_s: float) -> float:
+        """The step of the best of what the relaxation of the most promising family suggests and of these policies; infinite if none
+        fits. `known_s`: a step with other sizes; what is far above it is not tried."""
         if self.open and self.open[0].family.boundary_stride == 1:
             one = self.open[0].family
             suggested = self._suggested(replace(one, largest_group=one.accumulation_group), *SCOUTED_BUFFERS[1])
-            for policy in [policy for policy in suggested if self._may_try(policy)][:1]:
+            start = chain([policy for policy in suggested if self._may_try(policy)][:1], start)
+        for policy in start:
+            if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.trial.step_s(self.best)
 

@@ -21,6 +21,11 @@ class Frames:
         self._peaks: dict[Policy, tuple[int, int]] = {}
         self._bounds_s: dict[Policy, float] = {}
 
+    def forget(self) -> None:
+        """All but numbers."""
+        self._known.clear()
+        self.works = Works(self.cost)
+
     def bare(self, policy: Policy) -> Setup:
         """Without arenas."""
         return Setup(self.semantics, policy, self.model, self.workload, ())

@@ -5,8 +5,10 @@ relaxations of its families. Of each that can still win a few policies are tried
 are searched (`branch.py`), and of the others the bounds are kept.
 """
 
+import gc
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 
 from hwprofiles.schema import Profile
@@ -33,6 +35,19 @@ MOST_TIGHTENED = 64  # parts of sizes not searched whose bounds are brought near
 NEAR_FRACTION = 0.001
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No search for cycles of garbage, which takes a quarter of a search and finds none: plans are trees."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def search(
     model: Model,
     sizes: Sequence[Size],
@@ -69,7 +84,8 @@ def search(
             trees[i] = Tree(trials[i])
             heapq.heappush(ready, (max(bound_s, trees[i].relax()), True, i))
         elif bound_s < inf:
-            bounds_s[i], first_s[i] = bound_s, trees[i].try_first(_starts(trials[i]))
+            bounds_s[i], first_s[i] = bound_s, trees[i].try_first(_starts(trials[i]), min(first_s.values(), default=inf))
+        trials[i].forget()
     found: dict[int, float] = {}  # steps of the sizes searched
     fastest, likely = sorted(first_s, key=lambda i: (first_s[i], i)), sorted(first_s, key=lambda i: (bounds_s[i], i))
     promising = {*fastest[:MOST_SEARCHED], *likely[:1]}
@@ -78,6 +94,7 @@ def search(
         if best_s <= bounds_s[i] * (1 + CLOSE_FRACTION) or (found and i not in promising):
             continue  # it cannot win, or there is a plan without it
         trees[i].explore(best_s)
+        trials[i].forget()
         bounds_s[i] = max(trees[i].bound_s, machine_s[i])
         if (best := trees[i].best) is not None:
             found[i] = trials[i].step_s(best)

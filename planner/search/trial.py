@@ -16,6 +16,7 @@ from .frames import Frames
 from .space import BASELINES, baseline
 
 MAX_STEPS = 24
+MOST_KEPT_OPS = 24_000  # of the plans that others may have the ops of
 LONGEST_SEARCHED_OPS = 48_000  # of a plan; of a longer one only the bound is known
 
 
@@ -54,13 +55,21 @@ class Trial:
 
     def adopt(self, plan: Plan) -> None:
         """Simulate a plan as the one of its policy."""
-        if _ordered(plan.policy) not in self._lowered:
-            self._lowered[_ordered(plan.policy)] = plan, Simulator(plan)
         self.n_ops += n_simulated(plan)
         self.tried[plan.policy] = self._simulated(plan, self.cost)
 
     def _simulated(self, plan: Plan, cost: CostModel) -> Prediction:
-        return self._lowered[_ordered(plan.policy)][1].run(cost.demands(plan), self.region, MAX_STEPS)
+        key = _ordered(plan.policy)
+        if key not in self._lowered:
+            self._lowered[key] = plan, Simulator(plan)
+        if len(self._lowered) > max(1, MOST_KEPT_OPS // len(plan.ops)):
+            del self._lowered[next(iter(self._lowered))]
+        return self._lowered[key][1].run(cost.demands(plan), self.region, MAX_STEPS)
+
+    def forget(self) -> None:
+        """Plans, and what is known of blocks: of this size no policy is asked for soon."""
+        self._lowered.clear()
+        self.frames.forget()
 
     def clipped_step_s(self, policy: Policy) -> float:
         """Seconds of a step in which what was updated on speculation is updated again."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
@@ -216,12 +216,11 @@ OPS = {
 LANE_OF = {kind: row.lane for kind, row in OPS.items()}
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Slot:
+class Slot(NamedTuple):
     """A fixed region of memory: the index-th slot of an arena. Written `weights[2]`."""
 
     arena: str
-    index: int
+    index: int  # type: ignore[assignment]  # in the place of a tuple's method
 
     def __str__(self) -> str:
         return f"{self.arena}[{self.index}]"
@@ -234,8 +233,7 @@ class Slot:
         return Slot(match[1], int(match[2]))
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Start only after op number `op` of the plan is done: in this step (distance 0) or in the one before (1).
 
     Between ops that repeat: in the same repetition (back 0) or in the one before (1). Written `12`, `12@1`, `12~1`.

@@ -240,5 +240,5 @@ def test_the_norm_is_of_this_step_whichever_block_comes_last():
     order = list(range(len(plan.ops)))
     order.insert(b, order.pop(a))  # the last layer's norm after the embedding's
     number = {old: new for new, old in enumerate(order)}
-    waits = {i: tuple(replace(w, op=number[w.op]) for w in plan.ops[i].waits) for i in order}
+    waits = {i: tuple(w._replace(op=number[w.op]) for w in plan.ops[i].waits) for i in order}
     trains_the_plain_loop(replace(plan, ops=tuple(replace(plan.ops[i], waits=waits[i]) for i in order)))
