@@ -25,9 +25,7 @@ from .trial import Trial
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 24_000  # ops of all plans that branch and bound simulates
 MOST_RELAXED = 120  # parts whose bound is asked for, once that is spent
-LONGEST_UNSCOUTED_OPS = 20_000  # plans that may be longer are so long that the budget pays for few of them
-SCOUTED_FAMILIES = 3
-SCOUTED_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
+FIRST_BUFFERS = (2, 2)  # prefetch depth, gradient slots
 MOST_CLIMBED_OPS = 120_000  # of the plans of all climbs
 MOST_RESTARTED_OPS = 12_000  # of the plans of one climb in a smaller space
 CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
@@ -97,7 +95,7 @@ class Tree:
         fits. `known_s`: a step with other sizes; what is far above it is not tried."""
         if self.open and self.open[0].family.boundary_stride == 1:
             one = self.open[0].family
-            suggested = self._suggested(replace(one, largest_group=one.accumulation_group), *SCOUTED_BUFFERS[1])
+            suggested = self._suggested(replace(one, largest_group=one.accumulation_group), *FIRST_BUFFERS)
             start = chain([policy for policy in suggested if self._may_try(policy)][:1], start)
         for policy in start:
             if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
@@ -109,7 +107,6 @@ class Tree:
         a climb goes."""
         self.trial.n_ops = 0  # what was tried first is not counted
         self.known_s = known_s
-        self._scout()
         while self.open:
             node = heapq.heappop(self.open)
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
@@ -137,27 +134,6 @@ class Tree:
     def _computing_s(self, family: Family) -> float:
         """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
         return busy_s(self.trial.frames.of(family.policy(self.trial.semantics)), self.trial.cost)[Lane.GPU]
-
-    def _scout(self) -> None:
-        """Where plans are so long that few can be simulated, or bounds know less, begin with one of each promising family."""
-        one_group = Policy(accumulation_group=self.trial.semantics.n_micro_batches)
-        is_short = most_ops(self.trial.workload, self.trial.semantics, one_group) <= LONGEST_UNSCOUTED_OPS
-        several = self.trial.semantics.sum_groups > 1  # which are joined many at once: when, no bound knows
-        if is_short and not several:
-            return
-        promising = sorted(self.open)[:SCOUTED_FAMILIES]
-        for node in [node for node in self.open if node.family.boundary_stride == 1] if several else promising:
-            if self.trial.n_ops >= MAX_SEARCHED_OPS:
-                break
-            fitting = [
-                policy
-                for buffers in SCOUTED_BUFFERS
-                for policy in self._suggested(replace(node.family, largest_group=node.family.accumulation_group), *buffers)
-                if self.trial.fits(policy) and not self.trial.is_too_long(policy)
-            ]
-            for policy in fitting[:1]:
-                self._take(policy)
-        self.trial.n_ops = 0
 
     @property
     def _shortest(self) -> Policy:

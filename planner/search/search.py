@@ -64,7 +64,9 @@ def search(
     the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have, TooLongError
     where no size makes a plan that can be written.
     """
-    _refuse_too_long(sizes, fixed)
+    n_ops = [most_ops(workload, of, policy_of(fixed, of, workload)) for of, workload in sizes]
+    if min(n_ops) > MAX_PLAN_OPS:
+        raise TooLongError(sizes[n_ops.index(min(n_ops))][0], min(n_ops))
     trials = [Trial(model, workload, of, profile, _clipped(of, clipped_fraction)) for of, workload in sizes]
     if fixed is not None:
         return _of_policy(trials, fixed, free)
@@ -117,12 +119,6 @@ def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | No
     if not semantics.train.all:
         return None  # no block is updated before the norm
     return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # no step is clipped or skipped
-
-
-def _refuse_too_long(sizes: Sequence[Size], fixed: Policy | str | None) -> None:
-    n_ops = [most_ops(workload, of, policy_of(fixed, of, workload)) for of, workload in sizes]
-    if min(n_ops) > MAX_PLAN_OPS:
-        raise TooLongError(sizes[n_ops.index(min(n_ops))][0], min(n_ops))
 
 
 def _starts(trial: Trial) -> list[Policy]:

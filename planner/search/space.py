@@ -177,11 +177,7 @@ def most_on_device(lean: Setup, profile: Profile) -> tuple[Setup, Footprint]:
         plan = frame(lean.model, lean.workload, lean.semantics, staying(lean.policy, may_stay[:n]))
         return plan, footprint(plan, profile)
 
-    def has_room(n: int) -> bool:
-        needs = of(n)[1]
-        return needs.device_peak_bytes <= needs.device_memory_bytes
-
-    return of(most(len(may_stay), has_room))
+    return of(most(len(may_stay), lambda n: not of(n)[1].short_device_bytes))
 
 
 def most(n: int, fits: Callable[[int], bool]) -> int:

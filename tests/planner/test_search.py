@@ -210,7 +210,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     if not opens:
         monkeypatch.setattr("planner.search.branch.MAX_SEARCHED_OPS", 0)
         monkeypatch.setattr("planner.search.branch.MOST_RELAXED", 0)
-    for name in ("_scout", "_climb_all", "_prefetch_less"):
+    for name in ("_climb_all", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
     model, profile = read_model("qwen2.5-7b"), read_profile("rtx4090-server")
