@@ -14,7 +14,8 @@ from runtime.units import on_one_line
 
 if TYPE_CHECKING:
     from hwprofiles.schema import Profile
-    from penstock.data.given import Batches, Given
+    from penstock.data.given import Batches
+    from penstock.data.loader import Loader
     from penstock.training.trainer import Metrics
     from planner.predict.simulate import Prediction
     from planner.search.answer import Answer
@@ -342,7 +343,7 @@ def train(
 
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: "Plan"
-) -> "tuple[dict[str, Any], Given | None]":
+) -> "tuple[dict[str, Any], Loader | None]":
     """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
     match data:
         case str() | Path():
@@ -353,11 +354,12 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
     from penstock.data.given import Given
+    from penstock.data.loader import Loader
     from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     given = Given(cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
-    return {"data.path": given.fingerprint}, given
+    return {"data.path": given.fingerprint}, Loader(given)
 
 
 def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":

@@ -76,7 +76,7 @@ class DataSettings:
     shuffle: bool = True  # the order of sequences, another in each epoch
     streaming: Annotated[bool, Flag("--streaming", "Read data as it is needed; give --steps.")] = False
     shuffle_buffer: Count = 10_000  # samples, when streaming
-    workers: Annotated[Natural, Flag("--workers", "Processes that prepare data ahead.")] = 0
+    workers: Annotated[Natural, Flag("--workers", "Batches that a thread prepares ahead.")] = 0
     __pydantic_config__ = LENIENT
 
     @property

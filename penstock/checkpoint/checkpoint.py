@@ -33,7 +33,7 @@ from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, pu
 from .tensor_files import Shards, write_new, write_tensors
 
 if TYPE_CHECKING:
-    from penstock.data.data import Data
+    from penstock.data.loader import Loader
 
 FORMAT_VERSION = 2
 STATE_FILE = "trainer_state.json"
@@ -210,7 +210,7 @@ _DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.d
 _SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train) else value for name, value in _DEFAULTS.items()}
 
 
-def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
+def identity(plan: Plan, data: "Loader", seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
     """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
 
     `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
@@ -238,7 +238,7 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{state.path}: of another {_IN_WORDS.get(key, key)}{_difference(found, value)}; {advice}")
 
 
-def put_back(state: State, host: HostState, data: "Data") -> None:
+def put_back(state: State, host: HostState, data: "Loader") -> None:
     """Put masters, moments and the data's position back; CheckpointError where something is missing or malformed."""
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):

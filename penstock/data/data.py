@@ -20,13 +20,10 @@ from .chat import ChatTemplate
 from .documents import Reader, kept_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
 from .formats import COLUMNS, format_of, renamed, shown
-from .given import Given
 from .loader import Loader
 from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
-
-Data = Loader | Given  # the batches of a run, by the number of the step
 
 
 def read_data(
@@ -114,7 +111,7 @@ def _streamed(settings: DataSettings, reader: Reader, shape: Shape, batch_size: 
     content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
     fingerprint = _fingerprint(content, reader.identity, asdict(shape), settings.shuffle_buffer, batch_size, seed)
     stream = Stream(reader, shape, batch_size, settings.shuffle_buffer, seed, _about(reader), fingerprint)
-    return Loader(stream, min(1, settings.workers))
+    return Loader(stream, settings.workers)
 
 
 def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Callable[[str], None]) -> PackedSet:

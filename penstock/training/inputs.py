@@ -8,8 +8,9 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Data, read_data, reader_of
+from penstock.data.data import read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
+from penstock.data.loader import Loader
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.run_config import RunConfigError
 from penstock.settings import RunSettings
@@ -66,7 +67,7 @@ def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: St
 def fill(
     store: TorchMachine,
     settings: RunSettings,
-    data: Data,
+    data: Loader,
     weights: Path | None,
     state: State | None,
     report: Callable[[str], None] = lambda words: None,
@@ -129,7 +130,7 @@ def data_of(
     folder: Path | None,
     held_out: bool = False,
     report: Callable[[str], None] = lambda words: None,
-) -> Data:
+) -> Loader:
     """The batches to train on, or of `held_out` data the sequences to evaluate on."""
     semantics = plan.semantics
     return read_data(
@@ -146,7 +147,7 @@ def data_of(
     )
 
 
-def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Callable[[str], None]) -> Data | None:
+def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Callable[[str], None]) -> Loader | None:
     """The data to evaluate on, in its own order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:

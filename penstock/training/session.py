@@ -12,7 +12,7 @@ from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Data
+from penstock.data.loader import Loader
 from penstock.run_config import RunConfigError
 from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
@@ -54,7 +54,7 @@ class Session:
     device: str  # cuda, cpu or emulated
     machine: Machine  # performs the ops
     store: TorchMachine  # holds the state, of a stand-in model where the machine is emulated
-    data: Data
+    data: Loader
     n_steps: int  # of the whole run
     prediction: Prediction
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that resumes from this one's checkpoints must share
@@ -62,7 +62,7 @@ class Session:
     scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
     weights: str = ""  # where they come from, in words
     tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
-    held_out: Data | None = None  # each sequence is a batch of its own
+    held_out: Loader | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
     leader: Leader | None = None  # of several ranks
     stop: Stop = field(default_factory=Stop)
@@ -109,7 +109,7 @@ def open_session(
     resume: bool = False,
     resume_from: str | None = None,
     time_scale: float | None = None,
-    data: Data | None = None,
+    data: Loader | None = None,
     refuse: Callable[[Plan, str], None] = lambda plan, device: None,
     report: Callable[[str], None] = lambda words: None,
     ranks: Processes | None = None,
@@ -175,7 +175,7 @@ def _real(
     plan: Plan,
     device: str,
     state: State | None,
-    data: Data | None,
+    data: Loader | None,
     ranks: Processes | None,
     report: Callable[[str], None],
 ) -> Session:
@@ -225,7 +225,7 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
     return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
 
 
-def read_by_all(data: Data, weights: Path | None) -> dict[str, str]:
+def read_by_all(data: Loader, weights: Path | None) -> dict[str, str]:
     """Digests of what every rank reads for itself, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
@@ -257,7 +257,7 @@ def _stand_in(plan: Plan) -> Plan:
 
 
 def machine_of(
-    device: str, plan: Plan, data: Data, of_step: Callable[[int], AdamW], seed: int, ranks: Ranks | None
+    device: str, plan: Plan, data: Loader, of_step: Callable[[int], AdamW], seed: int, ranks: Ranks | None
 ) -> TorchMachine:
     """A machine that trains the plan, with its memory taken."""
     if device == "cuda":
@@ -265,7 +265,7 @@ def machine_of(
     return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks)
 
 
-def steps_of(settings: RunSettings, data: Data) -> int:
+def steps_of(settings: RunSettings, data: Loader) -> int:
     """Steps of the whole run."""
     if settings.steps is not None:
         return settings.steps
