@@ -21,15 +21,16 @@ from importlib import metadata
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from hwprofiles.schema import Profile
 from runtime.errors import PenstockError, PlanError
+from runtime.plan import Plan
 
+from .settings import RunSettings
 from .signals import handled
 from .version import version_in_words
 
 if TYPE_CHECKING:
-    from penstock.settings import RunSettings
     from runtime.machines.processes import Processes
-    from runtime.plan import Plan
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
@@ -58,10 +59,8 @@ def _number(name: str, default: int) -> int:
 # -- starting them -------------------------------------------------------------------------------------------------------------
 
 
-def refuse_several_hosts(plan: "Plan") -> None:
+def refuse_several_hosts(plan: Plan) -> None:
     """PlanError with the torchrun command that starts a plan's ranks on several hosts."""
-    from hwprofiles.schema import Profile
-
     if (n_hosts := Profile.from_json(plan.profile).n_hosts) > 1:
         each = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
         raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{each} FIRST_HOST:29500 -m penstock run ...`")
@@ -122,13 +121,12 @@ def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
 
 
 @contextmanager
-def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Processes | None]":
+def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processes | None]":
     """All ranks of a run that has several, once they have found that they have the same plan, settings and versions."""
     n, here = plan.semantics.ranks, _number("WORLD_SIZE", 1)
     if here == 1 and (n == 1 or device == "emulated"):
         yield None
         return
-    from hwprofiles.schema import Profile
     from runtime.machines.processes import met
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
@@ -159,7 +157,7 @@ def take_own_part(asked_device: str) -> None:
         os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
 
-def _compare(ranks: "Processes", settings: "RunSettings", plan: "Plan") -> None:
+def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
     """PlanError, on all ranks, that names what differs on one rank from rank 0."""
     mine = {
         "version": f"{version_in_words()}, torch {metadata.version('torch')}",

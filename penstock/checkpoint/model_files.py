@@ -32,10 +32,7 @@ _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 
 # In transformers' modules an expert weight is one tensor for all experts; published files of these types have one for each:
 # {type: (folder of the experts, gate, up, down)}.
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
+_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
 def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

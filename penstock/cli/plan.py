@@ -7,12 +7,18 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
+from hwprofiles.schema import read_profile
+from penstock import api
 from penstock.run_config import PLAN_FLAGS
+from planner.model.config import WEIGHT_PATTERNS, download, hub_name, unread_weights
 from runtime.errors import DoesNotFitError
+from runtime.files import read_whole
+from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
 from .options import (
@@ -28,10 +34,6 @@ from .options import (
     with_training,
 )
 from .outputs import check_output
-
-if TYPE_CHECKING:
-    from penstock.api import Planned
-    from runtime.plan.workload import Model
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -107,11 +109,6 @@ def plan(
     MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
-    from rich.console import Console
-
-    from hwprofiles.schema import read_profile
-    from penstock import api
-    from planner.model.config import unread_weights
     from planner.show.facts import facts
     from planner.show.text import print_report
     from runtime.compiled import IS_COMPILED
@@ -148,10 +145,8 @@ def plan(
         click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 
-def _needed(model: "Model") -> str:
+def _needed(model: Model) -> str:
     """The further flags of `run` for a model whose folder lacks weights or a tokenizer."""
-    from planner.model.config import WEIGHT_PATTERNS, download, hub_name
-
     if (there := hub_name(model.name)) is not None and model.path is None:
         return f" --model {there.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
@@ -160,7 +155,7 @@ def _needed(model: "Model") -> str:
     return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
-def _fields(found: "Planned", tokens: int | None) -> dict[str, Any]:
+def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
     from planner.predict.rests_on import rests_on
     from planner.show.price import hourly, job
@@ -184,8 +179,6 @@ def _fields(found: "Planned", tokens: int | None) -> dict[str, Any]:
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:
     """None to search; else another system's name, or the fields of the policy in a file: a plan's, or the file's own."""
-    from runtime.files import read_whole
-
     path = Path(text)
     if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # a name too long for a file is no file
         return None if text == "search" else text
