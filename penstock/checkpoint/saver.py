@@ -51,11 +51,9 @@ class Saver:
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
-        self._changed = threading.Condition()
+        self._changed = self.snapshots.changed
         self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
-        self._is_over = False
         self._written: Future[None] | None = None  # done when the thread has ended
-        self._has_ended = False
         self._first = self._saved = first_step  # the step on disk that the run began with, and the last one
         self._decided, self._due = first_step, set[int]()  # the last step that `is_due` has decided; those that are
         self._next_s = self._in_time()
@@ -105,9 +103,6 @@ class Saver:
                 raise
             finally:
                 self._state.gate = None
-                with self._changed:
-                    self._is_over = True
-                    self._changed.notify_all()
                 self.snapshots.end()
 
     def is_logged(self, step: int) -> None:
@@ -141,12 +136,12 @@ class Saver:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        if self._has_ended and self._written is not None:
+        if self.snapshots.is_over and self._written is not None:
             self._written.result()
 
     def _finish(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._logged or self._has_ended)
+            self._changed.wait_for(lambda: not self._logged or self.snapshots.is_over)
 
     # -- on the thread that writes ----------------------------------------------------------------------------------
 
@@ -156,9 +151,6 @@ class Saver:
                 while (snapshot := self.snapshots.begun()) is not None:
                     self._write(snapshot)
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
             self.snapshots.end()  # nothing waits for what will not be written
 
     def _write(self, snapshot: Snapshot) -> None:
@@ -185,7 +177,7 @@ class Saver:
 
     def _fields_once_logged(self, step: int) -> Mapping[str, Any]:
         with self._changed:
-            self._changed.wait_for(lambda: step in self._logged or self._is_over)
+            self._changed.wait_for(lambda: step in self._logged or self.snapshots.is_over)
             if step not in self._logged:
                 raise GivenUp
             return self._logged[step]

@@ -40,7 +40,7 @@ LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
 LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "optimizer"}  # where no GPU computes
 
 
-class Preparing:
+class Preparing(Bar):
     """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
 
     On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
@@ -49,27 +49,18 @@ class Preparing:
 
     def __init__(self, each: bool = False) -> None:
         console = Console(stderr=True)
-        self.bar = Bar("{task.description}", TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+        columns = ("{task.description}", TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.stage, self.patience_s, self.until_s = "starting", 0.0 if each else LONG_S, math.inf
-        self.bar.add_task(self.stage, total=None)
-
-    def __enter__(self) -> "Preparing":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self.bar.stop()
+        self.add_task(self.stage, total=None)
 
     def __call__(self, words: str) -> None:
-        (task,) = self.bar.task_ids
+        (task,) = self.task_ids
         if (stage := words.partition(":")[0]) != self.stage:
-            self.bar.reset(task)
+            self.reset(task)
             self.stage, self.until_s = stage, time.monotonic() + self.patience_s
-        self.bar.update(task, description=words)
-        if self.bar.disable and time.monotonic() >= self.until_s:
+        self.update(task, description=words)
+        if self.disable and time.monotonic() >= self.until_s:
             click.echo(words if self.patience_s else stage, err=True)
             self.until_s = math.inf
 
