@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -123,8 +124,6 @@ class Trained:
 
 
 def _framed(page: str) -> str:
-    from html import escape
-
     return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
 
 

@@ -159,20 +159,17 @@ def take_own_part(asked_device: str) -> None:
 
 def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
     """PlanError, on all ranks, that names what differs on one rank from rank 0."""
-    mine = {
+    texts = {
         "version": f"{version_in_words()}, torch {metadata.version('torch')}",
-        "plan": _digest(str(plan)),
-        "settings": _digest(json.dumps(asdict(settings), sort_keys=True, default=str)),
+        "plan": str(plan),
+        "settings": json.dumps(asdict(settings), sort_keys=True, default=str),
     }
+    mine = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
     first, *others = ranks.gathered(mine)
     for rank, said in enumerate(others, start=1):
         for what in mine:
             if said.get(what) != first.get(what):
                 _refuse(PlanError(f"rank {rank} has another {what} than rank 0; start all ranks alike"))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse(error: PenstockError) -> NoReturn:

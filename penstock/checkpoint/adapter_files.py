@@ -20,7 +20,7 @@ from runtime.plan.train import TARGETS, Lora, checked_lora
 from runtime.units import on_one_line
 
 from .model_files import read_json
-from .tensor_files import Shards
+from .tensor_files import Shapes, Shards
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # 57 MB, imported where an adapter is
@@ -88,9 +88,9 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tuple[Lora, dict[str, Tensor]]:
+def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tensor]]:
     """The adapter in a folder, and its factors by our names in fp32. CheckpointError where it is damaged, has options that
-    are not computed here, or does not adapt the same projections in every layer of the model of `parameters` (shapes by name)."""
+    are not computed here, or does not adapt the same projections in every layer of the model of `parameters`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config, path = _read_config(folder), folder / TENSOR_FILE
@@ -140,9 +140,7 @@ def _read_config(folder: Path) -> "LoraConfig":
     return LoraConfig(**{field.name: fields[field.name] for field in dataclasses.fields(_Sizes) if field.name in fields})
 
 
-def _refuse_another_base(
-    path: Path, config: "LoraConfig", lora: Lora, factors: Mapping[str, Tensor], parameters: Mapping[str, tuple[int, ...]]
-) -> None:
+def _refuse_another_base(path: Path, config: "LoraConfig", lora: Lora, factors: Mapping[str, Tensor], parameters: Shapes) -> None:
     """CheckpointError unless each target has both factors, of the right shapes, in every layer of the model."""
     from peft.tuners.tuners_utils import check_target_module_exists
 

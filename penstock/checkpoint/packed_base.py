@@ -23,10 +23,9 @@ from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes
 
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
-from .tensor_files import Shards, write_new, write_tensors
+from .tensor_files import Shapes, Shards, write_new, write_tensors
 
 FORMAT = 1  # of the cache, and of packing itself
-Shapes = Mapping[str, tuple[int, ...]]  # by name, of the parameters that are packed
 Read = Callable[[str], Tensor]  # reads the packed bytes of a parameter
 _IN_BF16 = "give the model as it was published in bf16"
 # Fields of a quantisation config that name its method

@@ -101,30 +101,20 @@ def together(*options: Option) -> Option:
     return give
 
 
-SEQ_LEN = click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
-CLIP_NORM = click.option(
-    "--clip-norm",
-    type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
-    default=1.0,
-    show_default=True,
-    help="Largest norm of the whole gradient.",
-)
 with_batch = together(
     click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
     click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
 )
-with_gpus = together(
+# The rest of the work of a step
+with_work = together(
+    click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
     click.option(
-        "--gpus",
-        type=COUNT,
-        default=1,
+        "--clip-norm",
+        type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
+        default=1.0,
         show_default=True,
-        help="GPUs of a host that share each step. The bits of the result do not depend on it, for the same --sum-groups.",
+        help="Largest norm of the whole gradient.",
     ),
-    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
-    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
-)
-with_training = together(
     click.option(
         "--train",
         metavar="WHAT",
@@ -136,6 +126,15 @@ with_training = together(
         type=click.Choice(["bf16", "nf4", "int8", "fp8"]),
         help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits.  [default: bf16]",
     ),
+    click.option(
+        "--gpus",
+        type=COUNT,
+        default=1,
+        show_default=True,
+        help="GPUs of a host that share each step. The bits of the result do not depend on it, for the same --sum-groups.",
+    ),
+    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
+    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
 with_prices = together(
     click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),

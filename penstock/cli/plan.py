@@ -21,18 +21,7 @@ from runtime.files import read_whole
 from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
-from .options import (
-    BYTES,
-    CLIP_NORM,
-    SEQ_LEN,
-    Command,
-    semantics_flags,
-    sequences_of_a_step,
-    with_batch,
-    with_gpus,
-    with_prices,
-    with_training,
-)
+from .options import BYTES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import check_output
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
@@ -54,8 +43,8 @@ class _Plan(Command):
 @click.command(cls=_Plan)
 @click.argument("model")
 @click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
-@SEQ_LEN
 @with_batch
+@with_work
 @click.option(
     "--host-memory", "host_memory_bytes", type=BYTES, help="Host memory to use, for example 1.5TB.  [default: the profile's]"
 )
@@ -70,8 +59,6 @@ class _Plan(Command):
     help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
     "of a plan or JSON file.",
 )
-@with_training
-@CLIP_NORM
 @semantics_flags
 @click.option(
     "--kernels",
@@ -79,7 +66,6 @@ class _Plan(Command):
     help="Norm, loss, activation and attention kernels: as transformers has them, or fused.  [default: the machine's fastest]",
 )
 @click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
-@with_gpus
 @click.option(
     "--clipped-steps",
     "clipped_fraction",

@@ -27,19 +27,7 @@ from runtime.plan.packed import Base
 from runtime.plan.policy import trained
 from runtime.units import GB, parse_bytes, show_bytes, show_count, show_duration
 
-from .options import (
-    BYTES,
-    CLIP_NORM,
-    COUNT,
-    SEQ_LEN,
-    TOKENS,
-    sequences_of_a_step,
-    together,
-    with_batch,
-    with_gpus,
-    with_prices,
-    with_training,
-)
+from .options import BYTES, COUNT, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
 
 if TYPE_CHECKING:
@@ -57,15 +45,7 @@ MACHINE_TITLES = (
 )
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
-# The work that machines are asked about, but for its batch
-with_work = together(
-    SEQ_LEN,
-    CLIP_NORM,
-    click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights."),
-    with_training,
-    with_gpus,
-    AS_JSON,
-)
+MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights.")
 
 
 @click.command()
@@ -76,6 +56,8 @@ with_work = together(
 @click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
+@MASTER
+@AS_JSON
 def fits(
     machines: tuple[str, ...],
     host_memory: str | None,
@@ -140,6 +122,8 @@ def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
 @click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
 @with_work
+@MASTER
+@AS_JSON
 def compare(
     model: str,
     machines: str,
