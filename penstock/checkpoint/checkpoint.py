@@ -84,8 +84,7 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 
 def load_state(checkpoint: Path) -> State:
-    """The training state in a checkpoint, every file of it compared with its size and SHA-256; CheckpointError names what
-    differs."""
+    """The training state in a checkpoint, every file compared with its size and SHA-256; CheckpointError names what differs."""
     path = checkpoint / STATE_FILE
     if not path.exists() and has_weights(checkpoint):
         raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")

@@ -43,8 +43,7 @@ class Saver:
         say: Callable[[str], None],
         first_step: int = 0,
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step`, with which the run began, is
-        not saved."""
+        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step` is on disk."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
         # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
@@ -112,8 +111,7 @@ class Saver:
             self._permit(step)
 
     def save(self, step: int) -> None:
-        """While all lanes are idle: save the state as it is, unless it is on disk; returns before it is written if a thread is at
-        work."""
+        """While all lanes are idle: save the state as it is, unless it is on disk; a thread that is at work is not waited for."""
         if step == self._saved:
             return
         self.snapshots.ask_for(step)

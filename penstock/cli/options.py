@@ -5,7 +5,8 @@ settings, or all semantics, are validated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -93,12 +94,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 def together(*options: Option) -> Option:
     """Several options as one decorator."""
 
-    def give(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return give
+    return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
 with_batch = together(
@@ -145,8 +141,7 @@ with_prices = together(
 
 # -- made of fields ---------------------------------------------------------------------------------------------------------
 
-_SETTINGS = {setting.name: setting for setting in settings_of()}
-_FLAGS = {setting.name: setting.flag for setting in settings_of() if setting.flag is not None}
+_SETTINGS = {name: setting for name, setting in settings_of() if "flag" in setting.metadata}
 _SEMANTICS = {
     "micro_batch": Flag("--micro-batch", "Sequences computed at a time; the last may be fewer.", "the fastest"),
     "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
@@ -169,16 +164,16 @@ _SEMANTICS = {
 class RunCommand(Command):
     """A command that takes settings by the names that other trainers give them, too."""
 
-    also = {other: _FLAGS[name].name for other, name in ALSO_KNOWN_AS.items() if name in _FLAGS}
+    also = {other: _SETTINGS[name].metadata["flag"].name for other, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
 
 
-def option(flag: Flag, param: str, kind: Any, default: Any) -> Option:
-    """A click option for a field of this type and default."""
-    if default is False:
+def option(flag: Flag, param: str, of: Field[Any]) -> Option:
+    """A click option for a field."""
+    if of.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
-    shown = default if flag.default is None else flag.default
+    shown = of.default if flag.default is None else flag.default
     text = flag.help + " Can be repeated." * flag.repeats + (f"  [default: {shown}]" if shown not in (None, ()) else "")
-    return click.option(flag.name, param, type=_type(kind), multiple=flag.repeats, metavar=flag.metavar, help=text)
+    return click.option(flag.name, param, type=_type(of.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
 
 
 def _type(kind: Any) -> Any:
@@ -191,18 +186,11 @@ def _type(kind: Any) -> Any:
 
 def flag_of(name: str) -> Option:
     """The flag of one setting, as `optimizer.lr`."""
-    setting = _SETTINGS[name]
-    return option(_FLAGS[name], name.replace(".", "__"), setting.type, setting.default)
+    return option(_SETTINGS[name].metadata["flag"], name.replace(".", "__"), _SETTINGS[name])
 
 
-setting_flags = together(*map(flag_of, _FLAGS))
-semantics_flags = together(
-    *(
-        option(_SEMANTICS[field.name], field.name, field.type, field.default)
-        for field in fields(Semantics)
-        if field.name in _SEMANTICS
-    )
-)
+setting_flags = together(*map(flag_of, _SETTINGS))
+semantics_flags = together(*(option(_SEMANTICS[of.name], of.name, of) for of in fields(Semantics) if of.name in _SEMANTICS))
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:

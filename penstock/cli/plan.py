@@ -5,17 +5,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from hwprofiles.schema import read_profile
+from hwprofiles.schema import read_profile, shipped_profiles
 from penstock import api
 from penstock.run_config import PLAN_FLAGS
-from planner.model.config import WEIGHT_PATTERNS, download, hub_name, unread_weights
+from planner.model.config import WEIGHT_PATTERNS, download, hub_name, shipped_models, unread_weights
 from runtime.errors import DoesNotFitError
 from runtime.files import read_whole
 from runtime.plan.workload import Model
@@ -34,10 +33,9 @@ class _Plan(Command):
     also = PLAN_FLAGS
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):
-            names = sorted(file.name for file in (resources.files(package) / folder).iterdir())
+        for title, names in (("Shipped machines", shipped_profiles()), ("Shipped models", shipped_models())):
             with formatter.section(title):
-                formatter.write_text(", ".join(name.removesuffix(".json") for name in names if name.endswith(".json")))
+                formatter.write_text(", ".join(names))
 
 
 @click.command(cls=_Plan)

@@ -148,8 +148,7 @@ class Progress(Bar):
             self.lines = f"{more}\n{lanes}\n"
 
     def tell(self, words: str) -> None:
-        """Show words until the end. Safe in a signal handler, which may interrupt any print: on a terminal the next redraw shows
-        them."""
+        """Show words until the end. Safe in a signal handler, which may interrupt any print: a terminal is only redrawn later."""
         if self.disable:
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())

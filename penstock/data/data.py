@@ -25,6 +25,12 @@ from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
+Report = Callable[[str], None]  # told in words what goes on
+
+
+def unheard(words: str) -> None:
+    """A report to nobody."""
+
 
 def read_data(
     settings: DataSettings,
@@ -36,7 +42,7 @@ def read_data(
     cache: Path,
     by_document: bool = False,
     preferred: tuple[str, ...] = TRAIN,
-    report: Callable[[str], None] = lambda words: None,
+    report: Report = unheard,
 ) -> Loader:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
@@ -114,7 +120,7 @@ def _streamed(settings: DataSettings, reader: Reader, shape: Shape, batch_size: 
     return Loader(stream, settings.workers)
 
 
-def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Callable[[str], None]) -> PackedSet:
+def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Report) -> PackedSet:
     content = reader.files.content_hash(whole=True)
     documents = kept_documents(reader, content, cache, report)
     n = len(documents.lengths)

@@ -12,6 +12,7 @@ from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
+from penstock.data.data import Report, unheard
 from penstock.data.loader import Loader
 from penstock.run_config import RunConfigError
 from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
@@ -111,7 +112,7 @@ def open_session(
     time_scale: float | None = None,
     data: Loader | None = None,
     refuse: Callable[[Plan, str], None] = lambda plan, device: None,
-    report: Callable[[str], None] = lambda words: None,
+    report: Report = unheard,
     ranks: Processes | None = None,
     stop: Stop | None = None,
 ) -> Iterator[Session]:
@@ -143,8 +144,7 @@ def open_session(
             session = _emulated(settings, plan, report, time_scale)
         else:
             session = _real(settings, plan, device, state, data, ranks, report)
-        if stop is not None:
-            session = replace(session, stop=stop)
+        session = replace(session, stop=stop or Stop())
         with closing(session.data):
             yield session
         if session.leader is not None:
@@ -177,7 +177,7 @@ def _real(
     state: State | None,
     data: Loader | None,
     ranks: Processes | None,
-    report: Callable[[str], None],
+    report: Report,
 ) -> Session:
     """A run of the plan's own model on this machine. What is quickly refused is read before the weights are."""
     prediction = predicted(plan)[2]
@@ -230,7 +230,7 @@ def read_by_all(data: Loader, weights: Path | None) -> dict[str, str]:
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
-def _emulated(settings: RunSettings, plan: Plan, report: Callable[[str], None], time_scale: float | None) -> Session:
+def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")

@@ -25,7 +25,7 @@ from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.torch_machine import TorchMachine
 from runtime.units import on_one_line, show_seconds
 
-from .inputs import Prompts, check_prompts
+from .inputs import Prompts
 from .monitors import Monitors
 from .run_folder import add_lines, lines_of
 from .session import Session
@@ -164,11 +164,9 @@ def generate(
     """The tokens that follow each prompt: up to `max_new_tokens`, to one of `end_ids`, or to the length of the plan's sequences.
 
     At temperature 0 the likeliest token is taken. Else tokens are drawn as transformers draws them, with random numbers that depend
-    on the seed, the prompt's place and the token's alone. All lanes of the machine must be idle. DataError for a prompt that is
-    empty or too long; Abandoned after `stop.request()`.
+    on the seed, the prompt's place and the token's alone. All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
     semantics = machine.plan.semantics
-    check_prompts(prompts, semantics.seq_len)
     warp = LogitsProcessorList()
     if temperature:
         warp.append(TemperatureLogitsWarper(temperature))
