@@ -101,10 +101,9 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     for key, tensor in Shards([path]).items():
         name = key.removeprefix(PREFIX)
         if not (key.startswith(PREFIX) and _FACTOR.fullmatch(name)):
-            problem = (
-                f"no LoRA factor of a layer's projection ({PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight)"
-            )
-            raise CheckpointError(f"{path}: {on_one_line(key, 160)} is {problem}; {_INSTEAD}")
+            wanted = f"{PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight"
+            found = f"{on_one_line(key, 160)} is no LoRA factor of a layer's projection ({wanted})"
+            raise CheckpointError(f"{path}: {found}; {_INSTEAD}")
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{path}: {key} is {tensor.dtype}; save it in fp32, bf16 or fp16")
         factors[name] = tensor.float()

@@ -108,7 +108,15 @@ def load_state(checkpoint: Path) -> State:
             f"--model {checkpoint} and another --out; resume from another checkpoint"
         )
     for name, expected in manifest.files.items():
-        _check_file(checkpoint / name, expected)
+        path = checkpoint / name
+        try:
+            if path.is_symlink() or path.stat().st_size != expected.n_bytes:
+                raise _damaged(path, f"not {expected.n_bytes} bytes long as when it was saved")
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                    raise _damaged(path, "its content is not what was saved (SHA-256)")
+        except OSError as error:
+            raise _damaged(path, f"cannot be read ({error.strerror})") from None
     names = sorted(name for name in manifest.files if name.startswith("optimizer-"))
     return State(checkpoint, manifest.step, manifest.state, Shards(checkpoint / name for name in names))
 
@@ -117,18 +125,6 @@ def sum_of(fields: Mapping[str, Any]) -> str:
     """SHA-256 of the fields of a state file, without the field that holds it."""
     rest = {key: value for key, value in fields.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_file(path: Path, expected: _File) -> None:
-    try:
-        if path.is_symlink() or path.stat().st_size != expected.n_bytes:
-            raise _damaged(path, f"not {expected.n_bytes} bytes long as when it was saved")
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _damaged(path, f"cannot be read ({error.strerror})") from None
-    if found != expected.sha256:
-        raise _damaged(path, "its content is not what was saved (SHA-256)")
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:

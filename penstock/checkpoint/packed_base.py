@@ -41,9 +41,7 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     if published == base:
         return _Published(folder, model_type, shapes, base).read
     if published != "bf16":
-        raise CheckpointError(
-            f"{folder}: its weights are packed in {published}, not in {base}; train from it with base {published}"
-        )
+        raise CheckpointError(f"{folder}: its weights are packed in {published}, not in {base}; plan with --base {published}")
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with writing(cache), alone(cache, "base.lock"):

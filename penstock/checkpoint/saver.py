@@ -43,7 +43,7 @@ class Saver:
         say: Callable[[str], None],
         first_step: int = 0,
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step` is on disk."""
+        """`fields(step)`: the JSON part of the state after `step` steps. That after `first_step` is not saved."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
         # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
@@ -162,8 +162,12 @@ class Saver:
                 del copy, found
                 self.snapshots.is_written(snapshot, block)
             self._write_rest(files)
-            state = {**self._fields_once_logged(snapshot.step), "n_updates": snapshot.n_updates, **only_weights}
-            files.finish(snapshot.step, state)
+            with self._changed:  # until the step is logged
+                self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
+                if snapshot.step not in self._logged:
+                    raise GivenUp
+                fields = self._logged[snapshot.step]
+            files.finish(snapshot.step, {**fields, "n_updates": snapshot.n_updates, **only_weights})
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
         elif self._saved != self._first and not self._is_scheduled(self._saved):
@@ -172,13 +176,6 @@ class Saver:
             self._saved = snapshot.step
             del self._logged[snapshot.step]
             self._changed.notify_all()
-
-    def _fields_once_logged(self, step: int) -> Mapping[str, Any]:
-        with self._changed:
-            self._changed.wait_for(lambda: step in self._logged or self.snapshots.is_over)
-            if step not in self._logged:
-                raise GivenUp
-            return self._logged[step]
 
     # -- the content -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ A flag that is not given is None: then the file of `--config`, or else the defau
 settings, or all semantics, are validated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
 from functools import reduce
 from pathlib import Path
@@ -198,15 +198,11 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
     given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
     if "data.columns" in given:
         given["data.columns"] = dict(_column(text) for text in given["data.columns"])
-    return given | (data_settings(given["data.path"]) if "data.path" in given else {})
-
-
-def data_settings(paths: Sequence[str]) -> dict[str, Any]:
-    """The settings of training data: one path, or several, each perhaps with a weight behind a colon."""
-    parts = [part_of(path) for path in paths]
-    if len(parts) == 1 and "weight" not in parts[0]:
-        return {"data.path": parts[0]["path"], "data.mix": ()}
-    return {"data.path": None, "data.mix": parts}
+    if "data.path" in given:  # one, or several, each perhaps with a weight behind a colon
+        parts = [part_of(path) for path in given["data.path"]]
+        is_one = len(parts) == 1 and "weight" not in parts[0]
+        given |= {"data.path": parts[0]["path"], "data.mix": ()} if is_one else {"data.path": None, "data.mix": parts}
+    return given
 
 
 def _column(text: str) -> tuple[str, str]:

@@ -177,7 +177,7 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
     assert found is not None, "a step was performed"
     rows = [
         (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
-        for name, predicted, value, show in (*_speeds(run, found), *_memory(run))
+        for name, predicted, value, show in _figures(run, found)
     ]
     show_table(("", "predicted", "measured", "error"), rows)
     if found.n_steps:
@@ -195,18 +195,14 @@ def show_tokens(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _speeds(run: "Session", found: "Measured") -> Iterator[Figure]:
-    plan, predicted_s, n_tokens = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step
+def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
+    """Speeds, arenas, and the peaks of process and device; an emulated machine's memory is another's."""
+    plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
     yield "step", predicted_s, found.step_s, show_seconds
     measured_busy_s = found.settled.busy_s(plan)
     for lane, busy_s in run.prediction.busy_s(plan).items():
         yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
     yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens
-
-
-def _memory(run: "Session") -> Iterator[Figure]:
-    """Arenas, and the peaks of process and device; an emulated machine's are another's."""
-    plan, store = run.plan, run.store
     if run.device == "emulated":
         return
     by_arena = store.arenas.n_bytes

@@ -55,17 +55,15 @@ class Given:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
-        if made.document_tokens is not None:
-            self._check_documents(made.document_tokens, step)
-        return made
-
-    def _check_documents(self, document_tokens: tuple[tuple[int, ...], ...], step: int) -> None:
+        if made.document_tokens is None:
+            return made
         if self.no_documents is not None:
             raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
-        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in document_tokens]
+        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in made.document_tokens]
         if sums != [self.seq_len] * self.batch_size:
             problem = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
             raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
+        return made
 
     def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Each batch from a step on, and the position after it."""

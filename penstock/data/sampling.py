@@ -100,10 +100,8 @@ class MapStyleData:
                 fraction = share / len(self._turns)
                 said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
             cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
-        advice = (
-            "documents are cut, and the rest of them is not learned; plan with a longer --seq-len, or set data.too_long to split"
-        )
-        return said | ({"warning": f"{', '.join(cut)}: many {advice}"} if cut else {})
+        problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
+        return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,9 +62,8 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     """The loss on held-out data; where the settings say so, that without the adapter too."""
     data, asked = session.held_out, session.settings.evaluation
     assert data is not None
-    measure = partial(
-        evaluate, session.store, data.batch, min(asked.max_sequences, data.n_steps or asked.max_sequences), session.stop
-    )
+    n_sequences = min(asked.max_sequences, data.n_steps or asked.max_sequences)
+    measure = partial(evaluate, session.store, data.batch, n_sequences, session.stop)
     values, without = measure(), ""
     if _compares(session):
         with session.store.compute.templates.without_adapters():
@@ -183,9 +182,7 @@ def generate(
             some = unfinished[first : first + semantics.loss_tile_tokens]
             for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
-                    raise PenstockError(
-                        "the model's logits are not finite: its weights are spoilt; resume from an earlier checkpoint"
-                    )
+                    raise PenstockError("the model's logits are not finite: its weights are spoilt; resume an earlier checkpoint")
                 token = int(logits_V.argmax())
                 if temperature:
                     n_new = len(sequences[number]) - len(prompts[number])
