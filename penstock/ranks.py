@@ -4,7 +4,6 @@ Every rank is this program, started by `torchrun` or by `penstock run`. Rank 0 p
 it; the others read the same plan and settings, compare them with rank 0's, and follow. An error of all ranks is printed by rank 0.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import json
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from types import FrameType
@@ -143,7 +142,7 @@ def take_own_part(asked_device: str) -> None:
     A rank that `start` has started gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
     """
     if STARTED_HERE in os.environ:
-        with contextlib.suppress(AttributeError, OSError):  # Linux has it
+        with suppress(AttributeError, OSError):  # Linux has it
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGTERM))
     rank, n = _number("LOCAL_RANK", _number("RANK", 0)), _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
     if asked_device in ("auto", "cuda"):

@@ -4,8 +4,8 @@
 """
 # ruff: noqa: RUF009 (`flagged` gives a field, as `field` does)
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import Field as DataclassField
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -180,7 +180,7 @@ class RunSettings:
     __pydantic_config__ = LENIENT
 
 
-def settings_of(kind: Any = RunSettings, section: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+def settings_of(kind: Any = RunSettings, section: str = "") -> Iterator[tuple[str, DataclassField[Any]]]:
     """Every setting by its dotted name (`optimizer.lr`), section by section. Those that have a flag have it in their metadata."""
     for each in fields(kind):
         if is_dataclass(each.type):

@@ -163,9 +163,8 @@ class _Published:
     def _fp8(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes, and the scale of each block in fp32 or a dtype that is exact in it."""
         codes, scales = self._stored[name], self._stored[f"{name}_scale_inv"]
-        if codes.dtype is not torch.float8_e4m3fn or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise self._odd(name, shape)
-        if (tuple(codes.shape), tuple(scales.shape)) != (shape, layout(shape, "fp8").scales):
+        is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if not is_fp8 or (tuple(codes.shape), tuple(scales.shape)) != (shape, layout(shape, "fp8").scales):
             raise self._odd(name, shape)
         return codes, scales
 

@@ -60,7 +60,10 @@ def read_data(
         reader = reader_of(part, tokenizer, vocab_size, cache.parent, preferred)
         shape = Shape(_packing(part, reader, by_document), seq_len, tokenizer.end_id, part.too_long, part.unsupervised)
         if settings.streaming:
-            return _streamed(part, reader, shape, batch_size, shuffle_seed)
+            content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
+            fingerprint = _fingerprint(content, reader.identity, asdict(shape), part.shuffle_buffer, batch_size, shuffle_seed)
+            stream = Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
+            return Loader(stream, settings.workers)
         sets.append(_packed(reader, shape, shuffle_seed, cache, report))
     shares = shares_of(weights, [len(each.sequences) for each in sets])
     fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
@@ -111,13 +114,6 @@ def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
     if settings.packing != "auto":
         return settings.packing
     return "joined" if reader.format == "text" else "documents" if by_document else "one"
-
-
-def _streamed(settings: DataSettings, reader: Reader, shape: Shape, batch_size: int, seed: int | None) -> Loader:
-    content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
-    fingerprint = _fingerprint(content, reader.identity, asdict(shape), settings.shuffle_buffer, batch_size, seed)
-    stream = Stream(reader, shape, batch_size, settings.shuffle_buffer, seed, _about(reader), fingerprint)
-    return Loader(stream, settings.workers)
 
 
 def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Report) -> PackedSet:

@@ -45,6 +45,8 @@ from .monitors import refuse_missing
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 
+OfStep = Callable[[int], AdamW]  # the hyperparameters of a step
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -256,9 +258,7 @@ def _stand_in(plan: Plan) -> Plan:
     return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def machine_of(
-    device: str, plan: Plan, data: Loader, of_step: Callable[[int], AdamW], seed: int, ranks: Ranks | None
-) -> TorchMachine:
+def machine_of(device: str, plan: Plan, data: Loader, of_step: OfStep, seed: int, ranks: Ranks | None) -> TorchMachine:
     """A machine that trains the plan, with its memory taken."""
     if device == "cuda":
         return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks)
@@ -274,7 +274,7 @@ def steps_of(settings: RunSettings, data: Loader) -> int:
     return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
 
-def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Callable[[int], AdamW], dict[str, Any]]:
+def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[OfStep, dict[str, Any]]:
     """The hyperparameters of each step, and what of them a checkpoint keeps: a resumed run must use the same."""
     lr_of = learning_rates(settings, n_steps)
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it
