@@ -30,20 +30,8 @@ _HOMES = {
     "Stop": "runtime.executor",
 }
 
-__all__ = [
-    "Batches",
-    "PenstockError",
-    "Plan",
-    "Policy",
-    "Profile",
-    "Semantics",
-    "Stop",
-    "check",
-    "plan",
-    "predict",
-    "probe",
-    "train",
-]
+__all__ = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
+__all__ += ["check", "plan", "predict", "probe", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,28 +1,44 @@
-"""The functions of `penstock`: probe, plan, check, predict and train, for programs and notebooks; the commands call them."""
+"""The functions of `penstock`: probe, plan, check, predict and train, for programs and notebooks; the commands call them.
+
+What takes long to import is imported where it is used: the search, the simulator, reports and torch.
+"""
 
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from html import escape
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from hwprofiles.schema import Profile, read_profile
+from hwprofiles.several import part_of
+from planner.check.check import check as prove
+from planner.check.check import summary
+from planner.model.kernels import PARTS, with_kernels
+from planner.model.workload import read_model, supported_attention
+from planner.search.claim import Certificate, claimed
 from runtime.errors import CheckpointError, PlanError, WrongPlanError
+from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
+from runtime.plan.timeline import Timeline
+from runtime.plan.train import training
+from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
+from .run_config import RUN_FILE, read_run
+
 if TYPE_CHECKING:
-    from hwprofiles.schema import Profile
-    from penstock.data.given import Batches, Given
+    from penstock.data.given import Batches
+    from penstock.data.loader import Loader
     from penstock.training.trainer import Metrics
     from planner.predict.simulate import Prediction
     from planner.search.answer import Answer
-    from planner.search.claim import Certificate
     from runtime.executor import Stop
-    from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
-    from runtime.plan.timeline import Timeline
-    from runtime.plan.workload import Model
 
 Fields = TypeVar("Fields")
 PLAN_FILE = "run-plan.json"  # the plan, in the folder of a run that a program started, so that a command can resume it
@@ -34,10 +50,10 @@ class Planned:
     """A plan with its prediction and certificate. Prints as `penstock plan` does; a notebook shows its report."""
 
     answer: "Answer"
-    profile: "Profile"
+    profile: Profile
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         return self.answer.plan
 
     @property
@@ -50,14 +66,12 @@ class Planned:
         return self.plan.semantics.tokens_per_step / self.step_s
 
     @property
-    def certificate(self) -> "Certificate":
+    def certificate(self) -> Certificate:
         """The bounds on any schedule's step, and the plan's gap to them."""
         return self.answer.certificate
 
     @property
-    def file(self) -> "PlanFile":
-        from runtime.plan import PlanFile
-
+    def file(self) -> PlanFile:
         return PlanFile(self.plan, self.answer.claim.to_json())
 
     def save(self, path: str | Path) -> Path:
@@ -66,8 +80,6 @@ class Planned:
         return Path(path)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
         from planner.show.facts import facts
         from planner.show.text import print_report
 
@@ -90,7 +102,7 @@ class Trained:
     folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
     n_done: int  # steps in all, resumed ones included
     metrics: "tuple[Metrics, ...]"  # of the steps made now
-    timeline: "Timeline"  # of the last of them, op by op; of an emulated run on the clock of the plan's machine
+    timeline: Timeline  # of the last of them, op by op; of an emulated run on the clock of the plan's machine
     late_fraction: float = 0.0  # of the ops of an emulated run: those that took this computer longer than the machine
 
     @property
@@ -103,7 +115,6 @@ class Trained:
         from penstock.run_files import read_logged_run
         from planner.show.facts import facts
         from planner.show.page import page
-        from runtime.plan import PlanFile
 
         file = PlanFile.read(self.folder / PLAN_FILE)
         return page(facts(file, self.folder.name, read_logged_run(self.folder, file.plan)), self.folder.name)
@@ -113,8 +124,6 @@ class Trained:
 
 
 def _framed(page: str) -> str:
-    from html import escape
-
     return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
 
 
@@ -124,8 +133,8 @@ def probe(
     *,
     gpu: int = 0,
     name: str = "this-machine",
-    report: "Callable[[str, float], None]" = lambda what, fraction: None,
-) -> "Profile":
+    report: Callable[[str, float], None] = lambda what, fraction: None,
+) -> Profile:
     """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is."""
     from hwprofiles.probe import cpu, cuda, measurements
     from hwprofiles.probe.probe import probed
@@ -138,16 +147,16 @@ def probe(
 
 
 def plan(
-    model: "str | Path",
-    machine: "str | Path | Profile",
+    model: str | Path,
+    machine: str | Path | Profile,
     *,
     seq_len: int = 4096,
     batch_size: int = 16,
     clip_norm: float | None = 1.0,
-    policy: "Policy | Mapping[str, Any] | str | None" = None,
+    policy: Policy | Mapping[str, Any] | str | None = None,
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
-    kernels: "Kernel | None" = None,
+    kernels: Kernel | None = None,
     deterministic: bool = False,
     clipped_fraction: float | None = None,
     gpus: int = 1,
@@ -163,8 +172,6 @@ def plan(
     decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
     `network_gbit`: Gbit/s of each host, if not the profile's. DoesNotFitError names the smallest changes that would fit.
     """
-    from hwprofiles.several import part_of
-    from planner.model.workload import read_model
     from planner.search.micro_batch import SIZES, shared_step, sizes_of
     from planner.search.search import search
 
@@ -182,21 +189,13 @@ def plan(
     return Planned(search(described, sizes, profile, _policy(policy), free, clipped_fraction), profile)
 
 
-def _profile(machine: "str | Path | Profile") -> "Profile":
-    from hwprofiles.schema import Profile, read_profile
-
+def _profile(machine: str | Path | Profile) -> Profile:
     return machine if isinstance(machine, Profile) else read_profile(str(machine))
 
 
-def _semantics(
-    given: Mapping[str, Any], model: "Model", profile: "Profile", kernels: "Kernel | None", deterministic: bool
-) -> "Semantics":
+def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """The semantics of a step, with defaults and kernels that suit the model and the machine."""
-    from planner.model.kernels import PARTS, with_kernels
-    from planner.model.workload import supported_attention
     from planner.search.micro_batch import LOSS_TILE
-    from runtime.plan import Kernel, Semantics
-    from runtime.plan.train import training
 
     if decided := sorted(given.keys() & {*PARTS, "attention_kernel"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
@@ -210,10 +209,9 @@ def _semantics(
     return asked
 
 
-def _policy(asked: "Policy | Mapping[str, Any] | str | None") -> "Policy | str | None":
+def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
     """The policy asked for, or the name of another system's; None to search one."""
     from planner.search.space import BASELINES
-    from runtime.plan import Policy
 
     if isinstance(asked, str) and asked not in BASELINES:
         near = get_close_matches(asked, ["search", *BASELINES], n=1)
@@ -226,8 +224,6 @@ def _policy(asked: "Policy | Mapping[str, Any] | str | None") -> "Policy | str |
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
     """Fields from a program or a file, validated; PlanError names the first that is wrong."""
-    from pydantic import TypeAdapter, ValidationError
-
     try:
         return TypeAdapter(kind).validate_json(json.dumps(fields))
     except ValidationError as error:
@@ -237,7 +233,7 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fiel
         raise PlanError(f"{what}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
 
 
-def check(plan: "Planned | PlanFile | Plan | str | Path", search: bool = False) -> str:
+def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:
     """Prove a plan right, and true what its file claims; the words say what was not checked. WrongPlanError says what is wrong.
 
     `search`: search again, too, which takes as long as `plan` did. A plan without a claim is proven right, no more.
@@ -245,13 +241,8 @@ def check(plan: "Planned | PlanFile | Plan | str | Path", search: bool = False) 
     return proven(*_file_of(plan), search)
 
 
-def proven(where: str, file: "PlanFile", search: bool) -> str:
+def proven(where: str, file: PlanFile, search: bool) -> str:
     """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
-    from hwprofiles.schema import Profile
-    from planner.check.check import check as prove
-    from planner.check.check import summary
-    from planner.search.claim import claimed
-
     claim = None if file.claim is None else claimed(file.claim, where)
     Profile.from_json(file.plan.profile, f"{where}: profile")
     try:
@@ -262,7 +253,7 @@ def proven(where: str, file: "PlanFile", search: bool) -> str:
     return f"{summary(file.plan)}; {checked}"
 
 
-def _recounted(plan: "Plan", claim: Any, search: bool) -> str:
+def _recounted(plan: Plan, claim: Any, search: bool) -> str:
     """What was held to what, and what was not, in words; PlanError for what does not follow."""
     from planner.check.claim import check_claim, check_origin, check_search
 
@@ -276,9 +267,8 @@ def _recounted(plan: "Plan", claim: Any, search: bool) -> str:
     return "claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
 
 
-def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "str | Path | Profile | None" = None) -> "Prediction":
+def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":
     """Simulate a step of the plan, op by op, on its machine or another: `step_s`, `timeline`."""
-    from hwprofiles.schema import Profile
     from planner.predict.cost import costs, region_of
     from planner.predict.simulate import simulate
 
@@ -288,7 +278,7 @@ def predict(plan: "Planned | PlanFile | Plan | str | Path", machine: "str | Path
 
 
 def train(
-    plan: "Planned | PlanFile | Plan | str | Path",
+    plan: Planned | PlanFile | Plan | str | Path,
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
     *,
     out: str | Path = "penstock-run",
@@ -310,7 +300,6 @@ def train(
     machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
     last, and saves.
     """
-    from penstock.run_config import RUN_FILE, read_run
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
@@ -341,8 +330,8 @@ def train(
 
 
 def _data(
-    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: "Plan"
-) -> "tuple[dict[str, Any], Given | None]":
+    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
+) -> "tuple[dict[str, Any], Loader | None]":
     """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
     match data:
         case str() | Path():
@@ -353,17 +342,16 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
     from penstock.data.given import Given
+    from penstock.data.loader import Loader
     from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     given = Given(cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
-    return {"data.path": given.fingerprint}, given
+    return {"data.path": given.fingerprint}, Loader(given)
 
 
-def _file_of(plan: "Planned | PlanFile | Plan | str | Path") -> "tuple[str, PlanFile]":
+def _file_of(plan: Planned | PlanFile | Plan | str | Path) -> tuple[str, PlanFile]:
     """A plan with its claim, and its name in messages."""
-    from runtime.plan import Plan, PlanFile
-
     match plan:
         case Planned():
             return "the plan", plan.file

@@ -4,7 +4,6 @@ Every rank is this program, started by `torchrun` or by `penstock run`. Rank 0 p
 it; the others read the same plan and settings, compare them with rank 0's, and follow. An error of all ranks is printed by rank 0.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import json
@@ -15,21 +14,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from hwprofiles.schema import Profile
 from runtime.errors import PenstockError, PlanError
+from runtime.plan import Plan
 
+from .settings import RunSettings
 from .signals import handled
 from .version import version_in_words
 
 if TYPE_CHECKING:
-    from penstock.settings import RunSettings
     from runtime.machines.processes import Processes
-    from runtime.plan import Plan
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
@@ -58,10 +58,8 @@ def _number(name: str, default: int) -> int:
 # -- starting them -------------------------------------------------------------------------------------------------------------
 
 
-def refuse_several_hosts(plan: "Plan") -> None:
+def refuse_several_hosts(plan: Plan) -> None:
     """PlanError with the torchrun command that starts a plan's ranks on several hosts."""
-    from hwprofiles.schema import Profile
-
     if (n_hosts := Profile.from_json(plan.profile).n_hosts) > 1:
         each = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
         raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{each} FIRST_HOST:29500 -m penstock run ...`")
@@ -122,13 +120,12 @@ def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
 
 
 @contextmanager
-def joined(settings: "RunSettings", plan: "Plan", device: str) -> "Iterator[Processes | None]":
+def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processes | None]":
     """All ranks of a run that has several, once they have found that they have the same plan, settings and versions."""
     n, here = plan.semantics.ranks, _number("WORLD_SIZE", 1)
     if here == 1 and (n == 1 or device == "emulated"):
         yield None
         return
-    from hwprofiles.schema import Profile
     from runtime.machines.processes import met
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
@@ -145,7 +142,7 @@ def take_own_part(asked_device: str) -> None:
     A rank that `start` has started gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
     """
     if STARTED_HERE in os.environ:
-        with contextlib.suppress(AttributeError, OSError):  # Linux has it
+        with suppress(AttributeError, OSError):  # Linux has it
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGTERM))
     rank, n = _number("LOCAL_RANK", _number("RANK", 0)), _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
     if asked_device in ("auto", "cuda"):
@@ -159,22 +156,19 @@ def take_own_part(asked_device: str) -> None:
         os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
 
 
-def _compare(ranks: "Processes", settings: "RunSettings", plan: "Plan") -> None:
+def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
     """PlanError, on all ranks, that names what differs on one rank from rank 0."""
-    mine = {
+    texts = {
         "version": f"{version_in_words()}, torch {metadata.version('torch')}",
-        "plan": _digest(str(plan)),
-        "settings": _digest(json.dumps(asdict(settings), sort_keys=True, default=str)),
+        "plan": str(plan),
+        "settings": json.dumps(asdict(settings), sort_keys=True, default=str),
     }
+    mine = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
     first, *others = ranks.gathered(mine)
     for rank, said in enumerate(others, start=1):
         for what in mine:
             if said.get(what) != first.get(what):
                 _refuse(PlanError(f"rank {rank} has another {what} than rank 0; start all ranks alike"))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse(error: PenstockError) -> NoReturn:

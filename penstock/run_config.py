@@ -106,7 +106,7 @@ def advice(place: str) -> str:
         return str(absent)
     if key in _OF_THE_PLAN:
         return f"it is the plan's: say {_OF_THE_PLAN[key]} to `penstock plan`"
-    names = [setting.name for setting in settings_of()]
+    names = [name for name, _ in settings_of()]
     here = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(names)} | ALSO_KNOWN_AS
     whole = {name: name for name in names}
@@ -186,7 +186,7 @@ def _words(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
         return f"{where}: {each}"
     first = errors[0]
     name = re.split(r"\.\d+", _place(first["loc"]))[0]
-    flag = next((s.flag.name for s in settings_of() if s.name == name and s.flag is not None and name in flags), None)
+    flag = next((of.metadata["flag"].name for key, of in settings_of() if key == name and name in flags and of.metadata), None)
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input ").removeprefix("Value error, ")
     said = flag or f"{'the command line' if name in flags else where}: {_place(first['loc']) or 'the settings'}"
     return f"{said}: {expected[:200]}, found {reprlib.repr(first['input'])}"

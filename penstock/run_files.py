@@ -2,25 +2,22 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pydantic import TypeAdapter, ValidationError
+
+from planner.show.run_log import LoggedRun, read_log, read_samples
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
-
-if TYPE_CHECKING:
-    from planner.show.run_log import LoggedRun
-    from runtime.plan import Plan
-    from runtime.plan.timeline import Timeline
+from runtime.plan import Plan
+from runtime.plan.timeline import Timeline
 
 MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
 CLOCK_S = 1e-3  # precision of a device's clock, and of the spans that it ends
 GIVE = "give the --out folder of a run"
 
 
-def read_logged_run(folder: Path, plan: "Plan") -> "LoggedRun":
+def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
     """All that can be drawn of a run of the plan. CheckpointError where there is nothing, or something else."""
-    from planner.show.run_log import LoggedRun, read_log, read_samples
-
     timeline_file, log_file = folder / "timeline.json", folder / "metrics.jsonl"
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
@@ -29,12 +26,8 @@ def read_logged_run(folder: Path, plan: "Plan") -> "LoggedRun":
     return LoggedRun(timeline, read_log(_lines(log_file)), read_samples(_lines(folder / "samples.jsonl")))
 
 
-def read_timeline(path: Path, plan: "Plan") -> "Timeline":
+def read_timeline(path: Path, plan: Plan) -> Timeline:
     """The timeline of a run of the plan. CheckpointError for one that is damaged, or has ops in another order."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from runtime.plan.timeline import Timeline
-
     try:
         timeline = TypeAdapter(Timeline).validate_json(_read(path))
     except ValidationError:

@@ -20,7 +20,7 @@ from runtime.plan.train import TARGETS, Lora, checked_lora
 from runtime.units import on_one_line
 
 from .model_files import read_json
-from .tensor_files import Shards
+from .tensor_files import Shapes, Shards
 
 if TYPE_CHECKING:
     from peft import LoraConfig  # 57 MB, imported where an adapter is
@@ -88,9 +88,9 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tuple[Lora, dict[str, Tensor]]:
+def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tensor]]:
     """The adapter in a folder, and its factors by our names in fp32. CheckpointError where it is damaged, has options that
-    are not computed here, or does not adapt the same projections in every layer of the model of `parameters` (shapes by name)."""
+    are not computed here, or does not adapt the same projections in every layer of the model of `parameters`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config, path = _read_config(folder), folder / TENSOR_FILE
@@ -101,10 +101,9 @@ def read_adapter(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> tup
     for key, tensor in Shards([path]).items():
         name = key.removeprefix(PREFIX)
         if not (key.startswith(PREFIX) and _FACTOR.fullmatch(name)):
-            problem = (
-                f"no LoRA factor of a layer's projection ({PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight)"
-            )
-            raise CheckpointError(f"{path}: {on_one_line(key, 160)} is {problem}; {_INSTEAD}")
+            wanted = f"{PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight"
+            found = f"{on_one_line(key, 160)} is no LoRA factor of a layer's projection ({wanted})"
+            raise CheckpointError(f"{path}: {found}; {_INSTEAD}")
         if tensor.dtype not in FLOATS:
             raise CheckpointError(f"{path}: {key} is {tensor.dtype}; save it in fp32, bf16 or fp16")
         factors[name] = tensor.float()
@@ -140,9 +139,7 @@ def _read_config(folder: Path) -> "LoraConfig":
     return LoraConfig(**{field.name: fields[field.name] for field in dataclasses.fields(_Sizes) if field.name in fields})
 
 
-def _refuse_another_base(
-    path: Path, config: "LoraConfig", lora: Lora, factors: Mapping[str, Tensor], parameters: Mapping[str, tuple[int, ...]]
-) -> None:
+def _refuse_another_base(path: Path, config: "LoraConfig", lora: Lora, factors: Mapping[str, Tensor], parameters: Shapes) -> None:
     """CheckpointError unless each target has both factors, of the right shapes, in every layer of the model."""
     from peft.tuners.tuners_utils import check_target_module_exists
 

@@ -16,12 +16,13 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from penstock.data.loader import Loader
 from runtime.errors import CheckpointError, DataError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics
@@ -31,9 +32,6 @@ from runtime.plan.workload import Parameter
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json
 from .tensor_files import Shards, write_new, write_tensors
-
-if TYPE_CHECKING:
-    from penstock.data.data import Data
 
 FORMAT_VERSION = 2
 STATE_FILE = "trainer_state.json"
@@ -86,8 +84,7 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 
 def load_state(checkpoint: Path) -> State:
-    """The training state in a checkpoint, every file of it compared with its size and SHA-256; CheckpointError names what
-    differs."""
+    """The training state in a checkpoint, every file compared with its size and SHA-256; CheckpointError names what differs."""
     path = checkpoint / STATE_FILE
     if not path.exists() and has_weights(checkpoint):
         raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")
@@ -111,7 +108,15 @@ def load_state(checkpoint: Path) -> State:
             f"--model {checkpoint} and another --out; resume from another checkpoint"
         )
     for name, expected in manifest.files.items():
-        _check_file(checkpoint / name, expected)
+        path = checkpoint / name
+        try:
+            if path.is_symlink() or path.stat().st_size != expected.n_bytes:
+                raise _damaged(path, f"not {expected.n_bytes} bytes long as when it was saved")
+            with path.open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
+                    raise _damaged(path, "its content is not what was saved (SHA-256)")
+        except OSError as error:
+            raise _damaged(path, f"cannot be read ({error.strerror})") from None
     names = sorted(name for name in manifest.files if name.startswith("optimizer-"))
     return State(checkpoint, manifest.step, manifest.state, Shards(checkpoint / name for name in names))
 
@@ -120,18 +125,6 @@ def sum_of(fields: Mapping[str, Any]) -> str:
     """SHA-256 of the fields of a state file, without the field that holds it."""
     rest = {key: value for key, value in fields.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_file(path: Path, expected: _File) -> None:
-    try:
-        if path.is_symlink() or path.stat().st_size != expected.n_bytes:
-            raise _damaged(path, f"not {expected.n_bytes} bytes long as when it was saved")
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise _damaged(path, f"cannot be read ({error.strerror})") from None
-    if found != expected.sha256:
-        raise _damaged(path, "its content is not what was saved (SHA-256)")
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
@@ -210,7 +203,7 @@ _DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.d
 _SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train) else value for name, value in _DEFAULTS.items()}
 
 
-def identity(plan: Plan, data: "Data", seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
+def identity(plan: Plan, data: Loader, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
     """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
 
     `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
@@ -238,7 +231,7 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{state.path}: of another {_IN_WORDS.get(key, key)}{_difference(found, value)}; {advice}")
 
 
-def put_back(state: State, host: HostState, data: "Data") -> None:
+def put_back(state: State, host: HostState, data: Loader) -> None:
     """Put masters, moments and the data's position back; CheckpointError where something is missing or malformed."""
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):

@@ -7,7 +7,6 @@ the model is in memory at a time.
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
-from runtime.plan.train import Lora
 from runtime.units import show_bytes
 
 from .adapter_files import FLOATS, read_adapter
@@ -26,20 +24,10 @@ from .tensor_files import Shards, write_new, write_tensors
 PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """A merged model."""
-
-    path: Path
-    lora: Lora
-    n_tensors: int
-    n_merged: int  # tensors with an adapter
-    n_bytes: int  # of all tensors
-
-
-def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, int], None] = lambda *_: None) -> Merged:
+def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, int], None] = lambda *_: None) -> str:
     """Write the model in `base` with the adapter to `out`, whole or not at all: the same files of the same tensors and dtypes, the
-    same configuration and tokenizer. `on_tensor(name, bytes written, bytes of all)` is called after each. CheckpointError."""
+    same configuration and tokenizer; what it holds, in words. `on_tensor(name, bytes written, bytes of all)` is called after each.
+    CheckpointError."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
     refuse_quantised(base, read_json(base / "config.json"), ())
@@ -66,7 +54,8 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
             write_tensors(folder / source.name, shard, merged(source))
         for name, content in others.items():
             write_new(folder / name, [content])
-    return Merged(out, lora, len(outlines), len(factors) // 2, n_bytes)
+    n_merged = len(factors) // 2
+    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
 
 
 def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
@@ -105,9 +94,7 @@ def _other_files(base: Path, shards: Mapping[Path, Mapping[str, Tensor]]) -> dic
 # o rows of a weight, i columns, r rank of its adapter
 
 
-def _merged(
-    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, scale: float
-) -> Iterator[Tensor]:
+def _merged(adapter: Path, stored: Shards, factors: Mapping[str, Tensor], name: str, scale: float) -> Iterator[Tensor]:
     """A weight with its adapter, some rows at a time."""
     module = name.removesuffix(".weight")
     weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]

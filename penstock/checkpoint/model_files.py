@@ -16,7 +16,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
 
-from .tensor_files import Shards
+from .tensor_files import Shapes, Shards
 
 MAX_JSON_BYTES = 256 * 2**20
 END_BYTES = 4096  # of a tensor's first and last bytes in a digest: a page of the file
@@ -32,10 +32,7 @@ _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 
 # In transformers' modules an expert weight is one tensor for all experts; published files of these types have one for each:
 # {type: (folder of the experts, gate, up, down)}.
-_EXPERTS = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
-}
+_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
 def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -58,9 +55,7 @@ def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, T
             yield f"{layer}.{folder}.{last}", tensor
 
 
-def load_weights(
-    folder: Path, model_type: str, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
+def load_weights(folder: Path, model_type: str, names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in.
 
     Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor

@@ -23,10 +23,9 @@ from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes
 
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
-from .tensor_files import Shards, write_new, write_tensors
+from .tensor_files import Shapes, Shards, write_new, write_tensors
 
 FORMAT = 1  # of the cache, and of packing itself
-Shapes = Mapping[str, tuple[int, ...]]  # by name, of the parameters that are packed
 Read = Callable[[str], Tensor]  # reads the packed bytes of a parameter
 _IN_BF16 = "give the model as it was published in bf16"
 # Fields of a quantisation config that name its method
@@ -42,9 +41,7 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     if published == base:
         return _Published(folder, model_type, shapes, base).read
     if published != "bf16":
-        raise CheckpointError(
-            f"{folder}: its weights are packed in {published}, not in {base}; train from it with base {published}"
-        )
+        raise CheckpointError(f"{folder}: its weights are packed in {published}, not in {base}; plan with --base {published}")
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with writing(cache), alone(cache, "base.lock"):
@@ -166,9 +163,8 @@ class _Published:
     def _fp8(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes, and the scale of each block in fp32 or a dtype that is exact in it."""
         codes, scales = self._stored[name], self._stored[f"{name}_scale_inv"]
-        if codes.dtype is not torch.float8_e4m3fn or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise self._odd(name, shape)
-        if (tuple(codes.shape), tuple(scales.shape)) != (shape, layout(shape, "fp8").scales):
+        is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if not is_fp8 or (tuple(codes.shape), tuple(scales.shape)) != (shape, layout(shape, "fp8").scales):
             raise self._odd(name, shape)
         return codes, scales
 

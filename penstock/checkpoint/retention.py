@@ -19,14 +19,9 @@ from .disk import writing
 _LEFT_OVER = re.compile(rf"{NAME.pattern}\.(partial|removed)")
 
 
-def kept(folder: Path, step: int) -> list[Path]:
-    """The checkpoints that `--keep` counts after `step`, oldest first."""
-    return [path for at, path in whole(folder) if at <= step]
-
-
 def keep_last(folder: Path, n: int, step: int) -> None:
-    """Delete all but the last `n` kept checkpoints. Checkpoints of later steps are the user's."""
-    remove(kept(folder, step)[:-n])
+    """Delete all but the last `n` checkpoints up to `step`. Those of later steps are the user's."""
+    remove([path for at, path in whole(folder) if at <= step][:-n])
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -71,7 +66,8 @@ def refuse_without_room(
     if settings.keep is None:
         n = n_scheduled + min(n_by_time, 1)
     else:  # beyond those that the folder holds now, with the one that is being written
-        n = min(n_scheduled + n_by_time, settings.keep + 1 - min(len(kept(folder, n_steps)), settings.keep))
+        n_there = sum(at <= n_steps for at, _ in whole(folder))
+        n = min(n_scheduled + n_by_time, settings.keep + 1 - min(n_there, settings.keep))
     if first_step >= n_steps or n * n_bytes <= free:
         return
     each = f"of {show_bytes(n_bytes)}"

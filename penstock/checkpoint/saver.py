@@ -43,19 +43,16 @@ class Saver:
         say: Callable[[str], None],
         first_step: int = 0,
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step`, with which the run began, is
-        not saved."""
+        """`fields(step)`: the JSON part of the state after `step` steps. That after `first_step` is not saved."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from = fields, tokenizer_from
         # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
-        self._changed = threading.Condition()
+        self._changed = self.snapshots.changed
         self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
-        self._is_over = False
         self._written: Future[None] | None = None  # done when the thread has ended
-        self._has_ended = False
         self._first = self._saved = first_step  # the step on disk that the run began with, and the last one
         self._decided, self._due = first_step, set[int]()  # the last step that `is_due` has decided; those that are
         self._next_s = self._in_time()
@@ -105,9 +102,6 @@ class Saver:
                 raise
             finally:
                 self._state.gate = None
-                with self._changed:
-                    self._is_over = True
-                    self._changed.notify_all()
                 self.snapshots.end()
 
     def is_logged(self, step: int) -> None:
@@ -117,8 +111,7 @@ class Saver:
             self._permit(step)
 
     def save(self, step: int) -> None:
-        """While all lanes are idle: save the state as it is, unless it is on disk; returns before it is written if a thread is at
-        work."""
+        """While all lanes are idle: save the state as it is, unless it is on disk; a thread that is at work is not waited for."""
         if step == self._saved:
             return
         self.snapshots.ask_for(step)
@@ -141,12 +134,12 @@ class Saver:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        if self._has_ended and self._written is not None:
+        if self.snapshots.is_over and self._written is not None:
             self._written.result()
 
     def _finish(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._logged or self._has_ended)
+            self._changed.wait_for(lambda: not self._logged or self.snapshots.is_over)
 
     # -- on the thread that writes ----------------------------------------------------------------------------------
 
@@ -156,9 +149,6 @@ class Saver:
                 while (snapshot := self.snapshots.begun()) is not None:
                     self._write(snapshot)
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
             self.snapshots.end()  # nothing waits for what will not be written
 
     def _write(self, snapshot: Snapshot) -> None:
@@ -172,8 +162,12 @@ class Saver:
                 del copy, found
                 self.snapshots.is_written(snapshot, block)
             self._write_rest(files)
-            state = {**self._fields_once_logged(snapshot.step), "n_updates": snapshot.n_updates, **only_weights}
-            files.finish(snapshot.step, state)
+            with self._changed:  # until the step is logged
+                self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
+                if snapshot.step not in self._logged:
+                    raise GivenUp
+                fields = self._logged[snapshot.step]
+            files.finish(snapshot.step, {**fields, "n_updates": snapshot.n_updates, **only_weights})
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
         elif self._saved != self._first and not self._is_scheduled(self._saved):
@@ -182,13 +176,6 @@ class Saver:
             self._saved = snapshot.step
             del self._logged[snapshot.step]
             self._changed.notify_all()
-
-    def _fields_once_logged(self, step: int) -> Mapping[str, Any]:
-        with self._changed:
-            self._changed.wait_for(lambda: step in self._logged or self._is_over)
-            if step not in self._logged:
-                raise GivenUp
-            return self._logged[step]
 
     # -- the content -----------------------------------------------------------------------------------------------
 

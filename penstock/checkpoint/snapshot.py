@@ -47,8 +47,8 @@ class Snapshots:
         self._now: Snapshot | None = None
         self._next: int | None = None  # the step of a snapshot that waits for the one before to be written
         self._last: int | None = None  # the step that was asked for last
-        self._is_over = False
-        self._changed = threading.Condition()
+        self.is_over = False  # no more snapshots, and no need to go on writing
+        self.changed = threading.Condition()  # of all of this, and of what its saver shares with the trainer's thread
         self.n_begun_late = self.n_copied = self.n_waited_for = 0  # snapshots; blocks; blocks
 
     # -- on the host's lane -----------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class Snapshots:
 
     def before_change(self, block: int, workers: Workers[Scratch]) -> None:
         """As `Gate.before_change`."""
-        with self._changed:
+        with self.changed:
             self._wait_for_next()
             if self._now is None or block not in self._now.unwritten or block in self._now.copies:
                 return
@@ -75,16 +75,16 @@ class Snapshots:
             with suppress(MemoryError):  # less is free than when the run began: from now on updates wait
                 copy = self._state.copied(block, workers)
         finally:
-            with self._changed:
+            with self.changed:
                 if copy is None:
                     snapshot.in_state.insert(0, block)
                     self._free_bytes = 0
                 else:
                     snapshot.copies[block] = copy
                     self.n_copied += 1
-                self._changed.notify_all()
+                self.changed.notify_all()
         if copy is None:
-            with self._changed:
+            with self.changed:
                 self._wait_until_written(snapshot, block)
 
     def _wait_for_next(self) -> None:
@@ -95,18 +95,18 @@ class Snapshots:
                     f"training waits: the state after step {self._next} is to be saved while that after step {self._now.step} is "
                     "still being written; save less often, or to a faster disk"
                 )
-            self._changed.wait_for(lambda: self._next is None)
+            self.changed.wait_for(lambda: self._next is None)
 
     def _wait_until_written(self, snapshot: Snapshot, block: int) -> None:
         self.n_waited_for += 1
-        self._changed.wait_for(lambda: self._now is not snapshot or block not in snapshot.unwritten)
+        self.changed.wait_for(lambda: self._now is not snapshot or block not in snapshot.unwritten)
 
     # -- on the thread that writes ----------------------------------------------------------------------------------
 
     def ask_for(self, step: int) -> None:
         """A snapshot of the state as it is now: at once, or when the one before is written. Nothing changes until then."""
-        with self._changed:
-            if self._is_over or step == self._last:
+        with self.changed:
+            if self.is_over or step == self._last:
                 return
             self._last = step
             if self._now is None:
@@ -116,17 +116,17 @@ class Snapshots:
 
     def _begin(self, step: int) -> None:
         self._now = Snapshot(step, self._state.n_updates, self._order)
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def begun(self) -> Snapshot | None:
         """Wait for the next snapshot; None when there will be no more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._now is not None or self._is_over)
+        with self.changed:
+            self.changed.wait_for(lambda: self._now is not None or self.is_over)
             return self._now
 
     def next_block(self, snapshot: Snapshot) -> tuple[int, Copy | None] | None:
         """The block to write now, and its copy where it has changed since; None when all are written, and the next may begin."""
-        with self._changed:
+        with self.changed:
             while True:
                 self.look()
                 if in_state := snapshot.in_state:
@@ -138,28 +138,28 @@ class Snapshots:
                     if self._next is not None:
                         self._begin(self._next)
                         self._next = None
-                    self._changed.notify_all()
+                    self.changed.notify_all()
                     return None
-                self._changed.wait()
+                self.changed.wait()
 
     def look(self) -> None:
         """GivenUp if there is no need to go on writing."""
-        if self._is_over:
+        if self.is_over:
             raise GivenUp
 
     def is_written(self, snapshot: Snapshot, block: int) -> None:
         """From now on the block may change."""
-        with self._changed:
+        with self.changed:
             snapshot.unwritten.remove(block)
             if snapshot.copies.pop(block, None) is not None:
                 self._free_bytes += self._state.n_bytes(block)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def end(self) -> None:
         """No more snapshots; whatever waits for one goes on."""
-        with self._changed:
-            self._is_over, self._now, self._next = True, None, None
-            self._changed.notify_all()
+        with self.changed:
+            self.is_over, self._now, self._next = True, None, None
+            self.changed.notify_all()
 
 
 def order_of_updates(plan: Plan) -> tuple[int, ...]:

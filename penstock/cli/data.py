@@ -13,7 +13,7 @@ import click
 
 from penstock.run_config import read_run
 
-from .options import PATH, Command, data_settings, flag_of, given_settings
+from .options import PATH, Command, flag_of, given_settings
 from .outputs import show_table
 from .progress import Preparing, show_overview
 
@@ -57,7 +57,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer
 
-    settings = replace(read_run(None, given_settings(flags) | data_settings(paths)).data, shuffle=False)
+    settings = replace(read_run(None, given_settings(flags | {"data.path": paths})).data, shuffle=False)
     if model is not None and not model.is_dir():
         raise click.UsageError(f"--model {model}: no such folder; give one with config.json and tokenizer.json")
     vocab_size, by_document = _model(model, seq_len)

@@ -23,5 +23,4 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
     with Preparing() as tell:
         found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"))
-    where, size = on_one_line(str(found.path)), show_bytes(found.n_bytes)
-    click.echo(f"{where}: {found.n_tensors} tensors, {size}, {found.n_merged} of them with an adapter of rank {found.lora.rank}")
+    click.echo(f"{on_one_line(str(out))}: {found}")

@@ -4,8 +4,9 @@ A flag that is not given is None: then the file of `--config`, or else the defau
 settings, or all semantics, are validated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin
 
@@ -93,38 +94,23 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 def together(*options: Option) -> Option:
     """Several options as one decorator."""
 
-    def give(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return give
+    return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
-SEQ_LEN = click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence.")
-CLIP_NORM = click.option(
-    "--clip-norm",
-    type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
-    default=1.0,
-    show_default=True,
-    help="Largest norm of the whole gradient.",
-)
 with_batch = together(
     click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
     click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
 )
-with_gpus = together(
+# The rest of the work of a step
+with_work = together(
+    click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
     click.option(
-        "--gpus",
-        type=COUNT,
-        default=1,
+        "--clip-norm",
+        type=Parsed("norm|none", lambda text: None if text == "none" else above_0(1e12).parse(text)),
+        default=1.0,
         show_default=True,
-        help="GPUs of a host that share each step. The bits of the result do not depend on it, for the same --sum-groups.",
+        help="Largest norm of the whole gradient.",
     ),
-    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
-    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
-)
-with_training = together(
     click.option(
         "--train",
         metavar="WHAT",
@@ -136,6 +122,15 @@ with_training = together(
         type=click.Choice(["bf16", "nf4", "int8", "fp8"]),
         help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits.  [default: bf16]",
     ),
+    click.option(
+        "--gpus",
+        type=COUNT,
+        default=1,
+        show_default=True,
+        help="GPUs of a host that share each step. The bits of the result do not depend on it, for the same --sum-groups.",
+    ),
+    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
+    click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
 with_prices = together(
     click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),
@@ -146,8 +141,7 @@ with_prices = together(
 
 # -- made of fields ---------------------------------------------------------------------------------------------------------
 
-_SETTINGS = {setting.name: setting for setting in settings_of()}
-_FLAGS = {setting.name: setting.flag for setting in settings_of() if setting.flag is not None}
+_SETTINGS = {name: setting for name, setting in settings_of() if "flag" in setting.metadata}
 _SEMANTICS = {
     "micro_batch": Flag("--micro-batch", "Sequences computed at a time; the last may be fewer.", "the fastest"),
     "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
@@ -170,16 +164,16 @@ _SEMANTICS = {
 class RunCommand(Command):
     """A command that takes settings by the names that other trainers give them, too."""
 
-    also = {other: _FLAGS[name].name for other, name in ALSO_KNOWN_AS.items() if name in _FLAGS}
+    also = {other: _SETTINGS[name].metadata["flag"].name for other, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
 
 
-def option(flag: Flag, param: str, kind: Any, default: Any) -> Option:
-    """A click option for a field of this type and default."""
-    if default is False:
+def option(flag: Flag, param: str, of: Field[Any]) -> Option:
+    """A click option for a field."""
+    if of.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
-    shown = default if flag.default is None else flag.default
+    shown = of.default if flag.default is None else flag.default
     text = flag.help + " Can be repeated." * flag.repeats + (f"  [default: {shown}]" if shown not in (None, ()) else "")
-    return click.option(flag.name, param, type=_type(kind), multiple=flag.repeats, metavar=flag.metavar, help=text)
+    return click.option(flag.name, param, type=_type(of.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
 
 
 def _type(kind: Any) -> Any:
@@ -192,18 +186,11 @@ def _type(kind: Any) -> Any:
 
 def flag_of(name: str) -> Option:
     """The flag of one setting, as `optimizer.lr`."""
-    setting = _SETTINGS[name]
-    return option(_FLAGS[name], name.replace(".", "__"), setting.type, setting.default)
+    return option(_SETTINGS[name].metadata["flag"], name.replace(".", "__"), _SETTINGS[name])
 
 
-setting_flags = together(*map(flag_of, _FLAGS))
-semantics_flags = together(
-    *(
-        option(_SEMANTICS[field.name], field.name, field.type, field.default)
-        for field in fields(Semantics)
-        if field.name in _SEMANTICS
-    )
-)
+setting_flags = together(*map(flag_of, _SETTINGS))
+semantics_flags = together(*(option(_SEMANTICS[of.name], of.name, of) for of in fields(Semantics) if of.name in _SEMANTICS))
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,15 +198,11 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
     given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
     if "data.columns" in given:
         given["data.columns"] = dict(_column(text) for text in given["data.columns"])
-    return given | (data_settings(given["data.path"]) if "data.path" in given else {})
-
-
-def data_settings(paths: Sequence[str]) -> dict[str, Any]:
-    """The settings of training data: one path, or several, each perhaps with a weight behind a colon."""
-    parts = [part_of(path) for path in paths]
-    if len(parts) == 1 and "weight" not in parts[0]:
-        return {"data.path": parts[0]["path"], "data.mix": ()}
-    return {"data.path": None, "data.mix": parts}
+    if "data.path" in given:  # one, or several, each perhaps with a weight behind a colon
+        parts = [part_of(path) for path in given["data.path"]]
+        is_one = len(parts) == 1 and "weight" not in parts[0]
+        given |= {"data.path": parts[0]["path"], "data.mix": ()} if is_one else {"data.path": None, "data.mix": parts}
+    return given
 
 
 def _column(text: str) -> tuple[str, str]:

@@ -5,33 +5,23 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
 
+from hwprofiles.schema import read_profile, shipped_profiles
+from penstock import api
 from penstock.run_config import PLAN_FLAGS
+from planner.model.config import WEIGHT_PATTERNS, download, hub_name, shipped_models, unread_weights
 from runtime.errors import DoesNotFitError
+from runtime.files import read_whole
+from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
-from .options import (
-    BYTES,
-    CLIP_NORM,
-    SEQ_LEN,
-    Command,
-    semantics_flags,
-    sequences_of_a_step,
-    with_batch,
-    with_gpus,
-    with_prices,
-    with_training,
-)
+from .options import BYTES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import check_output
-
-if TYPE_CHECKING:
-    from penstock.api import Planned
-    from runtime.plan.workload import Model
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -43,17 +33,16 @@ class _Plan(Command):
     also = PLAN_FLAGS
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, package, folder in (("Shipped machines", "hwprofiles", "profiles"), ("Shipped models", "planner", "models")):
-            names = sorted(file.name for file in (resources.files(package) / folder).iterdir())
+        for title, names in (("Shipped machines", shipped_profiles()), ("Shipped models", shipped_models())):
             with formatter.section(title):
-                formatter.write_text(", ".join(name.removesuffix(".json") for name in names if name.endswith(".json")))
+                formatter.write_text(", ".join(names))
 
 
 @click.command(cls=_Plan)
 @click.argument("model")
 @click.option("--machine", required=True, help="A shipped machine, named below, or the file of one (penstock probe -o).")
-@SEQ_LEN
 @with_batch
+@with_work
 @click.option(
     "--host-memory", "host_memory_bytes", type=BYTES, help="Host memory to use, for example 1.5TB.  [default: the profile's]"
 )
@@ -68,8 +57,6 @@ class _Plan(Command):
     help=f"The schedule: the fastest found; that of another system ({', '.join(BASELINE_NAMES)}) under these semantics; or that "
     "of a plan or JSON file.",
 )
-@with_training
-@CLIP_NORM
 @semantics_flags
 @click.option(
     "--kernels",
@@ -77,7 +64,6 @@ class _Plan(Command):
     help="Norm, loss, activation and attention kernels: as transformers has them, or fused.  [default: the machine's fastest]",
 )
 @click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
-@with_gpus
 @click.option(
     "--clipped-steps",
     "clipped_fraction",
@@ -107,11 +93,6 @@ def plan(
     MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
-    from rich.console import Console
-
-    from hwprofiles.schema import read_profile
-    from penstock import api
-    from planner.model.config import unread_weights
     from planner.show.facts import facts
     from planner.show.text import print_report
     from runtime.compiled import IS_COMPILED
@@ -148,10 +129,8 @@ def plan(
         click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 
-def _needed(model: "Model") -> str:
+def _needed(model: Model) -> str:
     """The further flags of `run` for a model whose folder lacks weights or a tokenizer."""
-    from planner.model.config import WEIGHT_PATTERNS, download, hub_name
-
     if (there := hub_name(model.name)) is not None and model.path is None:
         return f" --model {there.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
@@ -160,7 +139,7 @@ def _needed(model: "Model") -> str:
     return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
-def _fields(found: "Planned", tokens: int | None) -> dict[str, Any]:
+def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
     from planner.predict.rests_on import rests_on
     from planner.show.price import hourly, job
@@ -184,8 +163,6 @@ def _fields(found: "Planned", tokens: int | None) -> dict[str, Any]:
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:
     """None to search; else another system's name, or the fields of the policy in a file: a plan's, or the file's own."""
-    from runtime.files import read_whole
-
     path = Path(text)
     if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # a name too long for a file is no file
         return None if text == "search" else text

@@ -40,7 +40,7 @@ LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
 LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "optimizer"}  # where no GPU computes
 
 
-class Preparing:
+class Preparing(Bar):
     """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
 
     On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
@@ -49,27 +49,18 @@ class Preparing:
 
     def __init__(self, each: bool = False) -> None:
         console = Console(stderr=True)
-        self.bar = Bar("{task.description}", TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+        columns = ("{task.description}", TimeElapsedColumn())
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.stage, self.patience_s, self.until_s = "starting", 0.0 if each else LONG_S, math.inf
-        self.bar.add_task(self.stage, total=None)
-
-    def __enter__(self) -> "Preparing":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self.bar.stop()
+        self.add_task(self.stage, total=None)
 
     def __call__(self, words: str) -> None:
-        (task,) = self.bar.task_ids
+        (task,) = self.task_ids
         if (stage := words.partition(":")[0]) != self.stage:
-            self.bar.reset(task)
+            self.reset(task)
             self.stage, self.until_s = stage, time.monotonic() + self.patience_s
-        self.bar.update(task, description=words)
-        if self.bar.disable and time.monotonic() >= self.until_s:
+        self.update(task, description=words)
+        if self.disable and time.monotonic() >= self.until_s:
             click.echo(words if self.patience_s else stage, err=True)
             self.until_s = math.inf
 
@@ -157,8 +148,7 @@ class Progress(Bar):
             self.lines = f"{more}\n{lanes}\n"
 
     def tell(self, words: str) -> None:
-        """Show words until the end. Safe in a signal handler, which may interrupt any print: on a terminal the next redraw shows
-        them."""
+        """Show words until the end. Safe in a signal handler, which may interrupt any print: a terminal is only redrawn later."""
         if self.disable:
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
@@ -187,7 +177,7 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
     assert found is not None, "a step was performed"
     rows = [
         (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
-        for name, predicted, value, show in (*_speeds(run, found), *_memory(run))
+        for name, predicted, value, show in _figures(run, found)
     ]
     show_table(("", "predicted", "measured", "error"), rows)
     if found.n_steps:
@@ -205,18 +195,14 @@ def show_tokens(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _speeds(run: "Session", found: "Measured") -> Iterator[Figure]:
-    plan, predicted_s, n_tokens = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step
+def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
+    """Speeds, arenas, and the peaks of process and device; an emulated machine's memory is another's."""
+    plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
     yield "step", predicted_s, found.step_s, show_seconds
     measured_busy_s = found.settled.busy_s(plan)
     for lane, busy_s in run.prediction.busy_s(plan).items():
         yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
     yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens
-
-
-def _memory(run: "Session") -> Iterator[Figure]:
-    """Arenas, and the peaks of process and device; an emulated machine's are another's."""
-    plan, store = run.plan, run.store
     if run.device == "emulated":
         return
     by_arena = store.arenas.n_bytes

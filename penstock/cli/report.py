@@ -2,17 +2,17 @@
 
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from penstock.api import predict, proven
 from penstock.version import version_in_words
+from planner.search.claim import claimed
+from runtime.errors import PlanError, WrongPlanError
+from runtime.plan import PlanFile
 from runtime.units import on_one_line, show_bytes
 
 from .outputs import write_output
-
-if TYPE_CHECKING:
-    from runtime.plan import PlanFile
 
 PAGES, TRACES = (".html", ".htm"), (".json",)
 
@@ -27,10 +27,7 @@ def check(plan_file: Path, search: bool) -> None:
     Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
     is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
     """
-    from penstock.api import proven
     from planner.check.claim import strangers
-    from planner.search.claim import claimed
-    from runtime.plan import PlanFile
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
     claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
@@ -56,10 +53,6 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     The page holds one step lane by lane, memory over it, where the seconds go, the certificate in words and, of a run, its curves.
     It is one file that needs no network.
     """
-    from penstock.api import proven
-    from runtime.errors import PlanError, WrongPlanError
-    from runtime.plan import PlanFile
-
     if output.suffix.lower() not in (*PAGES, *TRACES):
         raise click.UsageError(f"{output}: write to a name that ends in .html, for a page, or in .json, for a trace")
     if output.exists() and plan_file.exists() and output.samefile(plan_file):
@@ -77,7 +70,7 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
 
 
-def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
+def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     from penstock.run_files import read_logged_run
     from planner.show.facts import facts
     from planner.show.page import page
@@ -88,8 +81,7 @@ def _page(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
     return page(facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
 
 
-def _trace(file: "PlanFile", plan_file: Path, run_dir: Path | None) -> str:
-    from penstock.api import predict
+def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     from penstock.run_files import read_timeline
     from runtime.plan.timeline import chrome_trace
 

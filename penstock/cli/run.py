@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.run_config import RUN_FILE
+from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
+from penstock.run_config import RUN_FILE, read_run
+from penstock.settings import RunSettings
 from penstock.signals import handled
 from runtime.errors import RanksError
+from runtime.plan import PlanFile
 from runtime.units import on_one_line
 
 from .options import PATH, RunCommand, above_0, given_settings, setting_flags
+from .progress import Preparing, Progress, overview, refuse_to_recalibrate, show_outcome, show_overview
 
 if TYPE_CHECKING:
-    from penstock.settings import RunSettings
     from penstock.training.session import Session
-
-    from .progress import Preparing
 
 
 @click.command("run", cls=RunCommand)
@@ -54,10 +55,6 @@ def run(
     Writes metrics.jsonl, run.yaml (all settings), timeline.json and checkpoint-N/ (which transformers loads) into --out. SIGTERM
     and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan does not fit this machine.
     """
-    from penstock.run_config import read_run
-
-    from .progress import Preparing
-
     given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
         settings = read_run(config, given)
@@ -69,13 +66,8 @@ def run(
     ctx.exit(code)
 
 
-def _run(settings: "RunSettings", how: dict[str, Any], recalibrate: Path | None, report: "Preparing") -> int:
+def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
     """Start the ranks of a run, or be one of them, or the only one; the exit code."""
-    from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
-    from runtime.plan import PlanFile
-
-    from .progress import refuse_to_recalibrate
-
     refuse = partial(refuse_to_recalibrate, recalibrate, Path(settings.plan or ""))
     try:
         report("reading the plan")
@@ -124,8 +116,6 @@ def _train(session: "Session", recalibrate: Path | None) -> int:
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
-    from .progress import Progress, overview, show_outcome, show_overview
-
     stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
     write_settings(session.settings)
@@ -160,7 +150,7 @@ def _stopped(session: "Session", n_done: int) -> str:
     return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
 
 
-def _refuse_contradictions(settings: "RunSettings", given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
+def _refuse_contradictions(settings: RunSettings, given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
     """UsageError for flags that contradict --device."""
     is_idle = resumes or any(name.startswith("checkpoint.") or name in ("evaluation.data", "evaluation.prompts") for name in given)
     if settings.device == "emulated" and is_idle:

@@ -13,30 +13,25 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from rich.console import Console
+from rich.progress import track
 
+from hwprofiles.quantity import BASES
+from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from hwprofiles.several import on_network, part_of
+from planner.model.workload import read_model, supported_attention
+from planner.show.price import hourly, show_usd
 from runtime.errors import PenstockError
+from runtime.plan import Semantics
+from runtime.plan.packed import Base
+from runtime.plan.policy import trained
 from runtime.units import GB, parse_bytes, show_bytes, show_count, show_duration
 
-from .options import (
-    BYTES,
-    CLIP_NORM,
-    COUNT,
-    SEQ_LEN,
-    TOKENS,
-    sequences_of_a_step,
-    together,
-    with_batch,
-    with_gpus,
-    with_prices,
-    with_training,
-)
+from .options import BYTES, COUNT, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
 
 if TYPE_CHECKING:
-    from hwprofiles.schema import Profile
     from planner.show.fits import Fit
-    from runtime.plan import Semantics
-    from runtime.plan.packed import Base
 
 Found = TypeVar("Found")
 MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
@@ -50,15 +45,7 @@ MACHINE_TITLES = (
 )
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
-# The work that machines are asked about, but for its batch
-with_work = together(
-    SEQ_LEN,
-    CLIP_NORM,
-    click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights."),
-    with_training,
-    with_gpus,
-    AS_JSON,
-)
+MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights.")
 
 
 @click.command()
@@ -69,6 +56,8 @@ with_work = together(
 @click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
+@MASTER
+@AS_JSON
 def fits(
     machines: tuple[str, ...],
     host_memory: str | None,
@@ -87,7 +76,6 @@ def fits(
     of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
-    from hwprofiles.several import on_network, part_of
     from planner.show import fits as planned
 
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
@@ -114,8 +102,6 @@ def fits(
 
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
-    from planner.show.price import show_usd
-
     where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *("-",) * (3 if tokens else 0))
@@ -136,6 +122,8 @@ def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
 @click.option("--host-memory", type=BYTES, help="Host memory of every machine, for example 2TB.  [default: the profiles']")
 @with_prices
 @with_work
+@MASTER
+@AS_JSON
 def compare(
     model: str,
     machines: str,
@@ -157,8 +145,6 @@ def compare(
 
     Prices that are given hold for every machine.
     """
-    from hwprofiles.several import part_of
-    from planner.model.workload import read_model, supported_attention
     from planner.search.micro_batch import SIZES
     from planner.show.compare import COLUMNS, JOB_TITLES, candidate, ranked
 
@@ -197,9 +183,7 @@ def machines(as_json: bool) -> None:
     device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
     other numbers, or of `penstock probe -o`.
     """
-    from hwprofiles.quantity import BASES
     from planner.predict.rests_on import standard
-    from planner.show.price import hourly
 
     profiles = _profiles()
     if as_json:
@@ -223,26 +207,22 @@ def machines(as_json: bool) -> None:
     show_table(MACHINE_TITLES, rows)
 
 
-def _compared(names: str, n_gpus: int) -> "list[Profile]":
+def _compared(names: str, n_gpus: int) -> list[Profile]:
     """The named machines, each once; of all of them those with one GPU, or with as many as are asked for."""
     if names.strip() != "all":
         return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
     return [p for p in _profiles() if p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1)]
 
 
-def _profiles(name: str = "") -> "list[Profile]":
+def _profiles(name: str = "") -> list[Profile]:
     """The machine of that name or file; or all shipped ones of a GPU, or of any."""
-    from hwprofiles.schema import read_profile, shipped_profiles
-
     of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
 
-def semantics_of(master: str, train: str | None, base: "Base | None", n_gpus: int, **fields: Any) -> "Semantics":
+def semantics_of(master: str, train: str | None, base: Base | None, n_gpus: int, **fields: Any) -> Semantics:
     """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared."""
     from planner.search.micro_batch import shared_step
-    from runtime.plan import Semantics
-    from runtime.plan.policy import trained
 
     asked = trained(Semantics(master_dtype=master, **fields), train, base)  # type: ignore[arg-type]
     return shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
@@ -250,9 +230,6 @@ def semantics_of(master: str, train: str | None, base: "Base | None", n_gpus: in
 
 def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str) -> list[Found]:
     """`work` of each task, in their order, on all cores; a terminal shows the progress."""
-    from rich.console import Console
-    from rich.progress import track
-
     console = Console(stderr=True)
     show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)

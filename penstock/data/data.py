@@ -20,13 +20,16 @@ from .chat import ChatTemplate
 from .documents import Reader, kept_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
 from .formats import COLUMNS, format_of, renamed, shown
-from .given import Given
 from .loader import Loader
 from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
-Data = Loader | Given  # the batches of a run, by the number of the step
+Report = Callable[[str], None]  # told in words what goes on
+
+
+def unheard(words: str) -> None:
+    """A report to nobody."""
 
 
 def read_data(
@@ -39,7 +42,7 @@ def read_data(
     cache: Path,
     by_document: bool = False,
     preferred: tuple[str, ...] = TRAIN,
-    report: Callable[[str], None] = lambda words: None,
+    report: Report = unheard,
 ) -> Loader:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
@@ -57,7 +60,10 @@ def read_data(
         reader = reader_of(part, tokenizer, vocab_size, cache.parent, preferred)
         shape = Shape(_packing(part, reader, by_document), seq_len, tokenizer.end_id, part.too_long, part.unsupervised)
         if settings.streaming:
-            return _streamed(part, reader, shape, batch_size, shuffle_seed)
+            content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
+            fingerprint = _fingerprint(content, reader.identity, asdict(shape), part.shuffle_buffer, batch_size, shuffle_seed)
+            stream = Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
+            return Loader(stream, settings.workers)
         sets.append(_packed(reader, shape, shuffle_seed, cache, report))
     shares = shares_of(weights, [len(each.sequences) for each in sets])
     fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
@@ -110,14 +116,7 @@ def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
     return "joined" if reader.format == "text" else "documents" if by_document else "one"
 
 
-def _streamed(settings: DataSettings, reader: Reader, shape: Shape, batch_size: int, seed: int | None) -> Loader:
-    content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
-    fingerprint = _fingerprint(content, reader.identity, asdict(shape), settings.shuffle_buffer, batch_size, seed)
-    stream = Stream(reader, shape, batch_size, settings.shuffle_buffer, seed, _about(reader), fingerprint)
-    return Loader(stream, min(1, settings.workers))
-
-
-def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Callable[[str], None]) -> PackedSet:
+def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Report) -> PackedSet:
     content = reader.files.content_hash(whole=True)
     documents = kept_documents(reader, content, cache, report)
     n = len(documents.lengths)

@@ -130,12 +130,9 @@ class Documents:
     """Documents of tokens, mapped from a file or in memory: `lengths`, `n_learned` and `n_targets` of each are arrays."""
 
     def __init__(self, dataset: Dataset, files: DataFiles) -> None:
-        self.dataset, self.files, column = dataset, files, dataset.data.column
+        self.files, column = files, dataset.data.column
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Documents, (self.dataset, self.files)  # of a mapped file its place, not its content
 
     def ids(self, document: int) -> npt.NDArray[np.unsignedinteger]:
         """Its tokens, a view of the file."""

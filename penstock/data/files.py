@@ -130,8 +130,7 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
 
 
 def _of_split(found: DataFiles, asked: str | None, preferred: tuple[str, ...]) -> DataFiles:
-    """The files of the splits that are asked for: `test` asks for `test` and for `test_sft`. Where there is but one split, and none
-    is asked for, nothing is left out."""
+    """The files of the splits asked for: `test` asks for `test_sft`, too. Of one split nothing is left out if none is asked for."""
     split_of = {file: _split(file) for file in found.files}
     there = sorted({split for split in split_of.values() if split is not None})
     is_one = len(there) == 1 and all(split is not None or file.kind == "text" for file, split in split_of.items())

@@ -1,13 +1,14 @@
 """Batches that a program makes itself, checked before the model sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import DataError
 
 
 class Batches(Protocol):
@@ -24,9 +25,9 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A program's batches, as the data of a run."""
+    """A program's batches, as the source of a loader."""
 
-    batches: Batches
+    program: Batches
     seq_len: int
     batch_size: int
     vocab_size: int
@@ -35,11 +36,11 @@ class Given:
 
     @property
     def fingerprint(self) -> str:
-        return f"batches of {type(self.batches).__qualname__}"
+        return f"batches of {type(self.program).__qualname__}"
 
     def batch(self, step: int) -> Batch:
         """DataError for what is no batch of this plan."""
-        match self.batches.batch(step):
+        match self.program.batch(step):
             case Batch() as made:
                 pass
             case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
@@ -54,27 +55,22 @@ class Given:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
-        if made.document_tokens is not None:
-            self._check_documents(made.document_tokens, step)
-        return made
-
-    def _check_documents(self, document_tokens: tuple[tuple[int, ...], ...], step: int) -> None:
+        if made.document_tokens is None:
+            return made
         if self.no_documents is not None:
             raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
-        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in document_tokens]
+        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in made.document_tokens]
         if sums != [self.seq_len] * self.batch_size:
             problem = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
             raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
+        return made
+
+    def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Each batch from a step on, and the position after it."""
+        return ((self.batch(step), self.position(step + 1)) for step in count(first_step))
 
     def position(self, step: int) -> dict[str, Any]:
         return {"step": step}
 
-    def resume(self, step: int, position: dict[str, Any]) -> None:
-        if position != self.position(step):
-            raise CheckpointError(f"the checkpoint's data stood at {position}, not at step {step}: it was trained on other data")
-
     def words(self) -> dict[str, str]:
         return {"data": self.fingerprint}
-
-    def close(self) -> None:
-        """The program that made the batches closes them."""

@@ -80,10 +80,9 @@ class MapStyleData:
         rows = (row_of(part.documents, part.sequences[sequence], part.shape) for part, sequence in chosen)
         return batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
 
-    def batches(self, first_step: int, stride: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Every `stride`-th batch from a step on, and the position after it."""
-        for step in count(first_step, stride):
-            yield self.batch(step), self.position(step + 1)
+    def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Each batch from a step on, and the position after it."""
+        return ((self.batch(step), self.position(step + 1)) for step in count(first_step))
 
     def position(self, step: int) -> dict[str, Any]:
         """The sample with which that step begins."""
@@ -101,10 +100,8 @@ class MapStyleData:
                 fraction = share / len(self._turns)
                 said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
             cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
-        advice = (
-            "documents are cut, and the rest of them is not learned; plan with a longer --seq-len, or set data.too_long to split"
-        )
-        return said | ({"warning": f"{', '.join(cut)}: many {advice}"} if cut else {})
+        problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
+        return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ class Stream:
     fingerprint: str
     n_steps: None = None
 
-    def batches(self, first_step: int, stride: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Each batch from a position on, and the position after it."""
         rows = self._rows(position["epoch"], position["stream"])
         while True:

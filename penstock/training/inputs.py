@@ -1,6 +1,6 @@
 """What a run reads: its model and the weights it begins with, data, held-out data and prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,8 +8,9 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Data, read_data, reader_of
+from penstock.data.data import Report, read_data, reader_of, unheard
 from penstock.data.files import HELD_OUT, TRAIN
+from penstock.data.loader import Loader
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.run_config import RunConfigError
 from penstock.settings import RunSettings
@@ -64,12 +65,7 @@ def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: St
 
 
 def fill(
-    store: TorchMachine,
-    settings: RunSettings,
-    data: Data,
-    weights: Path | None,
-    state: State | None,
-    report: Callable[[str], None] = lambda words: None,
+    store: TorchMachine, settings: RunSettings, data: Loader, weights: Path | None, state: State | None, report: Report = unheard
 ) -> None:
     """Put into the store what the run begins with: the model's weights in `weights`, random ones where that is None, and the state
     of a checkpoint, which has all weights that are trained."""
@@ -88,7 +84,7 @@ def fill(
         load_adapter(store, Path(settings.adapter))
 
 
-def load_model(store: TorchMachine, folder: Path, cache: Path, report: Callable[[str], None] = lambda words: None) -> None:
+def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = unheard) -> None:
     """Put a Hugging Face model's weights into the store, one tensor at a time; those that are stored packed are packed once, into
     `cache`. Adapters stay as they are."""
     plan, host = store.plan, store.host
@@ -123,13 +119,7 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
         store.host.settle(block)
 
 
-def data_of(
-    settings: RunSettings,
-    plan: Plan,
-    folder: Path | None,
-    held_out: bool = False,
-    report: Callable[[str], None] = lambda words: None,
-) -> Data:
+def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> Loader:
     """The batches to train on, or of `held_out` data the sequences to evaluate on."""
     semantics = plan.semantics
     return read_data(
@@ -146,7 +136,7 @@ def data_of(
     )
 
 
-def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Callable[[str], None]) -> Data | None:
+def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> Loader | None:
     """The data to evaluate on, in its own order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:

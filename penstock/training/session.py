@@ -12,7 +12,8 @@ from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Data
+from penstock.data.data import Report, unheard
+from penstock.data.loader import Loader
 from penstock.run_config import RunConfigError
 from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
@@ -44,6 +45,8 @@ from .monitors import refuse_missing
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 
+OfStep = Callable[[int], AdamW]  # the hyperparameters of a step
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
@@ -54,7 +57,7 @@ class Session:
     device: str  # cuda, cpu or emulated
     machine: Machine  # performs the ops
     store: TorchMachine  # holds the state, of a stand-in model where the machine is emulated
-    data: Data
+    data: Loader
     n_steps: int  # of the whole run
     prediction: Prediction
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that resumes from this one's checkpoints must share
@@ -62,7 +65,7 @@ class Session:
     scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
     weights: str = ""  # where they come from, in words
     tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
-    held_out: Data | None = None  # each sequence is a batch of its own
+    held_out: Loader | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
     leader: Leader | None = None  # of several ranks
     stop: Stop = field(default_factory=Stop)
@@ -109,9 +112,9 @@ def open_session(
     resume: bool = False,
     resume_from: str | None = None,
     time_scale: float | None = None,
-    data: Data | None = None,
+    data: Loader | None = None,
     refuse: Callable[[Plan, str], None] = lambda plan, device: None,
-    report: Callable[[str], None] = lambda words: None,
+    report: Report = unheard,
     ranks: Processes | None = None,
     stop: Stop | None = None,
 ) -> Iterator[Session]:
@@ -143,8 +146,7 @@ def open_session(
             session = _emulated(settings, plan, report, time_scale)
         else:
             session = _real(settings, plan, device, state, data, ranks, report)
-        if stop is not None:
-            session = replace(session, stop=stop)
+        session = replace(session, stop=stop or Stop())
         with closing(session.data):
             yield session
         if session.leader is not None:
@@ -175,9 +177,9 @@ def _real(
     plan: Plan,
     device: str,
     state: State | None,
-    data: Data | None,
+    data: Loader | None,
     ranks: Processes | None,
-    report: Callable[[str], None],
+    report: Report,
 ) -> Session:
     """A run of the plan's own model on this machine. What is quickly refused is read before the weights are."""
     prediction = predicted(plan)[2]
@@ -225,12 +227,12 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
     return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
 
 
-def read_by_all(data: Data, weights: Path | None) -> dict[str, str]:
+def read_by_all(data: Loader, weights: Path | None) -> dict[str, str]:
     """Digests of what every rank reads for itself, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
-def _emulated(settings: RunSettings, plan: Plan, report: Callable[[str], None], time_scale: float | None) -> Session:
+def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
@@ -256,16 +258,14 @@ def _stand_in(plan: Plan) -> Plan:
     return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def machine_of(
-    device: str, plan: Plan, data: Data, of_step: Callable[[int], AdamW], seed: int, ranks: Ranks | None
-) -> TorchMachine:
+def machine_of(device: str, plan: Plan, data: Loader, of_step: OfStep, seed: int, ranks: Ranks | None) -> TorchMachine:
     """A machine that trains the plan, with its memory taken."""
     if device == "cuda":
         return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks)
     return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks)
 
 
-def steps_of(settings: RunSettings, data: Data) -> int:
+def steps_of(settings: RunSettings, data: Loader) -> int:
     """Steps of the whole run."""
     if settings.steps is not None:
         return settings.steps
@@ -274,7 +274,7 @@ def steps_of(settings: RunSettings, data: Data) -> int:
     return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
 
-def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Callable[[int], AdamW], dict[str, Any]]:
+def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[OfStep, dict[str, Any]]:
     """The hyperparameters of each step, and what of them a checkpoint keeps: a resumed run must use the same."""
     lr_of = learning_rates(settings, n_steps)
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it

@@ -131,7 +131,9 @@ class Trainer:
                 self._log(step, saver)
                 if saver is not None and saves_in_pauses and saver.is_time():
                     pause.request()
-        timeline = scaled(steps.timeline, session.scale)
+        # In the seconds of the plan's machine, where that is emulated
+        spans = (replace(s, start_s=s.start_s / session.scale, end_s=s.end_s / session.scale) for s in steps.timeline.spans)
+        timeline = Timeline(tuple(spans))
         times_s = timeline.step_times_s  # from the second step on; those of the warm-up are not compared with the prediction
         self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
         self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the later one of equals
@@ -217,8 +219,3 @@ def device_memory_named() -> Iterator[None]:
             f"{at}: the device is out of memory ({what}); free what other processes hold of it, or plan again for less with "
             "--device-memory, and go on with --resume"
         ) from error
-
-
-def scaled(timeline: Timeline, time_scale: float) -> Timeline:
-    """The timeline in the seconds of the machine that was emulated."""
-    return Timeline(tuple(replace(s, start_s=s.start_s / time_scale, end_s=s.end_s / time_scale) for s in timeline.spans))

@@ -25,7 +25,7 @@ from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.torch_machine import TorchMachine
 from runtime.units import on_one_line, show_seconds
 
-from .inputs import Prompts, check_prompts
+from .inputs import Prompts
 from .monitors import Monitors
 from .run_folder import add_lines, lines_of
 from .session import Session
@@ -62,9 +62,8 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     """The loss on held-out data; where the settings say so, that without the adapter too."""
     data, asked = session.held_out, session.settings.evaluation
     assert data is not None
-    measure = partial(
-        evaluate, session.store, data.batch, min(asked.max_sequences, data.n_steps or asked.max_sequences), session.stop
-    )
+    n_sequences = min(asked.max_sequences, data.n_steps or asked.max_sequences)
+    measure = partial(evaluate, session.store, data.batch, n_sequences, session.stop)
     values, without = measure(), ""
     if _compares(session):
         with session.store.compute.templates.without_adapters():
@@ -164,11 +163,9 @@ def generate(
     """The tokens that follow each prompt: up to `max_new_tokens`, to one of `end_ids`, or to the length of the plan's sequences.
 
     At temperature 0 the likeliest token is taken. Else tokens are drawn as transformers draws them, with random numbers that depend
-    on the seed, the prompt's place and the token's alone. All lanes of the machine must be idle. DataError for a prompt that is
-    empty or too long; Abandoned after `stop.request()`.
+    on the seed, the prompt's place and the token's alone. All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
     semantics = machine.plan.semantics
-    check_prompts(prompts, semantics.seq_len)
     warp = LogitsProcessorList()
     if temperature:
         warp.append(TemperatureLogitsWarper(temperature))
@@ -185,9 +182,7 @@ def generate(
             some = unfinished[first : first + semantics.loss_tile_tokens]
             for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
-                    raise PenstockError(
-                        "the model's logits are not finite: its weights are spoilt; resume from an earlier checkpoint"
-                    )
+                    raise PenstockError("the model's logits are not finite: its weights are spoilt; resume an earlier checkpoint")
                 token = int(logits_V.argmax())
                 if temperature:
                     n_new = len(sequences[number]) - len(prompts[number])

@@ -79,15 +79,15 @@ def test_shards_configuration_and_tokenizer_stay_as_they_were(tmp_path: Path, sh
     base, adapter = folders(tmp_path, shard=shard)
     for name in ("tokenizer.json", "chat_template.jinja", "training_args.bin", "secrets.txt"):
         (base / name).write_text(name)
-    merged = merge(base, adapter, tmp_path / "a" / "out")
-    assert {p.name for p in merged.path.iterdir()} == {p.name for p in base.iterdir()} - {"training_args.bin", "secrets.txt"}
-    for path in merged.path.iterdir():
+    merge(base, adapter, out := tmp_path / "a" / "out")
+    assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} - {"training_args.bin", "secrets.txt"}
+    for path in out.iterdir():
         if path.suffix == ".safetensors":
             shapes = [{name: tensor.shape for name, tensor in load_file(of).items()} for of in (path, base / path.name)]
             assert shapes[0] == shapes[1]
         else:
             assert path.name == INDEX_FILE or path.read_bytes() == (base / path.name).read_bytes()
-    assert (merged.path / INDEX_FILE).exists() == (shard == SHARD)
+    assert (out / INDEX_FILE).exists() == (shard == SHARD)
 
 
 def test_one_tensor_of_the_model_is_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock.training.inputs import check_prompts
 from penstock.training.validation import generate
 from runtime.errors import DataError, PenstockError
 from runtime.executor import execute
@@ -109,7 +110,7 @@ def test_prompts_and_weights_that_cannot_be_used_are_refused():
         ([[1] * 1600], "prompt 1 has 1,600 tokens, and a sequence .* holds 16; "),
     ):
         with pytest.raises(DataError, match=f"^{said}"):
-            generate(machine, prompts, 1)
+            check_prompts(prompts, 16)
     for p in machine.host.owned(1):
         machine.host.set_weight(p, torch.full(p.shape, torch.nan))
     with pytest.raises(PenstockError, match=r"^the model's logits are not finite: its weights are spoilt"):
