@@ -61,9 +61,9 @@ class Trial:
     def _simulated(self, plan: Plan, cost: CostModel) -> Prediction:
         key = _ordered(plan.policy)
         if key not in self._lowered:
+            while len(self._lowered) > MOST_KEPT_OPS // len(plan.ops):
+                del self._lowered[next(iter(self._lowered))]
             self._lowered[key] = plan, Simulator(plan)
-        if len(self._lowered) > max(1, MOST_KEPT_OPS // len(plan.ops)):
-            del self._lowered[next(iter(self._lowered))]
         return self._lowered[key][1].run(cost.demands(plan), self.region, MAX_STEPS)
 
     def forget(self) -> None:
