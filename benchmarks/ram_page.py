@@ -19,8 +19,7 @@ is {batch_size} sequences of {seq_len:,} tokens; shorter ones need less memory a
 largest shipped model of a family that fits, and its tokens per second. Whether it fits is computed; the speed is {how}, from
 profiles of which `penstock machines` says what they rest on. `penstock fits rtx4090 --host-memory 96GB --tokens
 100M` answers for other memory, with days and dollars; `penstock plan MODEL --machine M --host-memory 128GB` for one plan in
-full. What is sold as 128 GB has 137 x 10^9 bytes: 128 x 10^9 of them are counted, and the rest is the system's. Where more
-memory allows no larger model, the speed shown is that with less.
+full. What is sold as 128 GB has 137 x 10^9 bytes: 128 x 10^9 of them are counted, and the rest is the system's.
 """
 
 

@@ -204,7 +204,7 @@ class Host(Part):
     optimizer: Annotated[tuple[OptimizerPoint, ...], AtLeastOne, AfterValidator(_rising_threads)]
     reduce_bytes_per_s: Quantity
     page_fault_bytes_per_s: Quantity
-    soldered_bytes: Quantity | None = None  # all that a run can have, where no module can be added
+    most_bytes: Quantity | None = None  # that a run can have with every slot of the board full, or all that is soldered
 
 
 class Peers(Part):
@@ -257,17 +257,26 @@ class Profile(Part):
         device_bytes, host_bytes, most = self.device.memory_bytes.value, self.host.memory_bytes.value, self.most_host_bytes
         if most is None or host_bytes <= most:
             return self
-        why = "are soldered and none can be added"
+        why = "are the most that this machine takes"
         if (pool := self.device.pool_bytes) is not None:
             why = f"are left of the one pool of {show_bytes(pool.value)} by {show_bytes(device_bytes)} for the device"
         raise ValueError(f"host memory of {show_bytes(host_bytes)}, but {show_bytes(most)} {why}; give --host-memory up to that")
 
     @property
     def most_host_bytes(self) -> int | None:
-        """What the host's memory can be at most, besides that of the device; None: more can be bought."""
+        """What the host's memory can be at most, besides that of the device; None: not known, or more than anyone buys."""
         if (pool := self.device.pool_bytes) is not None:
             return int(pool.value - self.device.memory_bytes.value)
-        return None if self.host.soldered_bytes is None else int(self.host.soldered_bytes.value)
+        return None if self.host.most_bytes is None else int(self.host.most_bytes.value)
+
+    def takes(self, host_memory_bytes: float) -> bool:
+        """Whether the host can have so much memory."""
+        return self.most_host_bytes is None or host_memory_bytes <= self.most_host_bytes
+
+    @property
+    def is_soldered(self) -> bool:
+        """Whether the host has the memory that it has, and never more."""
+        return self.most_host_bytes is not None and self.most_host_bytes <= self.host.memory_bytes.value
 
     @property
     def n_devices(self) -> int:
@@ -294,7 +303,7 @@ class Profile(Part):
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None) -> "Profile":
-        """The same machine with the user's memory sizes, if not None. ProfileError for zero or less, or more than is soldered."""
+        """The same machine with the user's memory sizes, if not None. ProfileError for zero or less, or more than it takes."""
         sizes = {"device": device_memory_bytes, "host": host_memory_bytes}
         given = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
         for place, n_bytes in given.items():

@@ -31,7 +31,7 @@ def shared_by(profile: Profile, n: int, n_hosts: int = 1) -> Profile:
     fields = profile.to_json()
     host, price = fields["host"], fields["price"]
     host["n_cores"] = max(1, host["n_cores"] // n)
-    for key in {"memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s", "soldered_bytes"} & host.keys():
+    for key in {"memory_bytes", "dram_bytes_per_s", "reduce_bytes_per_s", "page_fault_bytes_per_s", "most_bytes"} & host.keys():
         host[key]["value"] /= n
     for key in ("usd_per_hour", "usd", "watts", "ram_usd_per_gb"):
         quantity = price.get(key)

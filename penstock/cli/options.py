@@ -127,7 +127,8 @@ with_work = together(
         type=COUNT,
         default=1,
         show_default=True,
-        help="GPUs of a host that share each step. The bits of the result do not depend on it, for the same --sum-groups.",
+        help="GPUs of a host that share each step (compare: all that a machine has, unless given). The bits of the result do not "
+        "depend on it, for the same --sum-groups.",
     ),
     click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
     click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import track
 
@@ -147,25 +148,38 @@ def compare(
     """
     from planner.search.micro_batch import SIZES
     from planner.show.compare import COLUMNS, JOB_TITLES, candidate, ranked
+    from planner.show.words import ALONE
 
     described = read_model(model)
-    profiles = []
-    for profile in _compared(machines, gpus):
-        profile = profile.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
-        if host_memory is not None and profile.most_host_bytes is None:
-            profile = profile.with_memory(None, host_memory)
-        elif host_memory is not None:
-            click.echo(f"{profile.name}: its memory is soldered, and stays as it is", err=True)
-        profiles.append(part_of(profile, gpus, hosts, network_gbit))
-    if not profiles:
-        raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
-    asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=gpus * hosts, **work)
-    asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
-    if asked.micro_batch > asked.batch_size:
-        raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
-    found = ranked(described, asked, swept(candidate, [(described, of, asked, None, free) for of in profiles], "machines"))
+    # Adapters are trained by one GPU; whole models by all that a machine has, unless a number is given
+    is_given = click.get_current_context().get_parameter_source("gpus") is not ParameterSource.DEFAULT
+    has_all = not is_given and work["train"] is None
+    tasks = []
+    for whole in _compared(machines, None if has_all else gpus):
+        profile, n = (
+            whole.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh),
+            whole.n_devices if has_all else gpus,
+        )
+        if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
+            most = show_bytes(profile.most_host_bytes or 0)
+            click.echo(f"{profile.name}: has at most {most} of memory, and is taken with that", err=True)
+            profile = profile.with_memory(None, profile.most_host_bytes)
+        elif host_memory is not None:
+            profile = profile.with_memory(None, host_memory)
+        if n < profile.n_devices:
+            click.echo(f"{profile.name}: {n} of its {profile.n_devices} GPUs", err=True)
+        if n > 1 and profile.peers is None:
+            click.echo(f"{profile.name}: {ALONE}", err=True)
+        asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=n * hosts, **work)
+        asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
+        if asked.micro_batch > asked.batch_size:
+            raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
+        tasks.append((described, part_of(profile, n, hosts, network_gbit), asked, None, free))
+    if not tasks:
+        raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
+    found = ranked(described, tasks[0][2].whole, swept(candidate, tasks, "machines"))
     if as_json:
         click.echo(json.dumps(found.to_json(tokens)))
         return
@@ -198,20 +212,21 @@ def machines(as_json: bool) -> None:
     rows = []
     for p in profiles:
         price, basis = p.price, standard(p)
-        host = show_bytes(p.host.memory_bytes.value) + ("" if p.most_host_bytes is None else ", soldered")
-        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD"
+        host = show_bytes(p.host.memory_bytes.value) + (", soldered" if p.is_soldered else "")
+        each = " a GPU" if p.n_devices > 1 else ""
+        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD{each}"
         memory = " and memory" if price.ram_usd_per_gb else ""
-        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{memory}"
+        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{each}{memory}"
         shares = (f"{basis.fraction(of):.0%}" for of in BASES)
         rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
     show_table(MACHINE_TITLES, rows)
 
 
-def _compared(names: str, n_gpus: int) -> list[Profile]:
-    """The named machines, each once; of all of them those with one GPU, or with as many as are asked for."""
+def _compared(names: str, n_gpus: int | None) -> list[Profile]:
+    """The named machines, each once; of all of them those with one GPU, or with as many as are asked for (None: any number)."""
     if names.strip() != "all":
         return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
-    return [p for p in _profiles() if p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1)]
+    return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 
 
 def _profiles(name: str = "") -> list[Profile]:

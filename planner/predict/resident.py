@@ -1,8 +1,9 @@
 """An estimate of training with all state on the device, to hold plans against; within some per cent.
 
-Weights, masters, moments and gradients stay on the device, of several ranks an equal part on each, as FSDP2 has it. Micro-batches
-run one after another, at the costs of the plan's ops; layers keep for backward as much as there is memory for; AdamW is one pass
-over its state. Where host and device are one memory (a CPU, or one pool cut in two) there is no such estimate.
+Weights, masters, moments and gradients stay on the device. Of several ranks each has an equal part, as FSDP2 has it: masters,
+moments and fp32 gradients, 16 bytes a parameter; weights are cast from masters when a block is gathered. Micro-batches run one
+after another, at the costs of the plan's ops; layers keep for backward as much as there is memory for; AdamW is one pass over its
+state. Where the plan's micro-batch does not fit, half of it is tried, and half of that. Where host and device are one memory (a CPU, or one pool cut in two) there is no such estimate.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from itertools import product
 from typing import Any
 
 from hwprofiles.schema import Profile
+from planner.model.workload import build_workload
 from runtime.plan import Kind, Op, Policy, Setup, saves
 from runtime.plan.workload import ITEM_BYTES, Saved
 
@@ -40,18 +42,30 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     """The step of the plan's semantics with all state on the device, whatever the plan's policy; None: one memory."""
     if shares_memory(cost.profile):
         return None
+    found, of = _with_its_micro_batch(plan, cost), plan.semantics
+    if found.step_s is None and of.micro_batch > 1 and of.batch_size % (smaller := of.micro_batch // 2) == 0:
+        of = replace(of, micro_batch=smaller)
+        halved = resident(replace(plan, semantics=of, workload=build_workload(plan.model, of)), cost)
+        found = found if halved is None or halved.step_s is None else halved
+    return found
+
+
+def _with_its_micro_batch(plan: Setup, cost: CostModel) -> Resident:
     of, blocks, device = plan.semantics, plan.workload.blocks, cost.profile.device
-    weight, master, summed = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.master_dtype], of.n_micro_batches > 1
+    weight, master, summed = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.master_dtype], of.n_micro_batches > 1 or of.ranks > 1
     gradient_bytes = sum(b.trained_elements for b in blocks) * (FP32_BYTES if summed else ITEM_BYTES[of.gradient_dtype])
     kept_bytes = of.optimizer.state_bytes(of.master_dtype)  # of a parameter, which an update reads and writes
-    weight_bytes = weight if weight != master else 0  # that it writes beside
+    weight_bytes = weight if weight != master and of.ranks == 1 else 0  # that it writes beside
     # The update reads gradients and state, as the norm reads gradients before it.
     updating_bytes = 2 * gradient_bytes + plan.workload.n_trained * (2 * kept_bytes + weight_bytes)
     updating_s = cost.moving_s(updating_bytes, 2 * sum(len(b.trained) for b in blocks)) / of.ranks
     state_bytes = plan.workload.n_trained * (kept_bytes + weight_bytes) + gradient_bytes
+    # The largest block, its gradient, and that in fp32 on its way to the others; and the next one's weights
+    largest, layer = (max(b.slot_elements for b in of_blocks) for of_blocks in (blocks, blocks[1:-1]))
+    together_bytes = (2 * weight + FP32_BYTES) * largest + weight * layer
     needs = {
         "state": state_bytes // of.ranks + sum(plan.frozen_bytes(b) for b in range(len(blocks)) if not plan.workload.trains_all),
-        "blocks put together": 2 * (weight + FP32_BYTES) * max(b.slot_elements for b in blocks) if of.ranks > 1 else 0,
+        "blocks put together": together_bytes if of.ranks > 1 else 0,
         "process": round(device.context_bytes.value + (device.workspace_bytes.value if device.workspace_bytes else 0.0)),
     }
     has_bytes, tiers = int(device.memory_bytes.value), list(_tiers(plan, cost))

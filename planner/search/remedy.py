@@ -177,7 +177,7 @@ def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Requ
     """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them; if a policy was asked for that
     needs more with the sizes chosen there, also with smaller ones.
 
-    Of one pool the other side has what is left. None where memory is soldered and there is no more of it.
+    Of one pool the other side has what is left. None where the machine takes no more.
     """
     missing = (
         ("device", needs.device_peak_bytes, needs.short_device_bytes),
@@ -189,7 +189,7 @@ def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Requ
         sizes = {place: sizes.get(place, left // GB * GB) for place in ("device", "host")}
         if left < 0 or min(sizes.values()) <= 0:
             return
-    elif (most := request.profile.most_host_bytes) is not None and sizes.get("host", 0) > most:
+    elif not request.profile.takes(sizes.get("host", 0)):
         return
     of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # a host's parts are equal
     text = " ".join(f"--{place}-memory {n // GB * of_all[place]}GB" for place, n in sizes.items())

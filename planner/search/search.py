@@ -5,10 +5,8 @@ relaxations of its families. Of each that can still win a few policies are tried
 are searched (`branch.py`), and of the others the bounds are kept.
 """
 
-import gc
 import heapq
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import inf
 
 from hwprofiles.schema import Profile
@@ -25,7 +23,7 @@ from .estimate import Greedy
 from .micro_batch import Size
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
-from .trial import Trial
+from .trial import Trial, without_collection
 
 STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
 MOST_SEARCHED = 2  # sizes, those with the fastest first tries, besides the one with the lowest bound; if none of these fits, others
@@ -35,19 +33,7 @@ MOST_TIGHTENED = 64  # parts of sizes not searched whose bounds are brought near
 NEAR_FRACTION = 0.001
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """No search for cycles of garbage, which takes a quarter of a search and finds none: plans are trees."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def search(
     model: Model,
     sizes: Sequence[Size],

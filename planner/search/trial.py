@@ -1,5 +1,8 @@
 """Trials: policies of one workload, lowered and simulated, each once."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +21,18 @@ from .space import BASELINES, baseline
 MAX_STEPS = 24
 MOST_KEPT_OPS = 24_000  # of the plans that others may have the ops of
 LONGEST_SEARCHED_OPS = 48_000  # of a plan; of a longer one only the bound is known
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for cycles of garbage, which takes a quarter of a search and finds none: plans are trees."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Trial:

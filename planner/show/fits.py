@@ -19,7 +19,7 @@ from planner.model.workload import build_workload, read_model, supported_attenti
 from planner.search.estimate import Greedy
 from planner.search.micro_batch import Size, possible_sizes
 from planner.search.space import leanest
-from planner.search.trial import Trial
+from planner.search.trial import Trial, without_collection
 from runtime.plan import Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB
@@ -76,16 +76,16 @@ def families() -> dict[str, list[str]]:
 
 
 def hosts(profiles: Sequence[Profile], host_memories: Sequence[int]) -> Iterator[tuple[Profile, int]]:
-    """For each size of host memory, of machines with one GPU the one whose own is nearest; soldered memory stays as it is."""
-    open_ended = [profile for profile in profiles if profile.most_host_bytes is None]
-    for profile in profiles:
-        if profile.most_host_bytes is not None:
-            yield profile, int(profile.host.memory_bytes.value)
-    for n_bytes in sorted(host_memories) if open_ended else ():
-        nearest = min(open_ended, key=lambda p: (abs(log(p.host.memory_bytes.value / n_bytes)), p.name))
-        yield nearest.with_memory(None, n_bytes), n_bytes
+    """For each size of host memory, of machines with one GPU that take so much the one whose own is nearest; soldered memory stays
+    as it is."""
+    yield from ((profile, int(profile.host.memory_bytes.value)) for profile in profiles if profile.is_soldered)
+    for n_bytes in sorted(host_memories):
+        if able := [profile for profile in profiles if not profile.is_soldered and profile.takes(n_bytes)]:
+            nearest = min(able, key=lambda p: (abs(log(p.host.memory_bytes.value / n_bytes)), p.name))
+            yield nearest.with_memory(None, n_bytes), n_bytes
 
 
+@without_collection()
 def fits(
     gpu: str,
     profiles: Sequence[Profile],
@@ -95,21 +95,18 @@ def fits(
     searched: bool,
     n_hosts: int = 1,
 ) -> list[Fit]:
-    """A `Fit` for each size of host memory; a model's speed is that with the least memory with which it is the largest. Of several
-    ranks on `n_hosts` the semantics are one rank's part, the profiles and the memory a host's."""
+    """A `Fit` for each size of host memory. Of several ranks on `n_hosts` the semantics are one rank's part, the profiles and the
+    memory a host's."""
     models = [read_model(name) for name in reversed(families()[family])]
     found: list[Fit] = []
-    speeds: dict[tuple[str, str], float] = {}
     for whole, n_bytes in hosts(profiles, host_memories):
         profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
         fit = Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched)
         fitting = ((model, fitting_sizes(model, _semantics(model, semantics), profile)) for model in models)
         if largest := next(((model, sizes) for model, sizes in fitting if sizes), None):
             model, sizes = largest
-            key = profile.name, str(model.name)
-            if key not in speeds:
-                speeds[key] = tokens_per_s(model, sizes, profile, searched)
-            fit = replace(fit, model=model.name, n_params=sizes[0][1].n_params, tokens_per_s=speeds[key])
+            speed = tokens_per_s(model, sizes, profile, searched)
+            fit = replace(fit, model=model.name, n_params=sizes[0][1].n_params, tokens_per_s=speed)
         found.append(fit)
     return found
 
@@ -131,7 +128,8 @@ def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Seque
     if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
         return []
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
-    return sizes if any(needs.fits for of, workload in sizes for _, needs in leanest(model, workload, of, profile)) else []
+    leanest_first = reversed(sizes)  # the smallest micro-batch, of which the first policies fit if any do
+    return sizes if any(needs.fits for of, workload in leanest_first for _, needs in leanest(model, workload, of, profile)) else []
 
 
 def estimated_s(model: Model, sizes: Sequence[Size], profile: Profile) -> float:

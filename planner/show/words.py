@@ -107,6 +107,9 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield "note", "the steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated"
 
 
+ALONE = "nothing is known of other GPUs beside this one: they are taken to exchange by way of the host"
+
+
 def asked(f: Facts) -> Iterator[Line]:
     """Model, machine and semantics."""
     plan, of = f.plan, f.plan.semantics
@@ -142,6 +145,8 @@ def basis(f: Facts) -> Iterator[Line]:
         yield "", _rests_on(others, "the other lanes'")
     if f.outside:
         yield "outside", f"of the measured grid, taken at its nearest point: {'; '.join(f.outside)}"
+    if f.plan.semantics.ranks > 1 and f.profile.peers is None:
+        yield "GPUs", ALONE
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
     holds = "adapters" if f.plan.semantics.train.lora else "weights"
     of = "" if f.plan.workload.trains_all else " of what is trained"

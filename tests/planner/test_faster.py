@@ -13,7 +13,7 @@ from tests.strategies import MADE_UP, cases, predicted
 def test_every_speed_of_a_profile_and_nothing_else_has_a_group(name):
     for place, _ in read_profile(name).quantities():
         key = next(part for part in reversed(place.split(".")) if not part.isdigit())
-        is_size = key in {f"{part}_bytes" for part in ("memory", "context", "workspace", "runtime", "pool", "soldered")}
+        is_size = key in {f"{part}_bytes" for part in ("memory", "context", "workspace", "runtime", "pool", "most")}
         is_speed = not is_size and not place.startswith(("price.", "link.host_cores_per_copy"))
         assert (group_of(place) is not None) == is_speed, place
 
