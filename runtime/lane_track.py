@@ -102,7 +102,7 @@ class Track:
 
     def op(self, entry: Entry, repetition: int) -> Op:
         """The op as it is performed in this repetition."""
-        return entry.op if self.repeat is None or not repetition else self.repeat.op(entry.op, repetition)
+        return entry.op if self.repeat is None else self.repeat.op(entry.op, repetition)
 
     def _name_at(self, position: int) -> str:
         """Of the op at this position."""
