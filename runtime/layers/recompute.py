@@ -53,19 +53,13 @@ def kept(
     """
 
     def pack(tensor: torch.Tensor) -> object:
-        offset = is_weight(tensor)
+        if (offset := is_weight(tensor)) is None:
+            return tensor.detach()
         # A meta tensor remembers dtype, shape and strides without holding data.
-        return (
-            tensor.detach()
-            if offset is None
-            else (offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-        )
+        return offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def unpack(packed: object) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        assert isinstance(packed, tuple)
-        return rebind(*packed)
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else rebind(*packed)
 
     return saved_tensors_hooks(pack, unpack)
 

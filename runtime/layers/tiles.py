@@ -121,7 +121,8 @@ class _ByTiles(torch.autograd.Function):
         towards_ND = torch.empty_like(x_ND)
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in weights]
         for at in ctx.mlp.tiles(x_ND):
-            towards_ND[at] = _add_gradients(*ctx.remembered.pop(0), gradient_ND[at], sums)
+            output, inputs = ctx.remembered.pop(0)
+            towards_ND[at] = _add_gradients(output, inputs, gradient_ND[at], sums)
         ctx.site.x_ND, ctx.site.weights = None, ()  # or they would be alive until all of the layer's backward is done
         return None, towards_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
