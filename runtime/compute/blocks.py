@@ -78,7 +78,9 @@ class Templates:
                 adapt(layer, f"model.layers.{block - 1}.", self._adapters(block), semantics.train.lora)
             use_kernels(layer, semantics, pointwise)
         self.norm: nn.Module = fused_norm(self.body.norm) if semantics.norm == "fused" else self.body.norm
-        self._tiled = self._by_tiles(policy or Policy())
+        self._tiled: list[TiledLayer] | None = None  # where the semantics have tiles, and one would not hold all tokens
+        if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
+            self._tiled = [TiledLayer(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
         self.stand_ins = [_StandIn(layer) for layer in self.layers]
         self.body.layers, self.body.norm = nn.ModuleList(self.stand_ins), nn.Identity()
         for part in list(self.body.modules()):
@@ -88,13 +90,6 @@ class Templates:
             if buffers:
                 self.model._init_weights(part)
         self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
-
-    def _by_tiles(self, policy: Policy) -> list[TiledLayer] | None:
-        """The layers with MLPs that run by tiles; None where the semantics have none, or one would hold all tokens."""
-        tile_tokens = self.semantics.mlp_tile_tokens
-        if tile_tokens is None or tile_tokens >= self.semantics.tokens_per_micro_batch:
-            return None
-        return [TiledLayer(layer, tile_tokens, policy, block) for block, layer in enumerate(self.layers, start=1)]
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}

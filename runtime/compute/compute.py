@@ -69,6 +69,7 @@ class Compute:
         self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
+        self.unpack = self._views.unpack
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -94,9 +95,6 @@ class Compute:
 
     def _weights(self, op: Op) -> Weights:
         return self._views.weights(op.block, op["weights"], op.get("trained"))
-
-    def unpack(self, op: Op) -> None:
-        self._views.unpack(op)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

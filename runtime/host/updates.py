@@ -66,14 +66,12 @@ class Updates:
         self._losses.clear()
         self._factor, self._n_changed = None, 0
 
-    def taken(self, step: int) -> tuple[float, bool]:
-        """The norm of a step's gradients, before they are clipped, and whether the step was skipped for it."""
+    def taken(self, step: int) -> tuple[float, bool, float | None]:
+        """The norm of a step's gradients, before they are clipped; whether the step was skipped for it; and the loss over the
+        micro-batches of all ranks, in order, if there are several."""
         self._norms.pop(step - 1, None)  # a device that works later may still ask for this one
-        return self._norms[step], self._is_skipped(self._norms[step])
-
-    def loss_of_all(self, step: int) -> float:
-        """Over all ranks' micro-batches, in order."""
-        return added(self._losses.pop(step))
+        norm, losses = self._norms[step], self._losses.pop(step, None)
+        return norm, self._is_skipped(norm), None if losses is None else added(losses)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

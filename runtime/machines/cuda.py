@@ -29,18 +29,12 @@ class CudaMachine(TorchMachine):
         ranks: Ranks | None = None,
     ) -> None:
         """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
-        _sum_in_fp32()
+        # A product is rounded once, at its end, whatever the process did before. Else cuBLAS, where it splits the inner dimension
+        # (a weight's gradient has one of all tokens), adds the parts in bf16.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         use_attention(plan.semantics.attention_kernel)
         to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
         lanes = Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
         super().__init__(plan, batches, settings, lanes, seed, ranks=ranks)
-
-
-def _sum_in_fp32() -> None:
-    """A product is rounded once, at its end, whatever the process did before.
-
-    Else cuBLAS, where it splits the inner dimension (a weight's gradient has one of all tokens), adds the parts in bf16.
-    """
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -153,7 +153,7 @@ class LaneMachine:
         issued, losses, lanes = self._losses.pop(step, None), self.compute.losses.pop(step, None), self.lanes
         if losses is None:
             return None
-        of_all = None if self._collectives is None else self._updates.loss_of_all(step)
+        grad_norm, skipped, of_all = self._updates.taken(step)
 
         def loss_sum() -> float:
             if of_all is not None:
@@ -162,7 +162,7 @@ class LaneMachine:
                 lanes.follow(Lane.CPU, issued)
             return losses.total.item()
 
-        return StepResult(losses.n_supervised, *self._updates.taken(step), loss_sum)
+        return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
         return self.lanes.timed(records, lambda index: self.plan.ops[index].lane)
@@ -203,8 +203,10 @@ class TorchMachine(LaneMachine):
             arenas, memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, arenas, self._rank)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
-            on_device, generator = _uploaded(batches, lanes), _generator(lanes.device)
-            compute = Compute(plan, arenas, templates, on_device, seed, generator, self._rank)
+            # What dropout draws from. Seeding it is the host's own affair: no device is waited for
+            is_cpu = lanes.device.type == "cpu"
+            generator = torch.default_generator if is_cpu else torch.cuda.default_generators[lanes.device.index]
+            compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, generator, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
@@ -316,8 +318,3 @@ def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], 
         return batch.moved(lambda tokens: streams.pinned(tokens).to(streams.device, non_blocking=True))
 
     return batch_of
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """What dropout on the device draws from. Seeding it is the host's own affair: no device is waited for."""
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
