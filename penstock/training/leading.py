@@ -92,7 +92,7 @@ class WholeState(HostState):
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
         whole = torch.empty(p.n_elements, dtype=dtype)
         for rank in range(self._ranks.n):
-            part = self._own.part_of(p, rank)
+            part = self._own.part(p, rank)
             if rank == 0:
                 whole[part] = _own_part(self._own, p, what)
             elif part.stop > part.start:

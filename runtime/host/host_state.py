@@ -87,13 +87,9 @@ class HostState:
         """The block that owns a parameter."""
         return self._places[p.name][0]
 
-    def part(self, p: Parameter) -> slice:
-        """The elements of a trained parameter whose state is here: all, unless ranks share it."""
-        return self.part_of(p, self._rank)
-
-    def part_of(self, p: Parameter, rank: int) -> slice:
-        """The same of another rank."""
-        block, at = self._places[p.name]
+    def part(self, p: Parameter, rank: int | None = None) -> slice:
+        """The elements of a trained parameter whose state is here, or another rank has: all, unless ranks share it."""
+        (block, at), rank = self._places[p.name], self._rank if rank is None else rank
         n = self._n_elements[block]
         here = slice(min(max(rank * n - at, 0), p.n_elements), max(min((rank + 1) * n - at, p.n_elements), 0))
         return here if here.start < here.stop else slice(0, 0)

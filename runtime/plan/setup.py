@@ -83,8 +83,11 @@ class Setup:
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
 
     def stored(self) -> dict[str, str]:
-        """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded."""
-        return self.semantics.optimizer.stored(self.semantics.compute_dtype, self.semantics.master_dtype)
+        """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded. An fp32
+        master beside bf16 compute is split into the bf16 weight that is uploaded and the 16 bits that this lacks."""
+        of = self.semantics
+        is_split = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
+        return {**({"weight": "bf16", "remainder": "int16"} if is_split else {"master": of.master_dtype}), **of.optimizer.moments}
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes per parameter of each of these."""

@@ -20,7 +20,7 @@ from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.host import host_state, slabs
 from runtime.host.memory import Arenas
-from runtime.host.optimizer import round_half_up
+from runtime.host.optimizer import Master
 from runtime.host.slabs import host_slab, register_for_dma
 from runtime.machines.cpu import CpuMachine
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
@@ -260,7 +260,7 @@ def test_a_weight_set_piece_by_piece_is_the_weight(monkeypatch, compute_dtype, m
         for p in host.owned(block):
             wide = given[p.name].reshape(-1)
             rounded = torch.empty_like(wide, dtype=torch.bfloat16)
-            round_half_up(wide, rounded)
+            Master(rounded).put(slice(None), wide)
             assert same_bits(host.master(p), wide if master_dtype == "fp32" else rounded), p.name
             assert same_bits(host.compute_weight(p).reshape(-1), wide if compute_dtype == "fp32" else rounded), p.name
             assert not any(moment.any() for moment in host.moments(p))
