@@ -50,8 +50,7 @@ class Machine(Protocol):
     """
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
-        """Perform all the work of a lane in one run, its `lane` too, on the thread where it belongs: the calling one, or one that
-        outlives runs."""
+        """Do a run's work of a lane, its `lane` too, on the thread where it belongs: the calling one, or one of all runs."""
 
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
         """Prepare the calling thread to be this lane, until the context ends."""

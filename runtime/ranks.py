@@ -32,8 +32,7 @@ class Ranks(Protocol):
         """Return when all ranks have come here (barrier)."""
 
     def gather(self, whole: torch.Tensor) -> None:
-        """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others
-        (all-gather)."""
+        """Fill a flat tensor of n equal parts, of which this rank's is in its place, with those of the others (all-gather)."""
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
         """Of flat tensors of as many equal parts as there are ranks among these: give each its part, and receive what each has for

@@ -211,8 +211,7 @@ class Compute:
         return running, begins
 
     def _add(self, op: Op, running: Weights, found: Weights) -> None:
-        """Add gradients to the running sum, and join those that it is the right part of; the last of all is rounded into the
-        gradient's slot."""
+        """Add gradients to the running sum, and it to those that wait for it; the last of all is rounded into `gradient`."""
         for name, gradient in found.items():
             running[name] += gradient
         for slot in op.every("into"):

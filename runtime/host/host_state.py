@@ -152,8 +152,7 @@ class HostState:
     # -- setting weights --------------------------------------------------------------------------------------------
 
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
-        """Put an owned parameter (any float dtype) into master and compute weight, or its bytes where it is packed. No lane may be
-        at work."""
+        """Put an owned parameter, of any float dtype, in its place, or its bytes where it is packed. No lane may be at work."""
         with torch.no_grad():
             if p.frozen:
                 to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)

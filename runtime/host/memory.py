@@ -27,7 +27,7 @@ class Arenas:
     ) -> None:
         """Allocate every slab, zero-filled. PlanError when the machine has not that much memory.
 
-        `fronts`: of slots of the host, the bytes at their beginning that are apart, in a slab of all such that `fronts_slab` makes.
+        `fronts`: of slots of the host, the bytes at their beginning that lie apart, in one slab that `fronts_slab` makes.
         No view reaches across.
         """
         fronts = fronts or {}
@@ -84,8 +84,7 @@ class Arenas:
     def view(self, slot: Slot, dtype: str, shape: tuple[int, ...] | None = None, offset_elements: int = 0) -> torch.Tensor:
         """A tensor over part of a slot: `shape` from `offset_elements` on, or flat over all of the slot.
 
-        Each call makes a tensor with a version counter of its own, so writing one view never invalidates what autograd
-        saved of another.
+        Each call's tensor has a version counter of its own: writing one view never invalidates what autograd saved of another.
         """
         (piece, *rest), item = self._pieces[slot], DTYPE[dtype].itemsize
         if rest and offset_elements * item >= piece.numel():

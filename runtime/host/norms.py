@@ -20,8 +20,7 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
-    """Tasks for the sum of squares of a flat gradient: they give the fp32 sums of its chunks, to be `added` in order. In each of
-    the ranges `cuts` chunks begin anew."""
+    """Tasks that give fp32 sums of squares of a flat gradient's chunks, to be `added` in order; in each cut chunks begin anew."""
 
     def work(start: int, end: int, own: Scratch) -> list[float]:
         return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
@@ -123,8 +122,7 @@ class SharedNumbers:
         return self._tiles[self._ranks.rank][block]
 
     def learned(self, rows: torch.Tensor, squares: Sequence[torch.Tensor], losses: Sequence[float], is_asked: bool) -> Learned:
-        """What all ranks learn. `rows`: memory for all rows, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether
-        this one is asked to end."""
+        """`rows`: memory for those of all, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether to end."""
         n, mine = self._n_micro_batches, self._tiles[self._ranks.rank]
         parts = [of_block[: len(tiles)] for of_block, tiles in zip(squares, mine, strict=True)]
         torch.cat(parts, out=self._row[: sum(map(len, mine))])

@@ -73,8 +73,7 @@ class Collectives:
             mine.copy_(total)
 
     def _exchange_in(self, memory: CommonMemory, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Rows of what goes to each rank, and of what comes from each: put where the others read it, once these have read what was
-        there before."""
+        """Rows that go to each rank, and come from each: put where others read them, once these have read what was there."""
         me, n_bytes = self._ranks.rank, sent.numel() * sent.element_size()
         self._ranks.meet()
         memory.exchanged[me][:n_bytes].view(sent.dtype).copy_(sent.view(-1), non_blocking=True)

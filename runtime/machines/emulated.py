@@ -100,8 +100,7 @@ class _Share:
 
 
 class LiveRegion:
-    """Demands served in real time. Speeds are solved again at each true start and end, at the instant it is due, however late a
-    thread wakes."""
+    """Demands served in real time. Speeds are solved at each start and end, as of when it is due, however late a thread wakes."""
 
     def __init__(self, region: Region) -> None:
         self._region = region

@@ -31,8 +31,7 @@ class Processes:
     def __init__(
         self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False, patience: timedelta = PATIENCE
     ) -> None:
-        """Called by every rank, after `dist.init_process_group`. `here`: ranks of this host, None for all; `place`: this rank's
-        number among them."""
+        """Called by all, after `dist.init_process_group`. `here`: ranks of this host, None: all; `place`: this one among them."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.n_here = self.n if here is None else self._agreed(here, place)
         self.by_memory = by_memory and self.n_here == self.n

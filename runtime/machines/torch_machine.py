@@ -306,8 +306,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
 
 
 def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], Batch]:
-    """What gives a step's tokens on the device, as work of the lane that computes: a GPU copies them from pinned memory while the
-    host goes on."""
+    """A step's tokens on the device, as work of the lane that computes: a GPU copies pinned memory while the host goes on."""
     if (streams := lanes.streams) is None:
         return batches
 

@@ -210,8 +210,7 @@ class Setup:
         return self.part_elements(block) // NORM_TILE_ELEMENTS + len(of.parameters) + self.semantics.sum_groups
 
     def shared_numbers(self) -> int:
-        """How many numbers of a rank all others learn in a step, at the most: sums of squares, its micro-batches' losses, and
-        whether it is asked to end."""
+        """The most that others learn of a rank in a step: sums of squares, losses of micro-batches, and whether it is to end."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
 
     # -- counts -------------------------------------------------------------------------------------------------------
