@@ -132,10 +132,10 @@ class Updates:
             squares = [found for slot in op.every("norm") for found in self._squared(slot)]
         else:
             is_asked = self.agreed is not None and self.agreed.asked.is_requested
-            learned = self._shared.learned(of_norm, [self._squares(slot) for slot in op.every("norm")], losses(), is_asked)
+            mine = [self._squares(slot) for slot in op.every("norm")]
+            squares, self._losses[step], is_asked = self._shared.learned(of_norm, mine, losses(), is_asked)
             if self.agreed is not None:
-                self.agreed.hear(step, learned.is_asked)
-            squares, self._losses[step] = learned.squares, learned.losses
+                self.agreed.hear(step, is_asked)
         self._refuse_infinite(squares, step)
         of_norm[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
 
@@ -144,7 +144,7 @@ class Updates:
 
     def _squared(self, slot: Slot) -> list[tuple[Parameter, float]]:
         """Sums of squares that a slot holds of a block's gradient, with the parameter that each is of."""
-        of = self.state.owned(slot.index) if self._shared is None else self._shared.tiles(slot.index)
+        of = self.state.owned(slot.index) if self._shared is None else self._shared.tiles[slot.index]
         return list(zip(of, self._squares(slot)[: len(of)].tolist(), strict=True))
 
     def _refuse_infinite(self, squares: list[tuple[Parameter, float]], step: int) -> None:

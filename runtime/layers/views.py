@@ -36,9 +36,8 @@ class Views:
         """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""
         weights, dtype = Weights(), self._semantics.compute_dtype
         for p in self._blocks[block].parameters:
-            is_apart = trained is not None and not p.frozen
-            at = self._owned[block][p.name] if is_apart else self._offsets[block][p.name]
-            weights[p.name] = self._arenas.view(trained if is_apart else slot, dtype, p.shape, at)  # type: ignore[arg-type]
+            of, at = (slot, self._offsets) if trained is None or p.frozen else (trained, self._owned)
+            weights[p.name] = self._arenas.view(of, dtype, p.shape, at[block][p.name])
         return weights
 
     def leaves(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:

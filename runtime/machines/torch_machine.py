@@ -60,14 +60,12 @@ class LaneMachine:
         self.compute, self._updates, self._workers, self._memory = compute, updates, workers, memory
         self._copies = Copies(plan, arenas, 0 if ranks is None else ranks.rank)
         self._collectives = None if ranks is None else Collectives(plan, arenas, ranks, memory)
+        self.on_thread = lanes.on_thread
         self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
         self._loaded = set[int]()  # of these, the ones whose weights are in the slots where they stay
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
-
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
-        self.lanes.on_thread(lane, work)
 
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
