@@ -16,7 +16,7 @@ from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.host.memory import Arenas
 from runtime.layers.packed_weights import unpack_into
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model

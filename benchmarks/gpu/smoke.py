@@ -17,10 +17,8 @@ from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.executor import Execution, StepResult
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import use_same_kernels
-from runtime.machines.torch_machine import TorchMachine
+from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, Policy, Semantics, Update, saves
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model

@@ -15,9 +15,7 @@ import torch
 from planner.predict.settled import WARM_UP_STEPS
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.executor import Execution
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.cuda import CudaMachine
-from runtime.machines.torch_machine import TorchMachine
+from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, PlanFile
 from runtime.plan.optimizer import AdamW
 

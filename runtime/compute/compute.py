@@ -231,9 +231,6 @@ def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weight
     return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained))
 
 
-# -- inputs of blocks besides weights -------------------------------------------------------------------------------------
-
-
 class Inputs:
     """Tokens, which are asked for once a step; and masks and positions, noted with the embedding and asked for by each layer.
 

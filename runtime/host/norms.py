@@ -83,9 +83,6 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
     return min(1.0, float(ratio))
 
 
-# -- of several ranks --------------------------------------------------------------------------------------------------
-
-
 class SharedNumbers:
     """What all ranks learn of a step. A row of each has the sums of squares of its tiles, in the order of blocks, and the losses of
     its micro-batches; every rank adds them up in the same order, which is that of a single process."""

@@ -54,17 +54,15 @@ class Updates:
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
-        self._n_changed = 0  # by the step in progress
         self._one_at_a_time = threading.Lock()  # of what the lanes that change the state share
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a run; what one that failed in the middle of a step has left is dropped."""
+        self._n_changed = 0  # by the step in progress
         self._norms: dict[int, float] = {}  # of steps' gradients
         self._losses: dict[int, list[float]] = {}  # of steps' micro-batches, those of all ranks
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
-
-    def forget(self) -> None:
-        """Drop what a run that failed in the middle of a step has left."""
-        self._norms.clear()
-        self._losses.clear()
-        self._factor, self._n_changed = None, 0
 
     def taken(self, step: int) -> tuple[float, bool, float | None]:
         """The norm of a step's gradients, before they are clipped; whether the step was skipped for it; and the loss over the

@@ -159,9 +159,6 @@ class Lanes:
             yield
 
 
-# -- cores -------------------------------------------------------------------------------------------------------------
-
-
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     """(cores of the gpu lane, cores of the copies and the optimizer) on a CPU machine.
 

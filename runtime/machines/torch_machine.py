@@ -1,10 +1,11 @@
-"""Machines that perform a plan's ops with torch: one that trains, and one that goes forward in the first one's arenas.
+"""Machines that perform a plan's ops with torch: one that trains, on a CPU or a GPU, and one that goes forward in its arenas.
 
 A machine is given its ops, and lanes to perform them on. What each op of a step does is in four places: weights are loaded and
 results offloaded in `host/copies.py`, blocks computed in `compute/compute.py`, gradients turned into an update in
 `host/updates.py`; several ranks meet in `collectives.py`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -23,9 +24,10 @@ from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.norms import SharedNumbers
-from runtime.host.slabs import CommonMemory, Shared, give_back_freed, shared_slab, touch
+from runtime.host.slabs import CommonMemory, Shared, give_back_freed, settle_allocator, shared_slab, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
+from runtime.layers.attention import use_attention
 from runtime.layers.packed_weights import pack
 from runtime.plan import Kind, Lane, Op, Plan, Slot
 from runtime.plan.optimizer import Hyperparameters
@@ -34,7 +36,8 @@ from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import Lanes, Timers
+from .lanes import Lanes, Timers, split_beside_gpu, split_cores
+from .streams import CudaStreams
 
 
 class Abandoned(Exception):
@@ -278,6 +281,53 @@ class TorchMachine(LaneMachine):
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
         return self.streams.name if self.streams is not None else None
+
+
+class CpuMachine(TorchMachine):
+    """Performs a plan on the CPU, in a GPU's place, with a "device" arena of its own, real copies and real mathematics. Compute has
+    cores of its own; copies and the optimizer share the rest."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], Hyperparameters],
+        seed: int = 0,
+        pin_threads: bool = False,
+        n_workers: int | None = None,
+        cores: tuple[list[int], list[int]] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`cores`: those of compute, and those of copies and the optimizer; half of the process's each, without it."""
+        settle_allocator()
+        for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
+        lanes = Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
+        super().__init__(plan, batches, settings, lanes, seed, n_workers, ranks)
+
+
+class CudaMachine(TorchMachine):
+    """Performs a plan on a GPU: the lanes of compute and of the link's two directions own a stream each, which their threads issue
+    ops to. The optimizer has the host's cores; a lane that issues ops needs little of one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], Hyperparameters],
+        seed: int = 0,
+        streams: CudaStreams | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
+        # A product is rounded once, at its end, whatever the process did before. Else cuBLAS, where it splits the inner dimension
+        # (a weight's gradient has one of all tokens), adds the parts in bf16.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        use_attention(plan.semantics.attention_kernel)
+        to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
+        lanes = Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
+        super().__init__(plan, batches, settings, lanes, seed, ranks=ranks)
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:

@@ -13,8 +13,8 @@ from planner.predict.cost import costs, region_of
 from planner.predict.simulate import simulate
 from runtime.compute.blocks import Templates
 from runtime.executor import execute
-from runtime.machines.cpu import CpuMachine
 from runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy, Semantics
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.workload import Model

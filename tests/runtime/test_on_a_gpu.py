@@ -19,8 +19,8 @@ from runtime.batch import Batch
 from runtime.executor import Execution, execute
 from runtime.host.adamw import on_device
 from runtime.layers.recompute import FUSED_ATTENTION, Replay
-from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
+from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
 from tests import reference

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.layers.recompute import Replay
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Block, Saved, Tier
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, recorded, tensors

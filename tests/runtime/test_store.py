@@ -22,7 +22,7 @@ from runtime.host import host_state, slabs
 from runtime.host.memory import Arenas
 from runtime.host.optimizer import Master
 from runtime.host.slabs import host_slab, register_for_dma
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from runtime.units import MiB
 from tests.tiny import tiny_config
@@ -279,7 +279,7 @@ from penstock.training.inputs import load_model
 from runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
