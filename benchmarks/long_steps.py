@@ -108,8 +108,9 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
     step_s = (time.perf_counter() - start_s) / n_steps
     digest = hashlib.sha256(json.dumps([(result.loss, result.grad_norm) for result in results if result is not None]).encode())
     for block in range(len(plan.workload.blocks)):
-        for p in machine.host.owned(block):
-            for tensor in (machine.host.master(p), *machine.host.moments(p)):
+        for p in machine.host.owned[block]:
+            of = machine.host.param_state(p)
+            for tensor in (of.master.whole(), *of.moments):
                 digest.update(tensor.contiguous().numpy().tobytes())
     return step_s, digest.hexdigest()[:16]
 

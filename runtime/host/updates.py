@@ -106,14 +106,14 @@ class Updates:
 
     def square(self, op: Op) -> None:
         """Sums of squares of a block's gradient by the device, one for each parameter: none of these is another's."""
-        gradients = [self._on_device(op, p) for p in self.state.owned(op.block)]
+        gradients = [self._on_device(op, p) for p in self.state.owned[op.block]]
         out = self._squares(op["squares"])[: len(gradients)]
-        squares_on_device(gradients, [self._cuts[op.block][p.name] for p in self.state.owned(op.block)], out)
+        squares_on_device(gradients, [self._cuts[op.block][p.name] for p in self.state.owned[op.block]], out)
 
     def norm(self, op: Op) -> None:
         """Sums of squares of a block's gradient: one for each parameter; of several ranks, for each tile of this rank's part."""
         of_parameters: list[list[Callable[[Scratch], list[float]]]] = []
-        for p in self.state.owned(op.block):
+        for p in self.state.owned[op.block]:
             here = self.state.part(p)
             cuts = [range(cut.start - here.start, cut.stop - here.start) for cut in self._cuts[op.block][p.name]]
             cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= here.stop - here.start]
@@ -142,7 +142,7 @@ class Updates:
 
     def _squared(self, slot: Slot) -> list[tuple[Parameter, float]]:
         """Sums of squares that a slot holds of a block's gradient, with the parameter that each is of."""
-        of = self.state.owned(slot.index) if self._shared is None else self._shared.tiles[slot.index]
+        of = self.state.owned[slot.index] if self._shared is None else self._shared.tiles[slot.index]
         return list(zip(of, self._squares(slot)[: len(of)].tolist(), strict=True))
 
     def _refuse_infinite(self, squares: list[tuple[Parameter, float]], step: int) -> None:
@@ -208,7 +208,7 @@ class Updates:
 
     def _tasks(self, op: Op, step: int, factor: float, n_updates: int, into_shadow: bool = False) -> list[Task]:
         settings, tasks = self.settings(step), list[Task]()
-        for p in self.state.owned(op.block):
+        for p in self.state.owned[op.block]:
             now = self.state.param_state(p)
             to, start_from = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
             given = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), start_from
@@ -228,7 +228,7 @@ class Updates:
     def _runs(self, block: int, settings: Hyperparameters) -> Iterator[tuple[Hyperparameters, list[Parameter]]]:
         """The block's parameters, those together that follow each other and are updated alike: adapters are many, and small."""
         run, end, of_run = list[Parameter](), 0, settings
-        for p in self.state.owned(block):
+        for p in self.state.owned[block]:
             at, own = self._offsets[block][p.name], settings.of(p.name, p.shape)
             if run and (at, own) != (end, of_run):
                 yield of_run, run

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from runtime.host.memory import Arenas
 from runtime.plan import Op, Plan, Slot
-from runtime.plan.packed import packed_bytes
+from runtime.plan.packed import layout
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 
 from .packed_weights import prepare, unpack_into
@@ -61,7 +61,7 @@ class Views:
                 continue
             out = self._arenas.view(op["weights"], self._semantics.compute_dtype, p.shape, self._offsets[op.block][p.name])
             if self._plan.is_packed(p):
-                unpack_into(packed[places[p.name] :][: packed_bytes(p.shape, base)], out, base)
+                unpack_into(packed[places[p.name] :][: layout(p.shape, base).n_bytes], out, base)
             else:
                 out.view(-1).copy_(packed[places[p.name] :][: out.nbytes].view(out.dtype))
 

@@ -222,7 +222,7 @@ class TorchMachine(LaneMachine):
         """Random weights, the same for the same seed."""
         for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
             weights = self.compute.templates.initial_weights(block, seed)
-            packed = [p.name for p in self.host.frozen(block) if self.plan.is_packed(p)]
+            packed = [p.name for p in self.host.frozen[block] if self.plan.is_packed(p)]
             weights |= {name: pack(weights[name], self.plan.semantics.base) for name in packed}
             self.host.set_weights(block, weights)
         give_back_freed()
@@ -231,7 +231,7 @@ class TorchMachine(LaneMachine):
         """Those alone, as `initialise` would."""
         for block in range(len(self.plan.workload.blocks)):
             factors = self.compute.templates.initial_adapters(block, seed)
-            for p in self.host.owned(block) if factors else ():
+            for p in self.host.owned[block] if factors else ():
                 self.host.set_weight(p, factors[p.name])
             self.host.settle(block)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from .legality import can_square
 from .ops import OPS, Kind, Lane, Often, Slot
 from .optimizer import STORED_BYTES
-from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
+from .packed import UNPACK_SCRATCH_BYTES, is_packed, layout
 from .policy import BLOCK_LISTS, Policy, Semantics
 from .workload import (
     ALIGN_ELEMENTS,
@@ -140,7 +140,7 @@ class Setup:
     def stored_bytes(self, p: Parameter) -> int:
         """What a weight takes in that form, up to where the next one begins."""
         item = ITEM_BYTES[self.semantics.compute_dtype]
-        n_bytes = packed_bytes(p.shape, self.semantics.base) if self.is_packed(p) else aligned_elements(p) * item
+        n_bytes = layout(p.shape, self.semantics.base).n_bytes if self.is_packed(p) else aligned_elements(p) * item
         return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
     def is_packed(self, p: Parameter) -> bool:

@@ -51,7 +51,7 @@ def faults(config, **fields) -> list[str]:
     machine = machine_for(plan_of(config, semantics, Policy()), batches=[batch])
     weights = dict(model.named_parameters())
     for number in range(len(machine.plan.workload.blocks)):
-        machine.host.set_weights(number, {p.name: weights[p.name].detach().float() for p in machine.host.owned(number)})
+        machine.host.set_weights(number, {p.name: weights[p.name].detach().float() for p in machine.host.owned[number]})
     execute(machine.plan, machine, 1)
     labels = torch.cat([torch.full((4, 1), -100), batch.targets[:, :-1]], dim=1)  # transformers shifts them itself
     loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss
