@@ -24,7 +24,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import Execution
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
 from runtime.plan.optimizer import AdamW
 from runtime.plan.repetition import unrolled
@@ -108,8 +108,9 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
     step_s = (time.perf_counter() - start_s) / n_steps
     digest = hashlib.sha256(json.dumps([(result.loss, result.grad_norm) for result in results if result is not None]).encode())
     for block in range(len(plan.workload.blocks)):
-        for p in machine.host.owned(block):
-            for tensor in (machine.host.master(p), *machine.host.moments(p)):
+        for p in machine.host.owned[block]:
+            of = machine.host.param_state(p)
+            for tensor in (of.master.whole(), *of.moments):
                 digest.update(tensor.contiguous().numpy().tobytes())
     return step_s, digest.hexdigest()[:16]
 

@@ -26,7 +26,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import execute
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model

@@ -16,8 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """The function in machine code, kept from one process to the next where a folder can be written. No operation on floats is
-    reordered or fused."""
+    """In machine code, kept between processes where a folder can be written. No operation on floats is reordered or fused."""
     if not IS_COMPILED:
         return function
     try:

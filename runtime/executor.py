@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -50,8 +50,7 @@ class Machine(Protocol):
     """
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
-        """Perform all the work of a lane in one run, its `lane` too, on the thread where it belongs: the calling one, or one that
-        outlives runs."""
+        """Do a run's work of a lane, its `lane` too, on the thread where it belongs: the calling one, or one of all runs."""
 
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
         """Prepare the calling thread to be this lane, until the context ends."""
@@ -121,59 +120,6 @@ class AgreedStop(Stop):
         return self._last_step
 
 
-@dataclass(slots=True)
-class _Board:
-    """What the threads of a run share: the lanes, the first failure, and which step is the last."""
-
-    tracks: list[Track]
-    first_step: int
-    n_steps: int
-    stop: Stop
-    news: Bell = field(default_factory=Bell)  # a step's end in some lane, or a failure: wakes the caller's thread
-    failure: BaseException | None = None
-    n_reported: int = 0
-    _n_begun: int = 0  # steps that some lane has begun
-    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def n_done(self) -> int:
-        """Steps that every lane has done."""
-        return min(track.n_done // track.n_in_step for track in self.tracks)
-
-    @property
-    def n_repeated(self) -> int:
-        """Repetitions, counted over all steps, that every lane has done which repeats anything."""
-        return min((track.n_repeated(track.n_done) for track in self.tracks if track.repeated), default=0)
-
-    @property
-    def busy(self) -> list[Track]:
-        """The lanes that have not ended."""
-        return [track for track in self.tracks if track.n_done < self.n_steps * track.n_in_step]
-
-    def begins(self, turn: int) -> bool:
-        """Whether there is such a step for a lane that wants to begin it. Once the run is asked to stop, the last one is the
-        furthest that any lane has begun: the others can all end it, as no op waits for one of a later step."""
-        with self._one_at_a_time:
-            if self.stop.is_requested:
-                last = self.stop.last_step(self.first_step + self._n_begun - 1)
-                self.n_steps = min(self.n_steps, last + 1 - self.first_step)
-                self.news.ring()
-            if turn >= self.n_steps:
-                return False
-            self._n_begun = max(self._n_begun, turn + 1)
-            return True
-
-    def fail(self, error: BaseException) -> None:
-        self.failure = self.failure or error
-        for track in self.tracks:
-            track.stop()
-        self.news.ring()
-
-    def __str__(self) -> str:
-        """What each lane that has not ended does or waits for."""
-        return "; ".join(map(str, self.busy))
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """A step that all lanes have done."""
@@ -205,9 +151,13 @@ class Execution:
         on_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self.timeline = Timeline(())  # in the end: when each op of the last KEEP_STEPS ran, in seconds since the start
-        self._machine, self._quiet_s, self._on_interrupt = machine, quiet_s, on_interrupt
-        self._board = _Board(tracks_of(plan), first_step, n_steps, stop or Stop())
-        self._steps = self._perform(range(first_step, first_step + n_steps))
+        self.machine, self.tracks, self.numbers = machine, tracks_of(plan), range(first_step, first_step + n_steps)
+        self.news = Bell()  # a step's end in some lane, or a failure: wakes the caller's thread
+        self._quiet_s, self._stop, self._on_interrupt = quiet_s, stop or Stop(), on_interrupt
+        self._failure: BaseException | None = None  # the first
+        self._n_begun = self._n_reported = 0  # steps that some lane has begun; that the caller has been given
+        self._one_at_a_time = threading.Lock()
+        self._steps = self._perform()
 
     def __enter__(self) -> "Execution":
         return self
@@ -220,46 +170,120 @@ class Execution:
             self._steps.throw(error)
         self._steps.close()
 
-    def _perform(self, numbers: range) -> Generator[Step]:
-        board, machine, start_s = self._board, self._machine, time.perf_counter()
-        before_s = start_s
+    # -- how far it is ------------------------------------------------------------------------------------------------
 
-        def done() -> Iterator[Step]:
-            """The steps that are done and not reported."""
-            nonlocal before_s
-            while board.n_reported < board.n_done:
-                turn, now_s = board.n_reported, time.perf_counter()
-                board.n_reported += 1
-                busy_s = {track.lane: track.busy_s.pop(turn) for track in board.tracks}
-                seconds, before_s = now_s - before_s, now_s
-                yield Step(numbers[turn], seconds, busy_s, machine.result(numbers[turn]))
+    @property
+    def n_done(self) -> int:
+        """Steps that every lane has done."""
+        return min(track.n_done // track.n_in_step for track in self.tracks)
 
-        n_kept = max(2, min(KEEP_STEPS, MOST_SPANS // sum(track.n_spans for track in board.tracks)))
+    @property
+    def n_repeated(self) -> int:
+        """Repetitions, counted over all steps, that every lane has done which repeats anything."""
+        return min((track.n_repeated(track.n_done) for track in self.tracks if track.repeated), default=0)
+
+    @property
+    def _busy(self) -> list[Track]:
+        """The lanes that have not ended."""
+        return [track for track in self.tracks if track.n_done < len(self.numbers) * track.n_in_step]
+
+    def __str__(self) -> str:
+        """What each lane that has not ended does or waits for."""
+        return "; ".join(map(str, self._busy))
+
+    def begins(self, turn: int) -> bool:
+        """Whether there is such a step for a lane that wants to begin it. Once the run is asked to stop, the last one is the
+        furthest that any lane has begun: the others can all end it, as no op waits for one of a later step."""
+        with self._one_at_a_time:
+            if self._stop.is_requested:
+                last = self._stop.last_step(self.numbers.start + self._n_begun - 1)
+                self.numbers = range(self.numbers.start, min(self.numbers.stop, last + 1))
+                self.news.ring()
+            if turn >= len(self.numbers):
+                return False
+            self._n_begun = max(self._n_begun, turn + 1)
+            return True
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for track in self.tracks:
+            track.stop()
+        self.news.ring()
+
+    # -- the caller's thread ------------------------------------------------------------------------------------------
+
+    def _perform(self) -> Generator[Step]:
+        start_s = self._reported_s = time.perf_counter()
+        n_kept = max(2, min(KEEP_STEPS, MOST_SPANS // sum(track.n_spans for track in self.tracks)))
         workers: list[_Worker] = []
         try:
             # Compute last: its thread settings are to stay.
-            for track in sorted(board.tracks, key=lambda track: track.lane is Lane.GPU):
-                workers.append(_Worker(track, machine, board, numbers, n_kept))
+            for track in sorted(self.tracks, key=lambda track: track.lane is Lane.GPU):
+                workers.append(_Worker(track, self, n_kept))
                 workers[-1].start()
                 workers[-1].ready.wait()
-            yield from _watch(board, done, self._quiet_s)
+            yield from self._watch()
         except BaseException as error:
-            board.fail(error)
+            self.fail(error)
             if not isinstance(error, Exception):
                 self._on_interrupt()
             raise
         finally:
-            _join(workers, board, self._quiet_s)
-            for track in board.tracks:
+            self._join(workers)
+            for track in self.tracks:
                 track.tokens.clear()  # tracks refer to each other: without this, what a machine left would live until a collection
-        if board.failure is not None:
+        if self._failure is not None:
             try:
-                yield from done()  # by then
+                yield from self._done()  # by then
             finally:
-                raise board.failure
-        spans = machine.measured([record for worker in workers for record in worker.records])
+                raise self._failure
+        spans = self.machine.measured([record for worker in workers for record in worker.records])
         spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in spans]
         self.timeline = Timeline(tuple(sorted(spans, key=lambda span: (span.step, span.op, span.repetition))))
+
+    def _done(self) -> Iterator[Step]:
+        """The steps that are done and not reported."""
+        while self._n_reported < self.n_done:
+            turn, before_s, self._reported_s = self._n_reported, self._reported_s, time.perf_counter()
+            self._n_reported += 1
+            busy_s = {track.lane: track.busy_s.pop(turn) for track in self.tracks}
+            number = self.numbers[turn]
+            yield Step(number, self._reported_s - before_s, busy_s, self.machine.result(number))
+
+    def _watch(self) -> Iterator[Step]:
+        """Report steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
+        last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, self._quiet_s
+        while True:
+            yield from self._done()
+            if self._n_reported == len(self.numbers) or self._failure is not None:
+                return
+            if self.news.sleep():
+                continue
+            n_done = sum(track.n_done for track in self.tracks)
+            if n_done != last_done:
+                last_done, n_quiet_looks, n_stuck_looks, say_at_s = n_done, 0, 0, self._quiet_s
+                continue
+            n_quiet_looks += 1  # counted in looks: a process that was suspended for an hour has not been quiet for one
+            n_stuck_looks = n_stuck_looks + 1 if all(track.is_stuck for track in self._busy) else 0
+            if n_stuck_looks >= 2:
+                raise StallError(f"no lane moves any more: {self}")
+            if n_quiet_looks * LOOK_S > say_at_s:
+                say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {self}")
+                say_at_s *= 2
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait until every lane has ended. After a failure, for `quiet_s` at most: an op that hangs never ends."""
+        deadline_s = time.perf_counter() + self._quiet_s
+        for thread in threads:
+            while thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
+                thread.join(timeout=max(0.0, deadline_s - time.perf_counter()))
+                if not thread.is_alive():
+                    break
+                if self._failure is not None:
+                    say(f"the run has failed, and waits no longer for {thread.name}: {self}")
+                    return
+                say(f"every op is done, but {thread.name} does not end; the run waits for it")
+                deadline_s = time.perf_counter() + self._quiet_s
 
 
 def execute(
@@ -275,93 +299,56 @@ def execute(
 class _Worker(threading.Thread):
     """One lane's thread."""
 
-    def __init__(self, track: Track, machine: Machine, board: _Board, steps: range, n_kept: int) -> None:
+    def __init__(self, track: Track, run: Execution, n_kept: int) -> None:
         super().__init__(name=f"lane-{track.lane}", daemon=True)
-        self.track, self.machine, self.board, self.steps = track, machine, board, steps
+        self.track, self.machine, self.execution = track, run.machine, run
         self.ready = threading.Event()
         self.records: deque[Record] = deque(maxlen=n_kept * track.n_spans)
-        self._step, self._at = steps.start, "its set-up"
+        self._step, self._at = run.numbers.start, "its set-up"
 
     def run(self) -> None:
         try:
             self.machine.on_thread(self.track.lane, self._perform_steps)
         except PenstockError as error:
-            self.board.fail(error)
+            self.execution.fail(error)
         except BaseException as error:
             failure = OpError(f"step {self._step + 1}, lane {self.track.lane}: {self._at} failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-            self.board.fail(failure)
+            self.execution.fail(failure)
         finally:
             self.ready.set()
 
     def _perform_steps(self) -> None:
         with self.machine.lane(self.track.lane):
             self.ready.set()
-            for turn, step in enumerate(self.steps):
-                if not self.board.begins(turn):
+            for turn, step in enumerate(self.execution.numbers):
+                if not self.execution.begins(turn):
                     break
                 self._step = step
                 for entry, repetition in self.track.walk():
-                    if not self._perform(entry, repetition, turn, step):
+                    if not self._perform(entry, repetition, turn):
                         return
-                self.board.news.ring()
+                self.execution.news.ring()
             self._at = "its end"
 
-    def _perform(self, entry: Entry, repetition: int, turn: int, step: int) -> bool:
+    def _perform(self, entry: Entry, repetition: int, turn: int) -> bool:
         """Wait for what the op waits for, and do it; False where the lane is stopped."""
         track, machine, op = self.track, self.machine, self.track.op(entry, repetition)
         if entry.begins:
-            track.forget_tokens(self.board.n_done, self.board.n_repeated)
+            track.forget_tokens(self.execution.n_done, self.execution.n_repeated)
         self._at = op.name
         for token in track.wait(entry, turn, repetition):
             machine.follow(track.lane, token)
         if track.is_stopped:
             return False
         began_s = time.perf_counter()
-        when = machine.perform(entry.index, op, step)
+        when = machine.perform(entry.index, op, self._step)
         ended_s = time.perf_counter()
         if is_kept(repetition, track.times):
-            self.records.append((Span(entry.index, step, began_s, ended_s, repetition), when))
+            self.records.append((Span(entry.index, self._step, began_s, ended_s, repetition), when))
         track.busy_s[turn] += ended_s - began_s
         track.advance(machine.mark(op))
         return True
-
-
-def _watch(board: _Board, done: Callable[[], Iterator[Step]], quiet_s: float) -> Iterator[Step]:
-    """Report steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
-    last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, quiet_s
-    while True:
-        yield from done()
-        if board.n_reported == board.n_steps or board.failure is not None:
-            return
-        if board.news.sleep():
-            continue
-        n_done = sum(track.n_done for track in board.tracks)
-        if n_done != last_done:
-            last_done, n_quiet_looks, n_stuck_looks, say_at_s = n_done, 0, 0, quiet_s
-            continue
-        n_quiet_looks += 1  # counted in looks: a process that was suspended for an hour has not been quiet for one
-        n_stuck_looks = n_stuck_looks + 1 if all(track.is_stuck for track in board.busy) else 0
-        if n_stuck_looks >= 2:
-            raise StallError(f"no lane moves any more: {board}")
-        if n_quiet_looks * LOOK_S > say_at_s:
-            say(f"no op has ended for {n_quiet_looks * LOOK_S:.0f} s, and the run goes on: {board}")
-            say_at_s *= 2
-
-
-def _join(threads: Sequence[threading.Thread], board: _Board, quiet_s: float) -> None:
-    """Wait until every lane has ended. After a failure, for `quiet_s` at most: an op that hangs never ends."""
-    deadline_s = time.perf_counter() + quiet_s
-    for thread in threads:
-        while thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
-            thread.join(timeout=max(0.0, deadline_s - time.perf_counter()))
-            if not thread.is_alive():
-                break
-            if board.failure is not None:
-                say(f"the run has failed, and waits no longer for {thread.name}: {board}")
-                return
-            say(f"every op is done, but {thread.name} does not end; the run waits for it")
-            deadline_s = time.perf_counter() + quiet_s
 
 
 def say(words: str) -> None:

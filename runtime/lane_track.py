@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from queue import Empty, SimpleQueue
 
 from runtime.plan import Lane, Op, Plan, Repeat, Wait
@@ -102,17 +103,11 @@ class Track:
 
     def op(self, entry: Entry, repetition: int) -> Op:
         """The op as it is performed in this repetition."""
-        return entry.op if self.repeat is None or not repetition else self.repeat.op(entry.op, repetition)
+        return entry.op if self.repeat is None else self.repeat.op(entry.op, repetition)
 
     def _name_at(self, position: int) -> str:
         """Of the op at this position."""
-        at, repetition = position % self.n_in_step, 0
-        if self._repeats_at(position):
-            repetition, more = divmod(at - self.repeated.start, len(self.repeated))
-            at = self.repeated.start + more
-        elif at >= self.repeated.stop:
-            at -= (self.times - 1) * len(self.repeated)
-        return self.op(self.entries[at], repetition).name
+        return self.op(*next(islice(self.walk(), position % self.n_in_step, None))).name
 
     def _repeats_at(self, position: int) -> bool:
         """Whether the op at this position is one that repeats."""

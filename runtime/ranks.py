@@ -7,12 +7,14 @@ shared. No library adds anything up: in which order is decided here, so that the
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from .batch import Batch
 from .host.slabs import Shared
+
+Among = Literal["here", "hosts"]  # the ranks of this host; or those, one of every host, that have this one's place there
 
 
 class Ranks(Protocol):
@@ -30,15 +32,11 @@ class Ranks(Protocol):
         """Return when all ranks have come here (barrier)."""
 
     def gather(self, whole: torch.Tensor) -> None:
-        """Fill a flat tensor of n equal parts, of which this rank has its own in its place, with those of the others
-        (all-gather)."""
+        """Fill a flat tensor of n equal parts, of which this rank's is in its place, with those of the others (all-gather)."""
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        """Among the ranks of this host, of flat tensors of as many equal parts: give each its part, and receive what each has for
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
+        """Of flat tensors of as many equal parts as there are ranks among these: give each its part, and receive what each has for
         this one, in ranks' order (all-to-all)."""
-
-    def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        """The same among those ranks, one of every host, that have this one's place there."""
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """Each rank's flat fp64 row of host memory into (n, row) `rows`, those of the others too. Of a lane of its own."""

@@ -20,8 +20,7 @@ from click.testing import CliRunner
 
 from penstock.checkpoint import checkpoint, retention
 from runtime.host.updates import CHANGES
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.torch_machine import TorchMachine
+from runtime.machines.torch_machine import CpuMachine, TorchMachine
 from runtime.plan import Kind, Lane, Op, Plan
 from tests.running import SCRATCH
 from tests.training import poison

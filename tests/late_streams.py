@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from planner.check.check import check
-from runtime.machines.cuda import CudaMachine
+from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Plan
 
 from .training import Remembers, machine_for, plan_of, poison, released_slots

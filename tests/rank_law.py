@@ -51,7 +51,7 @@ def digest(state, results) -> str:
     """Of every master and moment, and of losses and norms."""
     found = hashlib.sha256(json.dumps([(r.loss, r.grad_norm) for _, r in sorted(results.items())]).encode())
     for block in range(len(state.plan.workload.blocks)):
-        for p in state.owned(block):
+        for p in state.owned[block]:
             for held in (state.saved(p, name) for name in state.plan.semantics.saved_state):
                 tensor = held if isinstance(held, torch.Tensor) else held.whole()
                 found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())

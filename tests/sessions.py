@@ -12,7 +12,7 @@ from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Metrics, Trainer
 from penstock.training.validation import Validation
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy
 
 from .row_of_tokens import RowOfTokens

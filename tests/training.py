@@ -16,7 +16,7 @@ from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.host.memory import Arenas
 from runtime.layers.packed_weights import unpack_into
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model
@@ -171,7 +171,7 @@ def begin(machine: CpuMachine, seed: int = 7) -> None:
     """Random weights. Adapters are as if they had been trained for a while: one that does nothing yet hides much."""
     machine.initialise(seed)
     generator = torch.Generator().manual_seed(seed)
-    for p in (p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(b)):
+    for p in (p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]):
         if p.name.endswith("lora_B.weight"):
             machine.host.set_weight(p, torch.randn(p.shape, generator=generator) * 0.1)
 
@@ -180,9 +180,10 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     """Masters, first and second moments by name, as copies."""
     masters, exp_avg, exp_avg_sq = {}, {}, {}
     for number in range(len(machine.plan.workload.blocks)):
-        for p in machine.host.owned(number):
-            m, v = machine.host.moments(p)
-            masters[p.name] = machine.host.master(p).clone().view(p.shape)
+        for p in machine.host.owned[number]:
+            of = machine.host.param_state(p)
+            m, v = of.moments
+            masters[p.name] = of.master.whole().clone().view(p.shape)
             exp_avg[p.name], exp_avg_sq[p.name] = m.clone().view(p.shape), v.clone().view(p.shape)
     return masters, exp_avg, exp_avg_sq
 
@@ -190,7 +191,7 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
 def frozen_of(machine: CpuMachine) -> Tensors:
     """The weights that are frozen, by name, as copies; packed ones are unpacked."""
     host, found, of = machine.host, Tensors(), machine.plan.semantics
-    for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen(b)):
+    for p in (p for b in range(len(machine.plan.workload.blocks)) for p in host.frozen[b]):
         if machine.plan.is_packed(p):
             found[p.name] = torch.empty(p.shape, dtype=reference.DTYPE[of.compute_dtype])
             unpack_into(host.packed(p), found[p.name], of.base)

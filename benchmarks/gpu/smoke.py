@@ -17,10 +17,8 @@ from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model.workload import build_workload
 from runtime.executor import Execution, StepResult
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import use_same_kernels
-from runtime.machines.torch_machine import TorchMachine
+from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, Policy, Semantics, Update, saves
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model
@@ -119,7 +117,7 @@ def _state(machine: TorchMachine, results: Sequence[StepResult | None]) -> Itera
         assert result is not None
         yield f"step {step}", torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)
     for block in range(len(machine.plan.workload.blocks)):
-        for p in machine.host.owned(block):
-            moments = machine.host.moments(p)
-            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (machine.host.master(p), *moments), strict=True):
+        for p in machine.host.owned[block]:
+            of = machine.host.param_state(p)
+            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (of.master.whole(), *of.moments), strict=True):
                 yield f"{p.name} {name}", tensor.clone().view(torch.int32)

@@ -15,9 +15,7 @@ import torch
 from planner.predict.settled import WARM_UP_STEPS
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.executor import Execution
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.cuda import CudaMachine
-from runtime.machines.torch_machine import TorchMachine
+from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, PlanFile
 from runtime.plan.optimizer import AdamW
 
@@ -108,7 +106,7 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[
 
 def fill_all(machine: TorchMachine) -> None:
     """Several at a time, but the largest, whose copies would fill what the plan leaves of the host."""
-    numbers, owned = pattern(), [p for block in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(block)]
+    numbers, owned = pattern(), [p for block in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[block]]
 
     def task(p) -> None:  # type: ignore[no-untyped-def]
         weight = torch.empty(p.shape)

@@ -241,10 +241,10 @@ def put_back(state: State, host: HostState, data: Loader) -> None:
     except (CheckpointError, DataError) as error:
         raise type(error)(f"{state.path}: {error}") from None
     for number in range(len(host.plan.workload.blocks)):
-        for p in host.owned(number):
+        for p in host.owned[number]:
             host.set_weight(p, _stored(state, "master", p))
-            for of, moment in zip(host.plan.semantics.optimizer.moments, host.moments(p), strict=True):
-                moment.copy_(_stored(state, of.name, p).reshape(-1)[host.part(p)])
+            for name, moment in zip(host.plan.semantics.optimizer.moments, host.param_state(p).moments, strict=True):
+                moment.copy_(_stored(state, name, p).reshape(-1)[host.part(p)])
         host.settle(number)
     host.n_updates = n_updates
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.files import alone
 from runtime.layers.packed_weights import NF4, pack, parts
-from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, packed_bytes, published_as
+from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
 
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
@@ -82,7 +82,7 @@ def _pack(place: Path, folder: Path, model_type: str, shapes: Shapes, base: Base
         shutil.rmtree(place)
     else:
         place.unlink(missing_ok=True)
-    outlines = {name: torch.empty(packed_bytes(shape, base), dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
+    outlines = {name: torch.empty(layout(shape, base).n_bytes, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     sums = dict[str, str]()
 
     def packed_weights() -> Iterator[Tensor]:
@@ -126,7 +126,7 @@ class _Published:
 
     def read(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        packed = torch.zeros(packed_bytes(shape, self._base), dtype=torch.uint8)
+        packed = torch.zeros(layout(shape, self._base).n_bytes, dtype=torch.uint8)
         codes, scales = (part.view(-1) for part in parts(packed, shape, self._base))
         at = scales_at = 0
         for piece, piece_shape in self._pieces[name]:

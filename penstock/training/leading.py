@@ -66,14 +66,11 @@ class WholeState(HostState):
     """The state of all ranks as a saver reads it: a tensor at a time is collected from the ranks that hold its parts."""
 
     def __init__(self, own: HostState, ranks: Processes) -> None:
-        self.plan, self.gate, self._own, self._ranks = own.plan, None, own, ranks
+        self.plan, self.owned, self.gate, self._own, self._ranks = own.plan, own.owned, None, own, ranks
 
     @property
     def n_updates(self) -> int:  # type: ignore[override]
         return self._own.n_updates
-
-    def owned(self, block: int) -> list[Parameter]:
-        return self._own.owned(block)
 
     def settle(self, block: int) -> None:
         self._own.settle(block)
@@ -92,7 +89,7 @@ class WholeState(HostState):
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
         whole = torch.empty(p.n_elements, dtype=dtype)
         for rank in range(self._ranks.n):
-            part = self._own.part_of(p, rank)
+            part = self._own.part(p, rank)
             if rank == 0:
                 whole[part] = _own_part(self._own, p, what)
             elif part.stop > part.start:
@@ -110,7 +107,7 @@ def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
 
 def obey(machine: TorchMachine, ranks: Processes) -> None:
     """Do what rank 0 says until it says that all is done."""
-    named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned(b)}
+    named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]}
     while (said := ranks.tell())["do"] != "end":
         match said["do"]:
             case "train":

@@ -26,11 +26,9 @@ from planner.predict.simulate import Prediction, simulate
 from planner.search.claim import claimed
 from runtime.errors import PlanError, ProfileError, WorkloadError
 from runtime.executor import Machine, Stop, say
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.cuda import CudaMachine
 from runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for
 from runtime.machines.processes import Processes
-from runtime.machines.torch_machine import TorchMachine
+from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, PlanFile
 from runtime.plan.optimizer import AdamW
 from runtime.plan.region import Demand, Region

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from runtime.errors import PlanError
 from runtime.plan import Op, Plan, Policy, Update
-from runtime.plan.packed import is_packed, packed_bytes
+from runtime.plan.packed import is_packed, layout
 from runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
 FP32 = ITEM_BYTES["fp32"]
@@ -107,7 +107,7 @@ def _frozen_bytes(plan: Plan, block: int) -> int:
     base, item_bytes, total = plan.semantics.base, ITEM_BYTES[plan.semantics.compute_dtype], 0
     for p in plan.workload.blocks[block].parameters:
         if p.frozen and p.tied_to is None and is_packed(p.name, p.shape, base):
-            total += -(-packed_bytes(p.shape, base) // ALIGN_BYTES) * ALIGN_BYTES
+            total += -(-layout(p.shape, base).n_bytes // ALIGN_BYTES) * ALIGN_BYTES
         elif p.frozen and p.tied_to is None:
             total += -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS * item_bytes
     return total

@@ -3,7 +3,8 @@
 Weights, masters, moments and gradients stay on the device. Of several ranks each has an equal part, as FSDP2 has it: masters,
 moments and fp32 gradients, 16 bytes a parameter; weights are cast from masters when a block is gathered. Micro-batches run one
 after another, at the costs of the plan's ops; layers keep for backward as much as there is memory for; AdamW is one pass over its
-state. Where the plan's micro-batch does not fit, half of it is tried, and half of that. Where host and device are one memory (a CPU, or one pool cut in two) there is no such estimate.
+state. Where the plan's micro-batch does not fit, half of it is tried, and half of that. Where host and device are one memory (a
+CPU, or one pool cut in two) there is no such estimate.
 """
 
 from collections.abc import Iterator

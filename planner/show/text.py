@@ -39,7 +39,10 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
         yield Text(
             "Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim"
         )
-        yield Text("Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch or a part of it.", style="dim")
+        yield Text(
+            "Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch or a part of it.",
+            style="dim",
+        )
 
 
 def _grid(lines: list[Line]) -> RichTable:

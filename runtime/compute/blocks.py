@@ -78,7 +78,9 @@ class Templates:
                 adapt(layer, f"model.layers.{block - 1}.", self._adapters(block), semantics.train.lora)
             use_kernels(layer, semantics, pointwise)
         self.norm: nn.Module = fused_norm(self.body.norm) if semantics.norm == "fused" else self.body.norm
-        self._tiled = self._by_tiles(policy or Policy())
+        self._tiled: list[TiledLayer] | None = None  # where the semantics have tiles, and one would not hold all tokens
+        if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
+            self._tiled = [TiledLayer(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
         self.stand_ins = [_StandIn(layer) for layer in self.layers]
         self.body.layers, self.body.norm = nn.ModuleList(self.stand_ins), nn.Identity()
         for part in list(self.body.modules()):
@@ -88,13 +90,6 @@ class Templates:
             if buffers:
                 self.model._init_weights(part)
         self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
-
-    def _by_tiles(self, policy: Policy) -> list[TiledLayer] | None:
-        """The layers with MLPs that run by tiles; None where the semantics have none, or one would hold all tokens."""
-        tile_tokens = self.semantics.mlp_tile_tokens
-        if tile_tokens is None or tile_tokens >= self.semantics.tokens_per_micro_batch:
-            return None
-        return [TiledLayer(layer, tile_tokens, policy, block) for block, layer in enumerate(self.layers, start=1)]
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -167,9 +162,8 @@ class Templates:
     ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
         """Forward and backward of the head, tile by tile: at most one tile of logits exists.
 
-        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the summed
-        (not averaged) loss (fp64, on the device), the gradient of the hidden state, and the gradients of the head's other trained
-        parameters.
+        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the loss,
+        summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters.
         """
         norm_weights = {n: w.detach().requires_grad_(f"model.norm.{n}" in self._trained) for n, w in _of_norm(weights).items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
@@ -193,8 +187,7 @@ class Templates:
     def _tile(
         self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Summed loss of one tile and the gradients of its mean over the step's supervised tokens; of the output matrix only if it
-        `trains`."""
+        """Summed loss of a tile; gradients of its mean over the step's supervised tokens, of the matrix only if it `trains`."""
         if self.semantics.loss == "fused":
             with torch.no_grad():
                 return _tile_at_once(head_VD, normed_ND, targets_N, n_supervised, trains)
@@ -261,8 +254,7 @@ class Templates:
     # -- random weights ---------------------------------------------------------------------------------------------
 
     def initial_weights(self, block: int, seed: int) -> Weights:
-        """A block's own random weights as transformers would initialise them, and adapters as PEFT would, fp32; the same for the
-        same seed."""
+        """A block's own random weights as transformers makes them, and adapters as PEFT does, fp32; the same for a seed."""
         if block == 0:
             modules = {"model.embed_tokens.": self.body.embed_tokens}
         elif block <= len(self.layers):

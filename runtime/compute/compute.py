@@ -69,6 +69,7 @@ class Compute:
         self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
+        self.unpack = self._views.unpack
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -94,9 +95,6 @@ class Compute:
 
     def _weights(self, op: Op) -> Weights:
         return self._views.weights(op.block, op["weights"], op.get("trained"))
-
-    def unpack(self, op: Op) -> None:
-        self._views.unpack(op)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -213,8 +211,7 @@ class Compute:
         return running, begins
 
     def _add(self, op: Op, running: Weights, found: Weights) -> None:
-        """Add gradients to the running sum, and join those that it is the right part of; the last of all is rounded into the
-        gradient's slot."""
+        """Add gradients to the running sum, and it to those that wait for it; the last of all is rounded into `gradient`."""
         for name, gradient in found.items():
             running[name] += gradient
         for slot in op.every("into"):
@@ -232,9 +229,6 @@ def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weight
     """That of a forward, of some inputs and of those weights that are trained."""
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained))
-
-
-# -- inputs of blocks besides weights -------------------------------------------------------------------------------------
 
 
 class Inputs:

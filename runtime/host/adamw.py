@@ -8,7 +8,6 @@ parameters stay on the host (`Optimizer.device_multiple`).
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,42 +23,28 @@ PROBE_ELEMENTS = 2**16 + 24
 def fused(operands: list[list[torch.Tensor]], numbers: list[float], n_updates: torch.Tensor) -> None:
     """On the host."""
     torch._fused_adamw_(
-        operands[0],
-        operands[1],
-        operands[2],
-        operands[3],
-        [],
-        [n_updates],
-        lr=numbers[0],
-        beta1=numbers[1],
-        beta2=numbers[2],
-        weight_decay=numbers[3],
-        eps=numbers[4],
-        amsgrad=False,
-        maximize=False,
-    )
+        operands[0], operands[1], operands[2], operands[3], [], [n_updates],
+        lr=numbers[0], beta1=numbers[1], beta2=numbers[2], weight_decay=numbers[3], eps=numbers[4],
+        amsgrad=False, maximize=False,
+    )  # fmt: skip
 
 
 # -- on a device ------------------------------------------------------------------------------------------------------
 
 
-class Factors(NamedTuple):
-    """What one update multiplies by, divides by and adds: doubles, each rounded to fp32 where it is used."""
-
-    decay: float  # of the weight
-    towards: float  # the gradient, of the first moment
-    beta2: float
-    of_square: float
-    correction: float  # of the second moment's root
-    eps: float
-    rate: float  # of the first moment, negative
-
-
-def factors(numbers: list[float], n_updates: Tensor) -> Factors:
-    """`n_updates` counts from 1, as the fused kernel's step does."""
+def factors(numbers: list[float], n_updates: int) -> dict[str, float]:
+    """What one update multiplies by, divides by and adds: doubles, each rounded to fp32 where it is used. `n_updates` counts from
+    1, as the fused kernel's step does."""
     lr, beta1, beta2, weight_decay, eps = numbers
-    of_first, of_second = (1 - beta ** int(n_updates) for beta in (beta1, beta2))
-    return Factors(1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, math.sqrt(of_second), eps, -lr / of_first)
+    return {
+        "decay": 1 - lr * weight_decay,
+        "towards": 1 - beta1,  # the gradient, of the first moment
+        "beta2": beta2,
+        "of_square": 1 - beta2,
+        "correction": math.sqrt(1 - beta2**n_updates),  # of the second moment's root
+        "eps": eps,
+        "rate": -lr / (1 - beta1**n_updates),  # of the first moment
+    }
 
 
 SOURCE = """
@@ -80,7 +65,7 @@ def in_one_call(updated: Callable[..., Sequence[Tensor]]) -> Kernel:
 
     def kernel(operands: list[list[Tensor]], numbers: list[float], n_updates: Tensor) -> None:
         (master,), (gradient,), (exp_avg,), (exp_avg_sq,) = operands
-        found = updated(master, gradient, exp_avg, exp_avg_sq, **factors(numbers, n_updates)._asdict())
+        found = updated(master, gradient, exp_avg, exp_avg_sq, **factors(numbers, int(n_updates)))
         for place, value in zip((master, exp_avg, exp_avg_sq), found, strict=True):
             place.copy_(value)
 
@@ -92,8 +77,8 @@ def on_device(device: torch.device) -> Kernel:
     """AdamW there: the host's own on a processor. PlanError for a GPU that does not give the host's bits."""
     if device.type == "cpu":
         return fused
-    defaults = dict.fromkeys(Factors._fields, 0.0)
-    kernel = in_one_call(torch.cuda.jiterator._create_multi_output_jit_fn(SOURCE, num_outputs=3, **defaults))
+    names = dict.fromkeys(factors(AdamW().numbers, 1), 0.0)  # of what the kernel takes besides tensors
+    kernel = in_one_call(torch.cuda.jiterator._create_multi_output_jit_fn(SOURCE, num_outputs=3, **names))
     if not gives_the_hosts_bits(kernel, device):
         raise PlanError(
             f"AdamW on {device.type} does not give the host's bits here; plan with --policy FILE, a policy with empty device_blocks"

@@ -54,8 +54,7 @@ class Copies:
         self.arenas.raw(op["norm"]).copy_(self.arenas.raw(op["squares"]), non_blocking=True)
 
     def move(self, op: Op) -> None:
-        """A layer's output, or what else its forward saves, goes to the host or comes back (activation offload, and its
-        prefetch)."""
+        """A layer's output, or what else its forward saves, goes to the host or comes back (activation offload, prefetch)."""
         if op.kind in (Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED):
             (there, here), n_bytes = ("offloaded", "saved"), self.plan.recompute(op.block, op.micro_batch).slot_bytes
         else:

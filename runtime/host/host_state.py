@@ -48,36 +48,28 @@ class HostState:
         self.plan, self.arenas, self._rank = plan, arenas, rank
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
-        self._owned: list[list[Parameter]] = []  # by each block, and trained
-        self._frozen: list[list[Parameter]] = []  # the others that it owns
+        self.owned: list[list[Parameter]] = []  # of each block the parameters that it owns and trains
+        self.frozen: list[list[Parameter]] = []  # the others that it owns
         self._frozen_at: dict[str, int] = {}  # by frozen parameter: its first byte in the slot of `state`
         self._places: dict[str, tuple[int, int]] = {}  # by parameter: its block, and element there
         item_bytes = DTYPE[plan.semantics.compute_dtype].itemsize
         for b, block in enumerate(plan.workload.blocks):
-            self._owned.append([p for p in block.trained if p.tied_to is None])
-            self._frozen.append([p for p in block.parameters if p.frozen and p.tied_to is None])
-            offsets, uploaded = block.offsets(owned_only=True)[0], plan.uploaded(b)[0] if self._frozen[b] else {}
+            self.owned.append([p for p in block.trained if p.tied_to is None])
+            self.frozen.append([p for p in block.parameters if p.frozen and p.tied_to is None])
+            offsets, uploaded = block.offsets(owned_only=True)[0], plan.uploaded(b)[0] if self.frozen[b] else {}
             apart_bytes = block.state_elements * item_bytes if plan.is_apart(b) else 0
-            self._places |= {p.name: (b, offsets[p.name]) for p in self._owned[b]} | {p.name: (b, 0) for p in self._frozen[b]}
-            self._frozen_at |= {p.name: uploaded[p.name] - apart_bytes for p in self._frozen[b]}
-        self._n_elements = [plan.part_elements(b) for b in range(len(self._owned))]
+            self._places |= {p.name: (b, offsets[p.name]) for p in self.owned[b]} | {p.name: (b, 0) for p in self.frozen[b]}
+            self._frozen_at |= {p.name: uploaded[p.name] - apart_bytes for p in self.frozen[b]}
+        self._n_elements = [plan.part_elements(b) for b in range(len(self.owned))]
         # Bytes between the weights of what is trained and the rest of its state
-        self._between = [0 if plan.is_apart(b) else sum(map(plan.stored_bytes, frozen)) for b, frozen in enumerate(self._frozen)]
+        self._between = [0 if plan.is_apart(b) else sum(map(plan.stored_bytes, frozen)) for b, frozen in enumerate(self.frozen)]
         self._stored, per_element = plan.stored(), plan.state_bytes()
         self._begin = dict(zip(per_element, accumulate(per_element.values(), initial=0), strict=False))  # bytes before each part
         self._uploaded_bytes, self._bytes_per_element = next(iter(per_element.values())), sum(per_element.values())
-        self._slots = [plan.state_slot(b) for b in range(len(self._owned))]
-        self._shadows = {b: Slot("state", len(self._owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
+        self._slots = [plan.state_slot(b) for b in range(len(self.owned))]
+        self._shadows = {b: Slot("state", len(self.owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
 
     # -- where it is ------------------------------------------------------------------------------------------------
-
-    def owned(self, block: int) -> list[Parameter]:
-        """The parameters that a block owns and trains."""
-        return self._owned[block]
-
-    def frozen(self, block: int) -> list[Parameter]:
-        """The others that it owns."""
-        return self._frozen[block]
 
     def all_owned(self) -> Iterator[Parameter]:
         """Every owned parameter, trained or frozen, in `named_parameters` order."""
@@ -87,13 +79,9 @@ class HostState:
         """The block that owns a parameter."""
         return self._places[p.name][0]
 
-    def part(self, p: Parameter) -> slice:
-        """The elements of a trained parameter whose state is here: all, unless ranks share it."""
-        return self.part_of(p, self._rank)
-
-    def part_of(self, p: Parameter, rank: int) -> slice:
-        """The same of another rank."""
-        block, at = self._places[p.name]
+    def part(self, p: Parameter, rank: int | None = None) -> slice:
+        """The elements of a trained parameter whose state is here, or another rank has: all, unless ranks share it."""
+        (block, at), rank = self._places[p.name], self._rank if rank is None else rank
         n = self._n_elements[block]
         here = slice(min(max(rank * n - at, 0), p.n_elements), max(min((rank + 1) * n - at, p.n_elements), 0))
         return here if here.start < here.stop else slice(0, 0)
@@ -145,19 +133,10 @@ class HostState:
         at = self._frozen_at[p.name]
         return self.arenas.raw(Slot("state", self.block_of(p)))[at : at + self.plan.stored_bytes(p)]
 
-    def master(self, p: Parameter) -> torch.Tensor:
-        """The master of a trained parameter, flat; to be read only, as it may be a copy."""
-        return self.param_state(p).master.whole()
-
-    def moments(self, p: Parameter) -> tuple[torch.Tensor, ...]:
-        """What the optimizer keeps of a trained parameter besides its master, flat."""
-        return self.param_state(p).moments
-
     # -- setting weights --------------------------------------------------------------------------------------------
 
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
-        """Put an owned parameter (any float dtype) into master and compute weight, or its bytes where it is packed. No lane may be
-        at work."""
+        """Put an owned parameter, of any float dtype, in its place, or its bytes where it is packed. No lane may be at work."""
         with torch.no_grad():
             if p.frozen:
                 to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
@@ -171,7 +150,7 @@ class HostState:
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Put a block's own weights into the store. No lane may be at work."""
-        for p in (*self.owned(block), *self.frozen(block)):
+        for p in (*self.owned[block], *self.frozen[block]):
             self.set_weight(p, weights[p.name])
         self.settle(block)
 

@@ -5,7 +5,6 @@ bit. A GPU adds up a chunk in an order of its own, always the same: its sums dif
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,8 +19,7 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
-    """Tasks for the sum of squares of a flat gradient: they give the fp32 sums of its chunks, to be `added` in order. In each of
-    the ranges `cuts` chunks begin anew."""
+    """Tasks that give fp32 sums of squares of a flat gradient's chunks, to be `added` in order; in each cut chunks begin anew."""
 
     def work(start: int, end: int, own: Scratch) -> list[float]:
         return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
@@ -85,17 +83,6 @@ def clip_factor(norm: float, clip_norm: float | None) -> float:
     return min(1.0, float(ratio))
 
 
-# -- of several ranks --------------------------------------------------------------------------------------------------
-
-
-class Learned(NamedTuple):
-    """What every rank knows of a step in the end."""
-
-    squares: list[tuple[Parameter, float]]  # the sum of every parameter's
-    losses: list[float]  # of every micro-batch, in order
-    is_asked: bool  # whether the first rank, which leads, is asked to end
-
-
 class SharedNumbers:
     """What all ranks learn of a step. A row of each has the sums of squares of its tiles, in the order of blocks, and the losses of
     its micro-batches; every rank adds them up in the same order, which is that of a single process."""
@@ -104,6 +91,7 @@ class SharedNumbers:
         self._plan, self._ranks = plan, ranks
         self._n_numbers, self._n_micro_batches = plan.shared_numbers(), plan.semantics.n_micro_batches
         self._tiles = [list(self._tiles_of(rank)) for rank in range(ranks.n)]  # of each rank's row, block by block
+        self.tiles = self._tiles[ranks.rank]  # of this rank's, the parameter of each
         assert all(sum(map(len, of)) + self._n_micro_batches + 1 <= self._n_numbers for of in self._tiles)
         self._row = torch.zeros(self._n_numbers, dtype=torch.float64)
 
@@ -118,16 +106,14 @@ class SharedNumbers:
                         of_block += [p] * -(-len(cut) // NORM_TILE_ELEMENTS)
             yield of_block
 
-    def tiles(self, block: int) -> list[Parameter]:
-        """The parameter of each tile of this rank's part of a block."""
-        return self._tiles[self._ranks.rank][block]
-
-    def learned(self, rows: torch.Tensor, squares: Sequence[torch.Tensor], losses: Sequence[float], is_asked: bool) -> Learned:
-        """What all ranks learn. `rows`: memory for all rows, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether
-        this one is asked to end."""
-        n, mine = self._n_micro_batches, self._tiles[self._ranks.rank]
-        parts = [of_block[: len(tiles)] for of_block, tiles in zip(squares, mine, strict=True)]
-        torch.cat(parts, out=self._row[: sum(map(len, mine))])
+    def learned(
+        self, rows: torch.Tensor, squares: Sequence[torch.Tensor], losses: Sequence[float], is_asked: bool
+    ) -> tuple[list[tuple[Parameter, float]], list[float], bool]:
+        """Every parameter's sum of squares, every micro-batch's loss in order, and whether the first rank, which leads, is to end.
+        `rows`: memory for those of all, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether this one is to."""
+        n = self._n_micro_batches
+        parts = [of_block[: len(tiles)] for of_block, tiles in zip(squares, self.tiles, strict=True)]
+        torch.cat(parts, out=self._row[: sum(map(len, self.tiles))])
         self._row[-n:] = torch.tensor(losses, dtype=torch.float64)
         self._row[-n - 1] = is_asked
         rows = rows[: self._ranks.n * self._n_numbers].view(self._ranks.n, self._n_numbers)
@@ -139,4 +125,4 @@ class SharedNumbers:
                 for p in tiles:
                     of_parameter.setdefault(p, []).append(next(of_ranks[rank]))
         sums = [(p, added(squares)) for p, squares in of_parameter.items()]
-        return Learned(sums, rows[:, -n:].flatten().tolist(), bool(rows[0, -n - 1]))
+        return sums, rows[:, -n:].flatten().tolist(), bool(rows[0, -n - 1])

@@ -56,15 +56,18 @@ class Master:
         return (self.whole(slice(at, at + chunks.UPDATE_ELEMENTS)) for at in range(0, self.weight.numel(), chunks.UPDATE_ELEMENTS))
 
     def put(self, part: slice, given: torch.Tensor) -> None:
-        """Store numbers of any dtype; bf16 is rounded half up."""
-        if self.remainder is not None:
-            wide = given.float()
-            weight_bits, bits = self.weight[part].view(torch.int16), torch.empty_like(wide, dtype=torch.int32)
-            chunks.cut(wide, wide.view(torch.int32), bits, chunks.halves(), weight_bits, self.remainder[part])
-        elif self.weight.dtype is torch.float32:
+        """Store numbers of any dtype. bf16 is rounded half up: ties away from zero, NaN stays NaN. That keeps a split into a bf16
+        weight and a 16-bit remainder exact, which rounding to even does not."""
+        if self.weight.dtype is torch.float32:
             self.weight[part] = given
+            return
+        wide, half = given.float(), chunks.halves()
+        wide_bits, bits = wide.view(torch.int32), torch.empty_like(wide, dtype=torch.int32)
+        weight_bits = self.weight[part].view(torch.int16)
+        if self.remainder is not None:
+            chunks.cut(wide, wide_bits, bits, half, weight_bits, self.remainder[part])
         else:
-            round_half_up(given.float(), self.weight[part])
+            chunks.round_up_half(wide_bits, bits, half, chunks.nan_of(wide), weight_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +82,6 @@ class ParamState:
         """All that is kept, in the order of a slot of `state`."""
         of_master = [self.master.weight] if self.master.remainder is None else [self.master.weight, self.master.remainder]
         return [*of_master, *self.moments]
-
-
-def round_half_up(wide: torch.Tensor, out: torch.Tensor) -> None:
-    """Round fp32 to bf16, ties away from zero, into `out`; NaN stays NaN.
-
-    Half-up keeps a split into a bf16 weight and a 16-bit remainder exact, which rounding to even does not.
-    """
-    bits = torch.empty_like(wide, dtype=torch.int32)
-    chunks.round_up_half(wide.view(torch.int32), bits, chunks.halves(), chunks.nan_of(wide), out.view(torch.int16))
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

@@ -54,26 +54,22 @@ class Updates:
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
-        self._n_changed = 0  # by the step in progress
         self._one_at_a_time = threading.Lock()  # of what the lanes that change the state share
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a run; what one that failed in the middle of a step has left is dropped."""
+        self._n_changed = 0  # by the step in progress
         self._norms: dict[int, float] = {}  # of steps' gradients
         self._losses: dict[int, list[float]] = {}  # of steps' micro-batches, those of all ranks
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
-    def forget(self) -> None:
-        """Drop what a run that failed in the middle of a step has left."""
-        self._norms.clear()
-        self._losses.clear()
-        self._factor, self._n_changed = None, 0
-
-    def taken(self, step: int) -> tuple[float, bool]:
-        """The norm of a step's gradients, before they are clipped, and whether the step was skipped for it."""
+    def taken(self, step: int) -> tuple[float, bool, float | None]:
+        """The norm of a step's gradients, before they are clipped; whether the step was skipped for it; and the loss over the
+        micro-batches of all ranks, in order, if there are several."""
         self._norms.pop(step - 1, None)  # a device that works later may still ask for this one
-        return self._norms[step], self._is_skipped(self._norms[step])
-
-    def loss_of_all(self, step: int) -> float:
-        """Over all ranks' micro-batches, in order."""
-        return added(self._losses.pop(step))
+        norm, losses = self._norms[step], self._losses.pop(step, None)
+        return norm, self._is_skipped(norm), None if losses is None else added(losses)
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -110,14 +106,14 @@ class Updates:
 
     def square(self, op: Op) -> None:
         """Sums of squares of a block's gradient by the device, one for each parameter: none of these is another's."""
-        gradients = [self._on_device(op, p) for p in self.state.owned(op.block)]
+        gradients = [self._on_device(op, p) for p in self.state.owned[op.block]]
         out = self._squares(op["squares"])[: len(gradients)]
-        squares_on_device(gradients, [self._cuts[op.block][p.name] for p in self.state.owned(op.block)], out)
+        squares_on_device(gradients, [self._cuts[op.block][p.name] for p in self.state.owned[op.block]], out)
 
     def norm(self, op: Op) -> None:
         """Sums of squares of a block's gradient: one for each parameter; of several ranks, for each tile of this rank's part."""
         of_parameters: list[list[Callable[[Scratch], list[float]]]] = []
-        for p in self.state.owned(op.block):
+        for p in self.state.owned[op.block]:
             here = self.state.part(p)
             cuts = [range(cut.start - here.start, cut.stop - here.start) for cut in self._cuts[op.block][p.name]]
             cuts = [cut for cut in cuts if cut.start >= 0 and cut.stop <= here.stop - here.start]
@@ -134,10 +130,10 @@ class Updates:
             squares = [found for slot in op.every("norm") for found in self._squared(slot)]
         else:
             is_asked = self.agreed is not None and self.agreed.asked.is_requested
-            learned = self._shared.learned(of_norm, [self._squares(slot) for slot in op.every("norm")], losses(), is_asked)
+            mine = [self._squares(slot) for slot in op.every("norm")]
+            squares, self._losses[step], is_asked = self._shared.learned(of_norm, mine, losses(), is_asked)
             if self.agreed is not None:
-                self.agreed.hear(step, learned.is_asked)
-            squares, self._losses[step] = learned.squares, learned.losses
+                self.agreed.hear(step, is_asked)
         self._refuse_infinite(squares, step)
         of_norm[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
 
@@ -146,7 +142,7 @@ class Updates:
 
     def _squared(self, slot: Slot) -> list[tuple[Parameter, float]]:
         """Sums of squares that a slot holds of a block's gradient, with the parameter that each is of."""
-        of = self.state.owned(slot.index) if self._shared is None else self._shared.tiles(slot.index)
+        of = self.state.owned[slot.index] if self._shared is None else self._shared.tiles[slot.index]
         return list(zip(of, self._squares(slot)[: len(of)].tolist(), strict=True))
 
     def _refuse_infinite(self, squares: list[tuple[Parameter, float]], step: int) -> None:
@@ -212,7 +208,7 @@ class Updates:
 
     def _tasks(self, op: Op, step: int, factor: float, n_updates: int, into_shadow: bool = False) -> list[Task]:
         settings, tasks = self.settings(step), list[Task]()
-        for p in self.state.owned(op.block):
+        for p in self.state.owned[op.block]:
             now = self.state.param_state(p)
             to, start_from = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
             given = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), start_from
@@ -232,7 +228,7 @@ class Updates:
     def _runs(self, block: int, settings: Hyperparameters) -> Iterator[tuple[Hyperparameters, list[Parameter]]]:
         """The block's parameters, those together that follow each other and are updated alike: adapters are many, and small."""
         run, end, of_run = list[Parameter](), 0, settings
-        for p in self.state.owned(block):
+        for p in self.state.owned[block]:
             at, own = self._offsets[block][p.name], settings.of(p.name, p.shape)
             if run and (at, own) != (end, of_run):
                 yield of_run, run

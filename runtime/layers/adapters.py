@@ -30,8 +30,7 @@ def adapt(module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], lo
 
 
 def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    """An adapter as it begins, fp32: B zero, so that it does nothing yet, and A uniform, as PEFT makes it; the same for the same
-    seed."""
+    """An adapter as it begins, fp32, as PEFT makes it: B zero, so that it does nothing yet, A uniform; the same for a seed."""
     generator = torch.Generator().manual_seed(seed)
     factors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     for name, factor in factors.items():

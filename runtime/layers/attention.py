@@ -21,8 +21,7 @@ WORDS: Mapping[AttentionKernel, str] = {
 
 
 def use_attention(kernel: AttentionKernel) -> None:
-    """For this process: fused attention uses that kernel, and the memory-efficient one for what it does not take, masks above
-    all."""
+    """For this process: fused attention uses that kernel, or the memory-efficient one where it cannot, with masks above all."""
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
 

@@ -42,9 +42,6 @@ def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | No
     return None
 
 
-# -- attention ------------------------------------------------------------------------------------------------------------
-
-
 def _by_document(
     module: torch.nn.Module,
     query_BHTE: torch.Tensor,

@@ -24,7 +24,8 @@ from .recompute import unnoticed
 CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
-PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of an MLP that is down(act(gate(x)) * up(x))
+# The parts of an MLP that is down(act(gate(x)) * up(x)), which treats every row for itself
+PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
@@ -32,7 +33,7 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
     if semantics.norm == "fused":
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if _is_norm(child):
+                if type(child).__name__.endswith("RMSNorm") and not isinstance(child, FusedRMSNorm):
                     setattr(parent, name, fused_norm(child))
     if semantics.pointwise == "fused":
         _rotate_at_once(layer.get_submodule("self_attn"), pointwise)
@@ -42,10 +43,6 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and not isinstance(module, FusedRMSNorm)
 
 
 def fused_norm(norm: nn.Module) -> "FusedRMSNorm":

@@ -109,8 +109,7 @@ def _unpack_fp8(codes_RC: Tensor, scales_GH: Tensor, out_RC: Tensor) -> None:
 def pack(weight: Tensor, base: Base) -> Tensor:
     """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite.
 
-    Where a row or block is so small that dividing by it overflows, int8 and fp8 make it zero; bitsandbytes and transformers leave
-    that to chance.
+    A row or block so small that dividing by it overflows becomes zero in int8 and fp8; others leave that to chance.
     """
     shape = tuple(weight.shape)
     packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)

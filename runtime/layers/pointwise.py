@@ -75,7 +75,9 @@ def fastest(device: torch.device, dtype: torch.dtype) -> Pointwise:
 
 def compiled(device: torch.device, dtype: torch.dtype, options: dict[str, Any] = COMPILED) -> Pointwise:
     """Each function compiled for the device, or itself where that cannot be or changes a bit."""
-    known = options.keys() & _known_options()
+    from torch._inductor import config
+
+    known = options.keys() & config.get_config_copy().keys()  # some are newer than our oldest torch
     chosen: dict[str, Function] = {}
     for field in fields(Pointwise):
         function = getattr(Pointwise(), field.name)
@@ -85,13 +87,6 @@ def compiled(device: torch.device, dtype: torch.dtype, options: dict[str, Any] =
         else:
             warnings.warn(f"{field.name} runs call by call on {device.type} in {dtype}: {fault}", RuntimeWarning, stacklevel=2)
     return Pointwise(**chosen)
-
-
-def _known_options() -> set[str]:
-    """Some are newer than our oldest torch."""
-    from torch._inductor import config
-
-    return set(config.get_config_copy())
 
 
 def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from runtime.plan.workload import Saved
 
@@ -53,19 +53,13 @@ def kept(
     """
 
     def pack(tensor: torch.Tensor) -> object:
-        offset = is_weight(tensor)
+        if (offset := is_weight(tensor)) is None:
+            return tensor.detach()
         # A meta tensor remembers dtype, shape and strides without holding data.
-        return (
-            tensor.detach()
-            if offset is None
-            else (offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-        )
+        return offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def unpack(packed: object) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        assert isinstance(packed, tuple)
-        return rebind(*packed)
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else rebind(*packed)
 
     return saved_tensors_hooks(pack, unpack)
 
@@ -81,10 +75,10 @@ class Replay:
     def __init__(self, saved: Saved, again: Callable[[], object], shelf: Shelf | None = None) -> None:
         """`again` is the same forward, under grad, with the same random numbers, on what weights and input are by then. On the
         shelf goes what the tier saves; None: it stays where it is made."""
-        self._calls, self._again, self._shelf = CALLS_SAVED[saved], again, shelf
+        self.calls, self._again, self.shelf = CALLS_SAVED[saved], again, shelf
         self._n_saved = 0  # by autograd, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, until backward asks for it
-        self._results: deque[_Noted] = deque()
+        self.results: deque[tuple[Any, int]] = deque()  # of the calls, each with how full the shelf was before it
         self._n_results_needed = 0
 
     @contextmanager
@@ -92,19 +86,19 @@ class Replay:
         """Around the first run."""
         with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
             yield
-        while len(self._results) > self._n_results_needed:
-            unneeded = self._results.pop()
-            if self._shelf is not None:
-                self._shelf.n_bytes = unneeded.shelf_bytes
-        if self._shelf is not None:
-            for noted in self._results:
-                tree_map(self._shelf.found, noted.result)
+        while len(self.results) > self._n_results_needed:
+            _, shelf_bytes = self.results.pop()
+            if self.shelf is not None:
+                self.shelf.n_bytes = shelf_bytes
+        if self.shelf is not None:
+            for noted, _ in self.results:
+                tree_map(self.shelf.found, noted)
 
     def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
-        return mode(self._calls, self._results, self._shelf) if self._calls else nullcontext()
+        return mode(self) if self.calls else nullcontext()
 
     def _leave_empty(self, tensor: torch.Tensor) -> int:
-        self._n_results_needed = len(self._results)
+        self._n_results_needed = len(self.results)
         self._n_saved += 1
         return self._n_saved - 1
 
@@ -127,7 +121,7 @@ class Replay:
         except _Enough:
             pass
         assert len(values) == self._n_saved, f"a forward saves {len(values)} tensors when it runs again, not {self._n_saved}"
-        assert not self._results, "a forward that runs again makes fewer results"
+        assert not self.results, "a forward that runs again makes fewer results"
         return values
 
 
@@ -139,31 +133,23 @@ def _no_backward(_: object) -> torch.Tensor:
     raise AssertionError("the second run of a forward only makes tensors: the first one's graph goes back")
 
 
-@dataclass(slots=True)
-class _Noted:
-    """The result of a call, and how full the shelf was before it."""
-
-    result: Any
-    shelf_bytes: int
-
-
 class _Recording(TorchDispatchMode):
     """Notes the results of some calls."""
 
-    def __init__(self, calls: frozenset[str], results: deque[_Noted], shelf: Shelf | None) -> None:
+    def __init__(self, replay: Replay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls, self.results, self.shelf = calls, results, shelf
+        self.replay = replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in self.calls:
+        if func.overloadpacket.__name__ not in self.replay.calls:
             return func(*args, **(kwargs or {}))
-        if self.shelf is None:
-            out = func(*args, **(kwargs or {}))
-            self.results.append(_Noted(tree_map(_detached, out), 0))
+        if (shelf := self.replay.shelf) is None:
+            out, before_bytes = func(*args, **(kwargs or {})), 0
+            noted = tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # from the graph that it gets as soon as autograd sees it
         else:
-            before_bytes = self.shelf.n_bytes
-            out, noted = self.shelf.computed(func, args, kwargs or {})
-            self.results.append(_Noted(noted, before_bytes))
+            before_bytes = shelf.n_bytes
+            out, noted = shelf.computed(func, args, kwargs or {})
+        self.replay.results.append((noted, before_bytes))
         return out
 
 
@@ -171,10 +157,10 @@ class _Replaying(_Recording):
     """Answers those calls with the noted results, in the same order, instead of computing them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in self.calls:
+        if func.overloadpacket.__name__ not in self.replay.calls:
             return func(*args, **(kwargs or {}))
-        result = self.results.popleft().result
-        return result if self.shelf is None else tree_map(self.shelf.found, result)
+        noted, _ = self.replay.results.popleft()
+        return noted if self.replay.shelf is None else tree_map(self.replay.shelf.found, noted)
 
 
 def unnoticed() -> AbstractContextManager[object]:
@@ -185,9 +171,4 @@ def unnoticed() -> AbstractContextManager[object]:
 def shelf_in_use() -> Shelf | None:
     """Where the forward under way puts what it saves, if not all of it stays where it is."""
     mode = _get_current_dispatch_mode()
-    return mode.shelf if isinstance(mode, _Recording) else None
-
-
-def _detached(thing: Any) -> Any:
-    """Without the graph that the original gets as soon as autograd sees it."""
-    return thing.detach() if isinstance(thing, torch.Tensor) else thing
+    return mode.replay.shelf if isinstance(mode, _Recording) else None

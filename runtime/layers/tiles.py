@@ -20,9 +20,9 @@ from runtime.errors import WorkloadError
 from runtime.plan import Policy
 from runtime.plan.workload import Saved
 
+from .kernels import PLAIN_MLP
 from .recompute import Replay, shelf_in_use, unnoticed
 
-POSITION_WISE = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # what an MLP consists of that treats every row for itself
 NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of the tile
 # On the CPU, adding bf16 to fp32 makes an fp32 copy first: not of more than this; on a GPU a kernel on these outlasts its launch
 PIECE_ELEMENTS = 2**22
@@ -36,7 +36,7 @@ class TiledLayer(nn.Module):
         super().__init__()
         self._module: Any = copy.deepcopy(layer)
         children = dict(self._module.named_children())
-        if {name for name, _ in children["mlp"].named_children()} != POSITION_WISE:
+        if {name for name, _ in children["mlp"].named_children()} != PLAIN_MLP:
             raise WorkloadError("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
         self._parts = {name: children[name] for name in ("mlp", NORM_AFTER) if name in children}
         self._mlp = TiledMlp(self._parts, tile_tokens, policy, block)
@@ -85,14 +85,6 @@ class TiledMlp(nn.Module):
 
 
 @dataclass(slots=True)
-class _Tile:
-    """A tile whose backward is to come: where that begins, and its differentiable inputs, of which the rows are the first."""
-
-    edge: GradientEdge
-    inputs: list[GradientEdge]
-
-
-@dataclass(slots=True)
 class _Site:
     """Where input and weights lie while a backward runs."""
 
@@ -129,8 +121,8 @@ class _ByTiles(torch.autograd.Function):
         towards_ND = torch.empty_like(x_ND)
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in weights]
         for at in ctx.mlp.tiles(x_ND):
-            tile = ctx.remembered.pop(0)
-            towards_ND[at] = _add_gradients(tile, gradient_ND[at], sums)
+            output, inputs = ctx.remembered.pop(0)
+            towards_ND[at] = _add_gradients(output, inputs, gradient_ND[at], sums)
         ctx.site.x_ND, ctx.site.weights = None, ()  # or they would be alive until all of the layer's backward is done
         return None, towards_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
@@ -144,17 +136,15 @@ def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Te
         rows_ND = x_ND[at]  # no leaf: a graph holds its leaves, and with them all of the input
         with how:
             y_ND: torch.Tensor = mlp.rows(rows_ND)
-    ctx.remembered.append(_Tile(get_gradient_edge(y_ND), _edges(rows_ND, *weights)))
+    ctx.remembered.append((get_gradient_edge(y_ND), [get_gradient_edge(leaf) for leaf in (rows_ND, *weights)]))
     return y_ND.detach()
 
 
-def _edges(*tensors: torch.Tensor) -> list[GradientEdge]:
-    return [get_gradient_edge(tensor) for tensor in tensors]
-
-
-def _add_gradients(tile: _Tile, gradient_ND: torch.Tensor, sums: list[torch.Tensor]) -> torch.Tensor:
-    """Adds the tile's gradients of the weights to the sums; returns that of its rows."""
-    towards_ND, *gradients = torch.autograd.grad(tile.edge, tile.inputs, gradient_ND)
+def _add_gradients(
+    output: GradientEdge, inputs: list[GradientEdge], gradient_ND: torch.Tensor, sums: list[torch.Tensor]
+) -> torch.Tensor:
+    """Adds a tile's gradients of the weights to the sums; returns that of its rows, the first of the inputs."""
+    towards_ND, *gradients = torch.autograd.grad(output, inputs, gradient_ND)
     for total, gradient in zip(sums, gradients, strict=True):
         n_rows = max(1, PIECE_ELEMENTS * len(total) // total.numel())
         for piece, of_piece in zip(total.split(n_rows), gradient.split(n_rows), strict=True):

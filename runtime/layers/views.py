@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from runtime.host.memory import Arenas
 from runtime.plan import Op, Plan, Slot
-from runtime.plan.packed import packed_bytes
+from runtime.plan.packed import layout
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 
 from .packed_weights import prepare, unpack_into
@@ -36,9 +36,8 @@ class Views:
         """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""
         weights, dtype = Weights(), self._semantics.compute_dtype
         for p in self._blocks[block].parameters:
-            is_apart = trained is not None and not p.frozen
-            at = self._owned[block][p.name] if is_apart else self._offsets[block][p.name]
-            weights[p.name] = self._arenas.view(trained if is_apart else slot, dtype, p.shape, at)  # type: ignore[arg-type]
+            of, at = (slot, self._offsets) if trained is None or p.frozen else (trained, self._owned)
+            weights[p.name] = self._arenas.view(of, dtype, p.shape, at[block][p.name])
         return weights
 
     def leaves(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
@@ -62,7 +61,7 @@ class Views:
                 continue
             out = self._arenas.view(op["weights"], self._semantics.compute_dtype, p.shape, self._offsets[op.block][p.name])
             if self._plan.is_packed(p):
-                unpack_into(packed[places[p.name] :][: packed_bytes(p.shape, base)], out, base)
+                unpack_into(packed[places[p.name] :][: layout(p.shape, base).n_bytes], out, base)
             else:
                 out.view(-1).copy_(packed[places[p.name] :][: out.nbytes].view(out.dtype))
 

@@ -4,7 +4,7 @@ import torch
 
 from runtime.host.memory import Arenas
 from runtime.host.slabs import CommonMemory
-from runtime.plan import Kind, Op, Plan, Slot
+from runtime.plan import Kind, Op, Plan
 from runtime.ranks import Ranks, folded
 
 
@@ -24,21 +24,17 @@ class Collectives:
             return
         if self._memory is not None:
             self._ranks.meet()  # all have updated their parts
+        dtype = self._plan.semantics.compute_dtype
         for source, (first, n) in zip((op["state"], op.get("tied")), regions, strict=False):
-            whole = self._arenas.view(op["weights"], self._plan.semantics.compute_dtype, (n,), first)
+            whole = self._arenas.view(op["weights"], dtype, (n,), first)
             if self._memory is None:
                 self._ranks.gather(whole)
-            else:
-                assert source is not None
-                self._upload(source, whole.view(self._ranks.n, -1), self._memory)
-
-    def _upload(self, source: Slot, parts: torch.Tensor, memory: CommonMemory) -> None:
-        """The parts of the others, from their host memory. They update none of it before all have exchanged the gradient that is
-        made with it."""
-        for rank, (part, slab) in enumerate(zip(parts, memory.uploaded, strict=True)):
-            if rank != self._ranks.rank:
-                there = self._arenas.front_in(slab, source, self._plan.semantics.compute_dtype, part.numel())
-                part.copy_(there, non_blocking=True)
+                continue
+            assert source is not None
+            # The others update none of what is read here before all have exchanged the gradient that is made with it
+            for rank, (part, slab) in enumerate(zip(whole.view(self._ranks.n, -1), self._memory.uploaded, strict=True)):
+                if rank != self._ranks.rank:
+                    part.copy_(self._arenas.front_in(slab, source, dtype, part.numel()), non_blocking=True)
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
         """Some of every rank's part at a time: what goes to one rank is then next to what goes to the next. It is added up in fp32,
@@ -71,14 +67,13 @@ class Collectives:
             total = folded(received, here)
             if n_hosts > 1:
                 of_hosts = self._arenas.view(op["received"], "fp32", (n_hosts * n_now,), half)
-                self._ranks.exchange_between_hosts(total, of_hosts)
+                self._ranks.exchange(total, of_hosts, among="hosts")
                 total = folded(of_hosts, n_hosts)
             mine = self._arenas.view(op["gradient"], plan.gradient_dtype(op.block), (n_now,), first // n_ranks + begin)
             mine.copy_(total)
 
     def _exchange_in(self, memory: CommonMemory, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """Rows of what goes to each rank, and of what comes from each: put where the others read it, once these have read what was
-        there before."""
+        """Rows that go to each rank, and come from each: put where others read them, once these have read what was there."""
         me, n_bytes = self._ranks.rank, sent.numel() * sent.element_size()
         self._ranks.meet()
         memory.exchanged[me][:n_bytes].view(sent.dtype).copy_(sent.view(-1), non_blocking=True)

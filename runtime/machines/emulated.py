@@ -18,6 +18,7 @@ from runtime.host.slabs import Shared
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.region import Demand, Region, shares
 from runtime.plan.timeline import Span
+from runtime.ranks import Among
 
 from .torch_machine import TorchMachine
 
@@ -79,12 +80,9 @@ class Alike:
         parts = whole.view(self.n, -1)
         parts[1:] = parts[0]
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        received.view(self.n_here, -1)[:] = parts.view(self.n_here, -1)[0]
-
-    def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        n_hosts = self.n // self.n_here
-        received.view(n_hosts, -1)[:] = parts.view(n_hosts, -1)[0]
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
+        n = self.n_here if among == "here" else self.n // self.n_here
+        received.view(n, -1)[:] = parts.view(n, -1)[0]
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         rows[:] = row
@@ -102,8 +100,7 @@ class _Share:
 
 
 class LiveRegion:
-    """Demands served in real time. Speeds are solved again at each true start and end, at the instant it is due, however late a
-    thread wakes."""
+    """Demands served in real time. Speeds are solved at each start and end, as of when it is due, however late a thread wakes."""
 
     def __init__(self, region: Region) -> None:
         self._region = region

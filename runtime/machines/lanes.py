@@ -41,8 +41,7 @@ class LaneThread:
         weakref.finalize(self, self._asked.put, None)
 
     def perform(self, work: Callable[[], None]) -> None:
-        """Have the work done there; return, or raise, when it has ended. RuntimeError where the thread is still at an earlier one,
-        which hangs."""
+        """Have the work done there; return, or raise, when it has ended. RuntimeError where an earlier one hangs there."""
         if not self._is_free.acquire(timeout=ENDING_S):
             raise RuntimeError(f"{self._name} is still at an op of a run that has failed; start a new process")
         done: Future[None] = Future()
@@ -72,8 +71,7 @@ class Lanes:
     """The lanes of a device, with the threads and cores that they work on. All machines on the device share them."""
 
     def __init__(self, cores: Mapping[Lane, list[int]], pins: bool, streams: CudaStreams | None) -> None:
-        """`cores` of each lane that there is, to which its thread keeps if it `pins`. `streams` are the device's; None: it is the
-        CPU."""
+        """`cores` of each lane that there is, to which its thread keeps if it `pins`. `streams` of the device; None: the CPU."""
         self.cores, self.streams, self._pins = cores, streams, pins
         self.device = streams.device if streams is not None else torch.device("cpu")
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
@@ -105,8 +103,7 @@ class Lanes:
     def timed(self, records: Sequence[tuple[Span, Timers | None]], lane_of: Callable[[int], Lane]) -> list[Span]:
         """The spans of ops, those of streams at the times when they really ran: the host only sees when it issued an op.
 
-        Called when all streams have ended. A device tells elapsed time in single precision: to some millionths of a step, of the
-        few steps that are kept.
+        Called when all streams have ended. A device tells elapsed time in single precision: to some millionths of a kept step.
         """
         now = {lane: self._now(stream) for lane, stream in self.streams_of.items()}
 
@@ -162,14 +159,10 @@ class Lanes:
             yield
 
 
-# -- cores -------------------------------------------------------------------------------------------------------------
-
-
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
     """(cores of the gpu lane, cores of the copies and the optimizer) on a CPU machine.
 
-    Half each, so that neither slows the other; an odd one goes to the host lanes, of which there are three. A single core
-    serves both.
+    Half each, so that neither slows the other; an odd one to the host's lanes, of which there are three. A single one for both.
     """
     half = len(cores) // 2
     return cores[:half] or cores, cores[half:]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from runtime.errors import PlanError, RanksError
 from runtime.host.slabs import Shared, slab_of
+from runtime.ranks import Among
 
 PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
 LONG = timedelta(days=30)  # timeout of collectives that are issued a step ahead, or between steps: an evaluation may be long
@@ -30,8 +31,7 @@ class Processes:
     def __init__(
         self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False, patience: timedelta = PATIENCE
     ) -> None:
-        """Called by every rank, after `dist.init_process_group`. `here`: ranks of this host, None for all; `place`: this rank's
-        number among them."""
+        """Called by all, after `dist.init_process_group`. `here`: ranks of this host, None: all; `place`: this one among them."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.n_here = self.n if here is None else self._agreed(here, place)
         self.by_memory = by_memory and self.n_here == self.n
@@ -78,13 +78,10 @@ class Processes:
         with _meeting("brought weights together"):
             _gather_into(flat, flat[self.rank * n : (self.rank + 1) * n], group=self._of_device)
 
-    def exchange(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        with _meeting("exchanged gradients"):
-            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._here)
-
-    def exchange_between_hosts(self, parts: torch.Tensor, received: torch.Tensor) -> None:
-        with _meeting("exchanged gradients between hosts"):
-            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=self._between_hosts)
+    def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
+        group, where = (self._here, "") if among == "here" else (self._between_hosts, " between hosts")
+        with _meeting(f"exchanged gradients{where}"):
+            dist.all_to_all_single(received.view(torch.uint8), parts.view(torch.uint8), group=group)
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         with _meeting("shared norms"):

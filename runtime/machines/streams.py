@@ -86,8 +86,7 @@ class CudaStreams(CudaEvents):
         return tensor.pin_memory()
 
     def lock(self, arenas: Arenas, others: Sequence[torch.Tensor] = ()) -> None:
-        """Let streams copy from and to the host's arenas while the host goes on, and from what `others` have, as long as there are
-        these arenas."""
+        """Let streams copy from and to the host's arenas, as long as they exist, and from `others`, while the host goes on."""
         slabs = arenas.host_slabs() | {f"of another rank, {i}": slab for i, slab in enumerate(others)}
         here = partial(torch.cuda.device, self.device)  # a thread's first call would else be of the first device
         locked = register_for_dma(slabs, n_threads=len(os.sched_getaffinity(0)), settled=here)

@@ -1,12 +1,13 @@
-"""Machines that perform a plan's ops with torch: one that trains, and one that goes forward in the first one's arenas.
+"""Machines that perform a plan's ops with torch: one that trains, on a CPU or a GPU, and one that goes forward in its arenas.
 
 A machine is given its ops, and lanes to perform them on. What each op of a step does is in four places: weights are loaded and
 results offloaded in `host/copies.py`, blocks computed in `compute/compute.py`, gradients turned into an update in
 `host/updates.py`; several ranks meet in `collectives.py`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import assert_never
@@ -23,9 +24,10 @@ from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
 from runtime.host.memory import Arenas
 from runtime.host.norms import SharedNumbers
-from runtime.host.slabs import CommonMemory, Shared, give_back_freed, shared_slab, touch
+from runtime.host.slabs import CommonMemory, Shared, give_back_freed, settle_allocator, shared_slab, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
+from runtime.layers.attention import use_attention
 from runtime.layers.packed_weights import pack
 from runtime.plan import Kind, Lane, Op, Plan, Slot
 from runtime.plan.optimizer import Hyperparameters
@@ -34,122 +36,47 @@ from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import Lanes, Timers
+from .lanes import Lanes, Timers, split_beside_gpu, split_cores
+from .streams import CudaStreams
 
 
 class Abandoned(Exception):
     """The run was asked to end during a forward, whose result is not there."""
 
 
-class PlanOps:
-    """What each op of a plan does: load, compute, offload, update."""
+class LaneMachine:
+    """Performs a plan's ops in some arenas, on some lanes: a `Machine`."""
 
-    def __init__(self, plan: Plan, copies: Copies, compute: Compute, updates: Updates, collectives: Collectives | None) -> None:
-        self.plan, self._copies, self._compute, self._updates, self._collectives = plan, copies, compute, updates, collectives
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        lanes: Lanes,
+        workers: Workers[Scratch],
+        compute: Compute,
+        updates: Updates,
+        ranks: Ranks | None,
+        memory: CommonMemory | None,
+    ) -> None:
+        """`workers` help the host's own lane; `memory`: that ranks read of each other, if they do."""
+        self.plan, self.arenas, self.lanes, self.streams, self.ranks = plan, arenas, lanes, lanes.streams, ranks
+        self.compute, self._updates, self._workers, self._memory = compute, updates, workers, memory
+        self._copies = Copies(plan, arenas, 0 if ranks is None else ranks.rank)
+        self._collectives = None if ranks is None else Collectives(plan, arenas, ranks, memory)
+        self.on_thread = lanes.on_thread
         self._staying = {b for b in plan.policy.resident_blocks if plan.stays_loaded(b)}
         self._loaded = set[int]()  # of these, the ones whose weights are in the slots where they stay
-
-    def at_work(self, lane: Lane) -> AbstractContextManager[None]:
-        """Around all of a run's ops of the lane. What a run that failed in the middle of a step has left there is dropped."""
-        if lane is Lane.GPU:
-            return self._compute.at_work()
-        if lane is Lane.CPU:
-            self._updates.forget()
-        elif lane is Lane.H2D:  # from here on: what unpacks waits for a load
-            self._loaded.clear()  # a forward between two runs may have had their places
-        return nullcontext()
-
-    def perform(self, index: int, op: Op, step: int) -> None:
-        """Do op number `index`. Called on its lane's thread, or by its stream."""
-        match op.kind:
-            # Load
-            case Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
-                pass  # frozen, and nothing else writes there
-            case Kind.LOAD:
-                self._copies.load(op)
-                if not self.plan.unpacks(op.block):
-                    self._loaded |= {op.block} & self._staying
-            case Kind.DEQUANTISE:
-                self._compute.unpack(op)
-                self._loaded |= {op.block} & self._staying
-            case Kind.FETCH_ACTIVATION | Kind.FETCH_SAVED | Kind.OFFLOAD_ACTIVATION | Kind.OFFLOAD_SAVED:
-                self._copies.move(op)
-            case Kind.GATHER | Kind.EXCHANGE:
-                assert self._collectives is not None
-                self._collectives.perform(op)
-            # Compute
-            case Kind.FORWARD | Kind.RECOMPUTE:
-                self._compute.forward(op, step)
-            case Kind.LOSS:
-                self._compute.loss(op, step)
-            case Kind.BACKWARD:
-                self._compute.backward(op, step)
-            # Offload
-            case Kind.OFFLOAD_GRADIENT:
-                self._copies.offload_gradient(op)
-            case Kind.OFFLOAD_SQUARES:
-                self._copies.offload_squares(op)
-            # Update
-            case Kind.ACCUMULATE:
-                self._updates.accumulate(op)
-            case Kind.SQUARE:
-                self._updates.square(op)
-            case Kind.NORM:
-                self._updates.norm(op)
-            case Kind.CLIP:
-                self._updates.clip(op, step, lambda: [loss.item() for loss in self._compute.losses[step].each])
-            case Kind.UPDATE:
-                self._updates.update(op, step)
-            case Kind.UPDATE_ON_DEVICE:
-                self._updates.update_on_device(op, step)
-            case Kind.SPECULATE:
-                self._updates.speculate(op, step)
-            case Kind.SETTLE:
-                self._updates.settle(op, step)
-            case _:
-                assert_never(op.kind)
-
-    def result(self, step: int, loss_is_there: Callable[[], None]) -> StepResult | None:
-        """As a machine's. `loss_is_there` returns once the device has added up the step's losses."""
-        if (losses := self._compute.losses.pop(step, None)) is None:
-            return None
-        grad_norm, skipped = self._updates.taken(step)
-        of_all = None if self._collectives is None else self._updates.loss_of_all(step)
-
-        def loss_sum() -> float:
-            if of_all is not None:
-                return of_all
-            loss_is_there()
-            return losses.total.item()
-
-        return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
-
-
-class GivingOps(PlanOps):
-    """A forward by a rank that only gives the others its weights."""
-
-    def perform(self, index: int, op: Op, step: int) -> None:
-        if op.kind is not Kind.FORWARD:
-            super().perform(index, op, step)
-
-
-class LaneMachine:
-    """Performs the ops that it is given: a `Machine`."""
-
-    def __init__(self, plan: Plan, ops: PlanOps, lanes: Lanes, workers: Workers[Scratch]) -> None:
-        """`workers` help the host's own lane."""
-        self.plan, self.lanes, self.streams = plan, lanes, lanes.streams
-        self._ops, self._workers = ops, workers
         self._awaited = {wait.op for op in plan.ops for wait in op.waits}
         self._last: dict[Lane, int] = {}  # the op that each lane has performed last
         self._losses: dict[int, Event | None] = {}  # of each step: reached when all that was issued of it has been added up
 
-    def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
-        self.lanes.on_thread(lane, work)
-
     @contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        with self._ops.at_work(lane):
+        if lane is Lane.CPU:
+            self._updates.forget()
+        elif lane is Lane.H2D:  # from here on: what unpacks waits for a load
+            self._loaded.clear()  # a forward between two runs may have had their places
+        with self.compute.at_work() if lane is Lane.GPU else nullcontext():
             if lane is Lane.GPU and self.streams is None:
                 give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
             with self.lanes.settled(lane), self.lanes.current(lane):
@@ -168,8 +95,54 @@ class LaneMachine:
         return timers
 
     def work(self, index: int, op: Op, step: int) -> None:
-        """What an op does, in its stream where it has one."""
-        self._ops.perform(index, op, step)
+        """What op number `index` does: on its lane's thread, in its stream where it has one."""
+        match op.kind:
+            # Load
+            case Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
+                pass  # frozen, and nothing else writes there
+            case Kind.LOAD:
+                self._copies.load(op)
+                if not self.plan.unpacks(op.block):
+                    self._loaded |= {op.block} & self._staying
+            case Kind.DEQUANTISE:
+                self.compute.unpack(op)
+                self._loaded |= {op.block} & self._staying
+            case Kind.FETCH_ACTIVATION | Kind.FETCH_SAVED | Kind.OFFLOAD_ACTIVATION | Kind.OFFLOAD_SAVED:
+                self._copies.move(op)
+            case Kind.GATHER | Kind.EXCHANGE:
+                assert self._collectives is not None
+                self._collectives.perform(op)
+            # Compute
+            case Kind.FORWARD | Kind.RECOMPUTE:
+                self.compute.forward(op, step)
+            case Kind.LOSS:
+                self.compute.loss(op, step)
+            case Kind.BACKWARD:
+                self.compute.backward(op, step)
+            # Offload
+            case Kind.OFFLOAD_GRADIENT:
+                self._copies.offload_gradient(op)
+            case Kind.OFFLOAD_SQUARES:
+                self._copies.offload_squares(op)
+            # Update
+            case Kind.ACCUMULATE:
+                self._updates.accumulate(op)
+            case Kind.SQUARE:
+                self._updates.square(op)
+            case Kind.NORM:
+                self._updates.norm(op)
+            case Kind.CLIP:
+                self._updates.clip(op, step, lambda: [loss.item() for loss in self.compute.losses[step].each])
+            case Kind.UPDATE:
+                self._updates.update(op, step)
+            case Kind.UPDATE_ON_DEVICE:
+                self._updates.update_on_device(op, step)
+            case Kind.SPECULATE:
+                self._updates.speculate(op, step)
+            case Kind.SETTLE:
+                self._updates.settle(op, step)
+            case _:
+                assert_never(op.kind)
 
     def mark(self, op: Op) -> Event | None:
         return self.lanes.mark(op.lane) if self._last[op.lane] in self._awaited else None
@@ -178,11 +151,30 @@ class LaneMachine:
         self.lanes.follow(lane, token)
 
     def result(self, step: int) -> StepResult | None:
-        issued, lanes = self._losses.pop(step, None), self.lanes
-        return self._ops.result(step, lambda: None if issued is None else lanes.follow(Lane.CPU, issued))
+        issued, losses, lanes = self._losses.pop(step, None), self.compute.losses.pop(step, None), self.lanes
+        if losses is None:
+            return None
+        grad_norm, skipped, of_all = self._updates.taken(step)
+
+        def loss_sum() -> float:
+            if of_all is not None:
+                return of_all
+            if issued is not None:
+                lanes.follow(Lane.CPU, issued)
+            return losses.total.item()
+
+        return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
         return self.lanes.timed(records, lambda index: self.plan.ops[index].lane)
+
+
+class GivingMachine(LaneMachine):
+    """A forward by a rank that only gives the others its weights."""
+
+    def work(self, index: int, op: Op, step: int) -> None:
+        if op.kind is not Kind.FORWARD:
+            super().work(index, op, step)
 
 
 class TorchMachine(LaneMachine):
@@ -203,37 +195,34 @@ class TorchMachine(LaneMachine):
         `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
         whole steps', of which one of several `ranks` takes its part.
         """
-        self.ranks, self.settings, self.seed, self._rank = ranks, settings, seed, 0 if ranks is None else ranks.rank
+        self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
         assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
         if ranks is not None:
             batches = of_rank(batches, self._rank, plan.semantics.batch_size)
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.current(Lane.GPU):
-            self.arenas, self._memory = _arenas(plan, lanes.device, ranks)
-            self.host = HostState(plan, self.arenas, self._rank)
+            arenas, memory = _arenas(plan, lanes.device, ranks)
+            self.host = HostState(plan, arenas, self._rank)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
-            self.compute = Compute(
-                plan, self.arenas, templates, _uploaded(batches, lanes), seed, _generator(lanes.device), self._rank
-            )
+            # What dropout draws from. Seeding it is the host's own affair: no device is waited for
+            is_cpu = lanes.device.type == "cpu"
+            generator = torch.default_generator if is_cpu else torch.cuda.default_generators[lanes.device.index]
+            compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, generator, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
-        self.arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
+        arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
-            lanes.streams.lock(self.arenas, () if self._memory is None else self._memory.of_others(self._rank))
+            lanes.streams.lock(arenas, () if memory is None else memory.of_others(self._rank))
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
         with lanes.current(Lane.GPU):  # in which a device is tried
-            self._updates = Updates(plan, self.arenas, self.host, settings, workers, lanes.device, shared)
+            updates = Updates(plan, arenas, self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        super().__init__(plan, self._ops_of(plan, self.compute), lanes, workers)
-
-    def _ops_of(self, plan: Plan, compute: Compute, kind: type[PlanOps] = PlanOps) -> PlanOps:
-        collectives = None if self.ranks is None else Collectives(plan, self.arenas, self.ranks, self._memory)
-        return kind(plan, Copies(plan, self.arenas, self._rank), compute, self._updates, collectives)
+        super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory)
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
         for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
             weights = self.compute.templates.initial_weights(block, seed)
-            packed = [p.name for p in self.host.frozen(block) if self.plan.is_packed(p)]
+            packed = [p.name for p in self.host.frozen[block] if self.plan.is_packed(p)]
             weights |= {name: pack(weights[name], self.plan.semantics.base) for name in packed}
             self.host.set_weights(block, weights)
         give_back_freed()
@@ -242,7 +231,7 @@ class TorchMachine(LaneMachine):
         """Those alone, as `initialise` would."""
         for block in range(len(self.plan.workload.blocks)):
             factors = self.compute.templates.initial_adapters(block, seed)
-            for p in self.host.owned(block) if factors else ():
+            for p in self.host.owned[block] if factors else ():
                 self.host.set_weight(p, factors[p.name])
             self.host.settle(block)
 
@@ -275,8 +264,8 @@ class TorchMachine(LaneMachine):
         """
         on_device, of = _uploaded(batches, self.lanes), self.compute
         compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, of.generator, self._rank, head)
-        ops = self._ops_of(plan, compute, GivingOps if head is None else PlanOps)
-        return LaneMachine(plan, ops, self.lanes, self._workers)
+        kind = GivingMachine if head is None else LaneMachine
+        return kind(plan, self.arenas, self.lanes, self._workers, compute, self._updates, self.ranks, self._memory)
 
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""
@@ -292,6 +281,53 @@ class TorchMachine(LaneMachine):
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
         return self.streams.name if self.streams is not None else None
+
+
+class CpuMachine(TorchMachine):
+    """Performs a plan on the CPU, in a GPU's place, with a "device" arena of its own, real copies and real mathematics. Compute has
+    cores of its own; copies and the optimizer share the rest."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], Hyperparameters],
+        seed: int = 0,
+        pin_threads: bool = False,
+        n_workers: int | None = None,
+        cores: tuple[list[int], list[int]] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`cores`: those of compute, and those of copies and the optimizer; half of the process's each, without it."""
+        settle_allocator()
+        for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
+        lanes = Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
+        super().__init__(plan, batches, settings, lanes, seed, n_workers, ranks)
+
+
+class CudaMachine(TorchMachine):
+    """Performs a plan on a GPU: the lanes of compute and of the link's two directions own a stream each, which their threads issue
+    ops to. The optimizer has the host's cores; a lane that issues ops needs little of one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        batches: Callable[[int], Batch],
+        settings: Callable[[int], Hyperparameters],
+        seed: int = 0,
+        streams: CudaStreams | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
+        # A product is rounded once, at its end, whatever the process did before. Else cuBLAS, where it splits the inner dimension
+        # (a weight's gradient has one of all tokens), adds the parts in bf16.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        use_attention(plan.semantics.attention_kernel)
+        to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
+        lanes = Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
+        super().__init__(plan, batches, settings, lanes, seed, ranks=ranks)
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
@@ -318,8 +354,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
 
 
 def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], Batch]:
-    """What gives a step's tokens on the device, as work of the lane that computes: a GPU copies them from pinned memory while the
-    host goes on."""
+    """A step's tokens on the device, as work of the lane that computes: a GPU copies pinned memory while the host goes on."""
     if (streams := lanes.streams) is None:
         return batches
 
@@ -330,8 +365,3 @@ def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], 
         return batch.moved(lambda tokens: streams.pinned(tokens).to(streams.device, non_blocking=True))
 
     return batch_of
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """What dropout on the device draws from. Seeding it is the host's own affair: no device is waited for."""
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]

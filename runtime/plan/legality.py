@@ -66,16 +66,14 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
 
 
 def can_square(workload: Workload, semantics: Semantics) -> range:
-    """The blocks whose gradients are whole on the device: where a weight is tied, the host adds up what its two uses give, and of
-    several ranks each has a part."""
+    """The blocks whose gradients are whole on the device: a tied weight's are two until the host adds them, ranks have parts."""
     if semantics.ranks > 1:
         return range(0)
     return range(1, workload.n_layers + 1) if workload.tied else range(workload.n_layers + 2)
 
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
-    """The blocks whose state a device may hold: their gradients are whole there, and no parameter has elements that a processor
-    updates in another sequence than the rest."""
+    """The blocks whose state a device may hold: their gradients are whole there, and a processor updates all elements alike."""
     blocks, multiple = workload.blocks, semantics.optimizer.device_multiple
     return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
 

@@ -128,16 +128,8 @@ class Row:
         self.repeated = frozenset(name[:-1] for name in every if name[-1] == "*")
 
 
-def _every(s: Subject, b: int) -> bool:
-    return True
-
-
 def _is_head(s: Subject, b: int) -> bool:
     return s.workload.blocks[b].kind is BlockKind.HEAD
-
-
-def _has_forward(s: Subject, b: int) -> bool:
-    return not _is_head(s, b)
 
 
 def _has_backward(s: Subject, b: int) -> bool:
@@ -186,10 +178,10 @@ def _is_exchanged(s: Subject, b: int) -> bool:
 # Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
 # x is the input of a block, y its output; in backward their gradients take their places.
 OPS = {
-    Kind.LOAD: Row(Lane.H2D, "state tied? > weights", Often.USE, _every, Phase.LOADING),
+    Kind.LOAD: Row(Lane.H2D, "state tied? > weights", Often.USE, lambda s, b: True, Phase.LOADING),
     Kind.GATHER: Row(Lane.NET, "state tied? weights > weights", Often.USE, _of_ranks, Phase.LOADING),
     Kind.DEQUANTISE: Row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
-    Kind.FORWARD: Row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, _has_forward, Phase.UP),
+    Kind.FORWARD: Row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, lambda s, b: not _is_head(s, b), Phase.UP),
     Kind.OFFLOAD_ACTIVATION: Row(Lane.D2H, "y > spilled", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.LEAVING),
     Kind.OFFLOAD_SAVED: Row(Lane.D2H, "saved > offloaded", Often.MICRO_BATCH, _listed("offload_blocks"), Phase.LEAVING),
     Kind.LOSS: Row(Lane.GPU, "weights trained? x sum? into* > x sum? into* gradient?", Often.MICRO_BATCH, _is_head, Phase.LOSS),

@@ -18,38 +18,19 @@ DEVICE_UPDATE_ELEMENTS = 2**24  # that a GPU updates at a time: fewer, and launc
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """A tensor that an optimizer keeps for each trained parameter besides its master, by the name that checkpoints give it."""
-
-    name: str
-    dtype: Dtype
-
-
-@dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer as a plan knows it. A master is fp32 or bf16; an fp32 one beside bf16 compute is split into the bf16 weight that
-    is uploaded and the 16 bits that this lacks."""
+    """An optimizer as a plan knows it. A master is fp32 or bf16."""
 
-    moments: tuple[Moment, ...]
+    moments: dict[str, Dtype]  # what it keeps of each trained parameter besides its master, by the names that checkpoints give it
     # A device updates to the host's bits what has a multiple of this number of elements: the host's kernel computes the rest, which
     # fills no vector register, in another sequence
     device_multiple: int = 1
     device_kernels: int = 20  # that a GPU launches for each DEVICE_UPDATE_ELEMENTS that it updates
 
-    def stored(self, compute: Dtype, master: Dtype) -> dict[str, str]:
-        """Dtypes of what a slot of `state` has for each element, by name and in order: first what is uploaded."""
-        split = (compute, master) == ("bf16", "fp32")
-        of_master: dict[str, str] = {"weight": "bf16", "remainder": "int16"} if split else {"master": master}
-        return {**of_master, **{moment.name: moment.dtype for moment in self.moments}}
-
-    def saved(self, master: Dtype) -> dict[str, str]:
-        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name."""
-        return {"master": master, **{moment.name: moment.dtype for moment in self.moments}}
-
     @property
     def moment_bytes(self) -> int:
         """Bytes per parameter of the moments."""
-        return sum(ITEM_BYTES[moment.dtype] for moment in self.moments)
+        return sum(ITEM_BYTES[dtype] for dtype in self.moments.values())
 
     def state_bytes(self, master: Dtype) -> int:
         """Bytes per parameter of master and moments."""
@@ -81,7 +62,7 @@ class Optimizer:
         return ((5 + len(self.moments)) * ITEM_BYTES["fp32"] + 1) * DEVICE_UPDATE_ELEMENTS
 
 
-ADAMW = Optimizer((Moment("exp_avg", "fp32"), Moment("exp_avg_sq", "fp32")), device_multiple=8)
+ADAMW = Optimizer({"exp_avg": "fp32", "exp_avg_sq": "fp32"}, device_multiple=8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Layout:
 
     @property
     def n_bytes(self) -> int:
+        """All of it, up to where another may begin."""
         return self.scales_at + _aligned(prod(self.scales) * SCALE_BYTES)
 
 
@@ -97,8 +98,3 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
             raise AssertionError("nothing is packed in bf16")
         case _:
             assert_never(base)
-
-
-def packed_bytes(shape: tuple[int, ...], base: Base) -> int:
-    """What a packed weight of this shape takes, up to where another may begin."""
-    return layout(shape, base).n_bytes

@@ -128,9 +128,10 @@ def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
 
 
 def refuse_malformed(plan: Plan) -> None:
-    """PlanError, in a line, unless the plan is well-formed: blocks in their order, arenas of different names, and every block,
-    micro-batch, slot and op that an op or `repeat` refers to exists."""
-    blocks, n_micro_batches = plan.workload.blocks, plan.semantics.n_micro_batches
+    """PlanError, in a line, unless the plan is well-formed: blocks in their order, arenas of different names; every block,
+    micro-batch, slot and op that an op refers to exists; what repeats lies among the plan's ops, its last micro-batch exists, and
+    no op waits for a later part of its step."""
+    blocks, n_micro_batches, repeat = plan.workload.blocks, plan.semantics.n_micro_batches, plan.repeat
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     if len(sizes) != len(plan.arenas):
         raise PlanError("two arenas have the same name")
@@ -143,9 +144,15 @@ def refuse_malformed(plan: Plan) -> None:
         raise PlanError("blocks of a smaller micro-batch must be there just where the last one is smaller")
     if [b.kind for b in blocks] != [BlockKind.EMBEDDING, *[BlockKind.LAYER] * (len(blocks) - 2), BlockKind.HEAD]:
         raise PlanError("blocks are not embedding, layers, head in this order")
+    if repeat is not None and not 0 < repeat.start < repeat.end < len(plan.ops):
+        raise PlanError(f"{repeat}: not ops of the plan with others before and after them")
+    ends = () if repeat is None else (repeat.start, repeat.end)
     for i, op in enumerate(plan.ops):
+        repeats = repeat is not None and i in repeat
         if not (0 <= op.block < len(blocks) and 0 <= (op.micro_batch or 0) < n_micro_batches):
             raise PlanError(f"op {i} ({op.name}): no such block or micro-batch")
+        if repeats and (repeat.op(op, repeat.times - 1).micro_batch or 0) >= n_micro_batches:  # type: ignore[union-attr]
+            raise PlanError(f"op {i} ({op.name}): {repeat}: no such micro-batch in its last repetition")
         for _, slot in op.operands:
             if not 0 <= slot.index < sizes.get(slot.arena, 0):
                 raise PlanError(f"op {i} ({op.name}): slot {slot} does not exist")
@@ -153,20 +160,6 @@ def refuse_malformed(plan: Plan) -> None:
             is_one = 0 <= wait.op < len(plan.ops) and 0 <= wait.distance <= 1 and 0 <= wait.back <= 1
             if not is_one or plan.ops[wait.op].lane is op.lane:
                 raise PlanError(f"op {i} ({op.name}): wait {wait} names no op of another lane")
-    _refuse_repeat(plan)
-
-
-def _refuse_repeat(plan: Plan) -> None:
-    """What repeats lies among the plan's ops, its last micro-batch exists, and no op waits for a later part of its step."""
-    repeat = plan.repeat
-    if repeat is not None and not 0 < repeat.start < repeat.end < len(plan.ops):
-        raise PlanError(f"{repeat}: not ops of the plan with others before and after them")
-    ends = () if repeat is None else (repeat.start, repeat.end)
-    for i, op in enumerate(plan.ops):
-        repeats = repeat is not None and i in repeat
-        if repeats and (repeat.op(op, repeat.times - 1).micro_batch or 0) >= plan.semantics.n_micro_batches:  # type: ignore[union-attr]
-            raise PlanError(f"op {i} ({op.name}): {repeat}: no such micro-batch in its last repetition")
-        for wait in op.waits:
             is_later = not wait.distance and any(i < end <= wait.op for end in ends)
             is_astray = wait.back and (wait.distance or not repeats or wait.op not in repeat)  # type: ignore[operator]
             if is_later or is_astray:

@@ -73,7 +73,7 @@ class Semantics:
     @property
     def saved_state(self) -> dict[str, str]:
         """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name."""
-        return self.optimizer.saved(self.master_dtype)
+        return {"master": self.master_dtype, **self.optimizer.moments}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""

@@ -10,7 +10,7 @@ from pydantic import Field
 from .legality import can_square
 from .ops import OPS, Kind, Lane, Often, Slot
 from .optimizer import STORED_BYTES
-from .packed import UNPACK_SCRATCH_BYTES, is_packed, packed_bytes
+from .packed import UNPACK_SCRATCH_BYTES, is_packed, layout
 from .policy import BLOCK_LISTS, Policy, Semantics
 from .workload import (
     ALIGN_ELEMENTS,
@@ -83,8 +83,11 @@ class Setup:
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
 
     def stored(self) -> dict[str, str]:
-        """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded."""
-        return self.semantics.optimizer.stored(self.semantics.compute_dtype, self.semantics.master_dtype)
+        """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded. An fp32
+        master beside bf16 compute is split into the bf16 weight that is uploaded and the 16 bits that this lacks."""
+        of = self.semantics
+        is_split = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
+        return {**({"weight": "bf16", "remainder": "int16"} if is_split else {"master": of.master_dtype}), **of.optimizer.moments}
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes per parameter of each of these."""
@@ -137,7 +140,7 @@ class Setup:
     def stored_bytes(self, p: Parameter) -> int:
         """What a weight takes in that form, up to where the next one begins."""
         item = ITEM_BYTES[self.semantics.compute_dtype]
-        n_bytes = packed_bytes(p.shape, self.semantics.base) if self.is_packed(p) else aligned_elements(p) * item
+        n_bytes = layout(p.shape, self.semantics.base).n_bytes if self.is_packed(p) else aligned_elements(p) * item
         return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
     def is_packed(self, p: Parameter) -> bool:
@@ -207,8 +210,7 @@ class Setup:
         return self.part_elements(block) // NORM_TILE_ELEMENTS + len(of.parameters) + self.semantics.sum_groups
 
     def shared_numbers(self) -> int:
-        """How many numbers of a rank all others learn in a step, at the most: sums of squares, its micro-batches' losses, and
-        whether it is asked to end."""
+        """The most that others learn of a rank in a step: sums of squares, losses of micro-batches, and whether it is to end."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
 
     # -- counts -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from hwprofiles.schema import Profile
 from planner.predict.cost import costs
 from runtime.executor import OpError, execute
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.train import Lora, Train
 from tests.runtime.test_replay import n_tensors

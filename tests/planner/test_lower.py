@@ -21,7 +21,7 @@ from planner.lower.passes import (
 )
 from planner.lower.waits import waits_of
 from runtime.plan import Kind, Op, Plan, Slot, Update, Wait
-from runtime.plan.packed import packed_bytes
+from runtime.plan.packed import layout
 from runtime.plan.train import Train
 from tests.edits import rewaited, sizes_of, small
 from tests.mutants import ADAPTED
@@ -165,7 +165,7 @@ def test_outputs_between_two_that_stay_share_slots() -> None:
 def test_slots_have_the_size_of_what_is_trained_or_uploaded() -> None:
     """Rank 8 with 8 x 100 (or 150, 200) numbers: A of 8 x 100, B of 8 x 8, each padded to whole units of 128; the norm has 8."""
     trained = [896 + 128, 1280 + 128, 1664 + 128]  # of 800, 1200 and 1600, and 64 each
-    packed = [packed_bytes((8, n), "int8") for n in (100, 150, 200)]
+    packed = [layout((8, n), "int8").n_bytes for n in (100, 150, 200)]
     assert packed == [1024 + 256, 1280 + 256, 1792 + 256]
     frozen = [n + 256 for n in packed]
     vocabulary = (40 * 8 + 64) * 2, (128 + 40 * 8 + 64) * 2  # embedding; norm and head: nothing of them is trained

@@ -18,8 +18,8 @@ from planner.predict.regression import BELIEF, LEAST_GAIN, Observation, fit_fact
 from planner.predict.simulate import simulate
 from runtime.errors import PlanError, ProfileError
 from runtime.executor import execute
-from runtime.machines.cpu import CpuMachine
 from runtime.machines.emulated import EmulatedMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Policy, Semantics, Update
 from runtime.plan.region import Demand
 from runtime.plan.timeline import Timeline

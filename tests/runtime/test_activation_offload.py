@@ -42,7 +42,7 @@ def test_products_are_computed_in_the_slot_where_they_wait() -> None:
     with replay.recording():
         y = forward()
     assert shelf.n_bytes == 3 * SLOT_ALIGN_BYTES, "three products of 192 bytes, each at an aligned place"
-    first = shelf.found(replay._results[0].result)
+    first = shelf.found(replay.results[0][0])
     assert torch.equal(first, x @ weights[0])
     assert first.data_ptr() == shelf.slot.data_ptr()
     elsewhere = shelf.slot.clone()

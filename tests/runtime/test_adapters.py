@@ -128,7 +128,7 @@ def test_a_replay_of_adapters_saves_what_the_plan_says(case: Case) -> None:
             wanted = gradients(layer, x, kwargs, None)
             assert all(map(torch.equal, wanted, gradients(layer, x, kwargs, saved)))
             _, replay = replayed(layer, x, kwargs, saved)
-            assert sum(t.nbytes for t in tensors([noted.result for noted in replay._results])) == ours.saved_bytes
+            assert sum(t.nbytes for t in tensors([noted for noted, _ in replay.results])) == ours.saved_bytes
 
 
 def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved | None) -> list[torch.Tensor]:
@@ -261,7 +261,7 @@ def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: s
 def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
     """One that is wider is rounded to the nearest, ties to even, as transformers would load it."""
     machine = machine_for(plan_of(tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA)), Policy()))
-    p = machine.host.frozen(1)[0]
+    p = machine.host.frozen[1][0]
     weight = torch.randn(p.shape)
     weight.view(-1)[0] = 1.0 + 2.0**-8  # half way between two bf16 numbers; the even one is below
     machine.host.set_weight(p, weight)

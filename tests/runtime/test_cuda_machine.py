@@ -234,7 +234,7 @@ def test_a_machine_without_users_is_gone_at_once():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A plan, some text, and a "GPU" whose streams dawdle."""
-    monkeypatch.setattr("runtime.machines.cuda.CudaStreams", lambda: LateStreams(1, 0.5))
+    monkeypatch.setattr("runtime.machines.torch_machine.CudaStreams", lambda: LateStreams(1, 0.5))
     monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
     monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
     plan_in(make_home(tmp_path))
@@ -268,7 +268,7 @@ def test_a_plan_too_large_for_the_gpu_is_refused_at_once(home, monkeypatch):
 def test_without_a_gpu_a_run_is_the_cpus_unless_it_asks_for_one(home, monkeypatch):
     monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: False)
     one_line(run(home, "o", "--device", "cuda"), 2, "--device cuda: torch sees no CUDA device")
-    monkeypatch.setattr("runtime.machines.cuda.CudaStreams", None)
+    monkeypatch.setattr("runtime.machines.torch_machine.CudaStreams", None)
     assert run(home, "o").exit_code == 0
 
 

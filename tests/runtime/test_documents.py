@@ -16,7 +16,7 @@ from runtime.executor import execute
 from runtime.forward_plan import forward_plan
 from runtime.layers import documents
 from runtime.layers.documents import supports_documents
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
 from tests import reference, training

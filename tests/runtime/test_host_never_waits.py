@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.compute import compute
 from runtime.executor import execute
-from runtime.machines.cuda import CudaMachine
+from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Kind, Lane, Policy, Update, saves
 from tests.late_streams import LateStreams, machine_of
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from runtime.executor import execute
 from runtime.host.memory import Arenas
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Arena, Place, Policy, Slot, saves
 from tests.tiny import tiny_config
 from tests.training import plan_of, poison, semantics_of, trained

@@ -19,8 +19,8 @@ from runtime.batch import Batch
 from runtime.executor import Execution, execute
 from runtime.host.adamw import on_device
 from runtime.layers.recompute import FUSED_ATTENTION, Replay
-from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams, use_same_kernels
+from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Model, Saved
 from tests import reference
@@ -285,7 +285,7 @@ def test_fused_attention_is_saved_by_the_name_it_has_on_this_gpu(dtype, masked):
     replay = Replay(Saved.ATTENTION, lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked))
     with replay.recording():
         out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked)
-    assert len(replay._results) == 1
+    assert len(replay.results) == 1
     wanted = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=not masked)
     (a,), (b,) = (torch.autograd.grad(o.square().sum(), [q]) for o in (out, wanted))
     assert torch.equal(a, b)

@@ -15,7 +15,7 @@ from runtime.errors import WorkloadError
 from runtime.executor import execute
 from runtime.host.chunks import CHUNK_ELEMENTS
 from runtime.host.norms import clip_factor, sum_of_squares
-from runtime.host.optimizer import Master, ParamState, round_half_up
+from runtime.host.optimizer import Master, ParamState
 from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
 from tests import reference
@@ -51,7 +51,7 @@ def faults(config, **fields) -> list[str]:
     machine = machine_for(plan_of(config, semantics, Policy()), batches=[batch])
     weights = dict(model.named_parameters())
     for number in range(len(machine.plan.workload.blocks)):
-        machine.host.set_weights(number, {p.name: weights[p.name].detach().float() for p in machine.host.owned(number)})
+        machine.host.set_weights(number, {p.name: weights[p.name].detach().float() for p in machine.host.owned[number]})
     execute(machine.plan, machine, 1)
     labels = torch.cat([torch.full((4, 1), -100), batch.targets[:, :-1]], dim=1)  # transformers shifts them itself
     loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss
@@ -132,7 +132,7 @@ def test_rounding_half_up_breaks_ties_away_from_zero(bits):
     """And takes the nearest else."""
     wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
     out = torch.empty(1, dtype=torch.bfloat16)
-    round_half_up(wide, out)
+    Master(out).put(slice(None), wide)
     if wide.isnan().item():
         assert out.isnan().item()
     elif bits & 0xFFFF == 0x8000:

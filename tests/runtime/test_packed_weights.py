@@ -26,7 +26,6 @@ from runtime.plan.packed import (
     UNPACK_SCRATCH_BYTES,
     is_packed,
     layout,
-    packed_bytes,
 )
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 
@@ -180,7 +179,7 @@ def test_a_weight_that_is_not_finite_is_refused_in_one_line(base):
 def test_parts_begin_at_multiples_of_256_bytes_and_apart(shape, base):
     if base == "nf4" and prod(shape) % NF4_BLOCK:
         return
-    of, packed = layout(shape, base), torch.zeros(packed_bytes(shape, base), dtype=torch.uint8)
+    of, packed = layout(shape, base), torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8)
     codes, scales = parts(packed, shape, base)
     starts = [part.data_ptr() - packed.data_ptr() for part in (codes, scales)]
     assert starts == [0, of.scales_at]
@@ -192,7 +191,7 @@ def test_parts_begin_at_multiples_of_256_bytes_and_apart(shape, base):
 
 def test_a_large_weight_takes_what_its_format_says():
     shape = (4096, 14336)
-    per_element = {base: packed_bytes(shape, base) / prod(shape) for base in BASES}
+    per_element = {base: layout(shape, base).n_bytes / prod(shape) for base in BASES}
     assert per_element == {"nf4": 0.5625, "int8": 1 + 4 / 14336, "fp8": 1 + 4 / FP8_BLOCK**2}
     assert UNPACK_CHUNK_ELEMENTS * 4 + prepare(torch.device("cpu")).nbytes == UNPACK_SCRATCH_BYTES
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.layers.recompute import Replay
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
 from runtime.plan.workload import Block, Saved, Tier
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, recorded, tensors
@@ -138,10 +138,10 @@ def test_a_replay_does_what_torchs_checkpointing_does(case: Case) -> None:
         again = Selection(ours.saved, selection.n_products)
         wanted = gradients(checkpointed(layer, x, kwargs, selection), x, layer)
         y, replay = replayed(layer, x, kwargs, ours.saved)
-        assert sum(t.nbytes for t in tensors([noted.result for noted in replay._results])) == ours.saved_bytes == selection.n_bytes
+        assert sum(t.nbytes for t in tensors([noted for noted, _ in replay.results])) == ours.saved_bytes == selection.n_bytes
         assert all(map(torch.equal, wanted, gradients(y, x, layer)))
         assert all(map(torch.equal, wanted, gradients(layer(x, **kwargs), x, layer)))
-        assert not replay._results
+        assert not replay.results
         y, replay = replayed(layer, x, kwargs, ours.saved)
         with Work() as work:
             replay._run_again()

@@ -20,9 +20,9 @@ from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.host import host_state, slabs
 from runtime.host.memory import Arenas
-from runtime.host.optimizer import round_half_up
+from runtime.host.optimizer import Master
 from runtime.host.slabs import host_slab, register_for_dma
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
 from runtime.units import MiB
 from tests.tiny import tiny_config
@@ -253,17 +253,17 @@ def test_a_weight_set_piece_by_piece_is_the_weight(monkeypatch, compute_dtype, m
     machine = machine_for(plan_of(tiny_config("llama"), semantics, Policy()))
     host = machine.host
     for block in range(len(machine.plan.workload.blocks)):
-        given = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned(block)}
-        large = max(host.owned(block), key=lambda p: p.n_elements)
+        given = {p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p.name))) for p in host.owned[block]}
+        large = max(host.owned[block], key=lambda p: p.n_elements)
         given[large.name].view(-1)[[5, 301]] = torch.tensor([torch.nan, torch.inf])
         host.set_weights(block, given)
-        for p in host.owned(block):
+        for p in host.owned[block]:
             wide = given[p.name].reshape(-1)
             rounded = torch.empty_like(wide, dtype=torch.bfloat16)
-            round_half_up(wide, rounded)
-            assert same_bits(host.master(p), wide if master_dtype == "fp32" else rounded), p.name
+            Master(rounded).put(slice(None), wide)
+            assert same_bits(host.param_state(p).master.whole(), wide if master_dtype == "fp32" else rounded), p.name
             assert same_bits(host.compute_weight(p).reshape(-1), wide if compute_dtype == "fp32" else rounded), p.name
-            assert not any(moment.any() for moment in host.moments(p))
+            assert not any(moment.any() for moment in host.param_state(p).moments)
 
 
 HOLDING = """
@@ -279,7 +279,7 @@ from penstock.training.inputs import load_model
 from runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
@@ -309,7 +309,7 @@ class Text:  # as much of the data as a checkpoint asks for
 
 config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
 first = machine_for(plan_of(config, semantics_of("llama"), Policy()), CpuMachine)
-owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned(b)]
+owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned[b]]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
 settings = RunSettings(DataSettings("text"), out=str(out), checkpoint=CheckpointSettings(background=False))
 session = Session(settings, first.plan, "cpu", first, first, Text(), 4, predicted(first.plan)[2])
@@ -317,7 +317,7 @@ trainer, warm = Trainer(session, validations=()), out / "checkpoint-1"
 trainer.saver().save(1)
 load_model(first, warm, out)
 resumed(session, load_state(warm))
-weights = {p.name: first.host.master(p).view(p.shape) for p in owned}  # as Hugging Face has them, in fp32
+weights = {p.name: first.host.param_state(p).master.whole().view(p.shape) for p in owned}  # as Hugging Face has them, in fp32
 model = save(out / "model", 1, weights, [], first.plan.model.config, {})
 del weights
 found["save"] = growth(lambda: trainer.saver().save(2))

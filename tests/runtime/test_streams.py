@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from runtime.executor import execute
-from runtime.machines.cuda import CudaMachine
 from runtime.machines.streams import CudaStreams
+from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Kind, Lane, Policy, saves
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config

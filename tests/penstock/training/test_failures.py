@@ -66,7 +66,7 @@ def go_on(session: Session) -> int:
         return train(resumed(session)).first_step
     host = session.store.host
     session.store.initialise(7)
-    for moment in (m for b in range(len(session.plan.workload.blocks)) for p in host.owned(b) for m in host.moments(p)):
+    for moment in (m for b in range(len(session.plan.workload.blocks)) for p in host.owned[b] for m in host.param_state(p).moments):
         moment.zero_()
     host.n_updates = 0
     return train(session).first_step
@@ -158,7 +158,7 @@ def test_nan_stops_the_run_with_the_name_of_a_parameter(tmp_path_factory, data):
     session, step = poisoned(data, folder)
     with pytest.raises(NonFiniteError) as caught:
         in_time(lambda: train(session))
-    names = [p.name for b in range(len(session.plan.workload.blocks)) for p in session.store.host.owned(b)]
+    names = [p.name for b in range(len(session.plan.workload.blocks)) for p in session.store.host.owned[b]]
     assert str(caught.value).startswith(tuple(f"step {step + 1}: the gradient of {name} is not finite" for name in names))
     assert whole_checkpoints(folder) == list(range(1, step + 1))
     session = session_of(folder, drawn_plan(data).policy)

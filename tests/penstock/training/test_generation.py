@@ -111,7 +111,7 @@ def test_prompts_and_weights_that_cannot_be_used_are_refused():
     ):
         with pytest.raises(DataError, match=f"^{said}"):
             check_prompts(prompts, 16)
-    for p in machine.host.owned(1):
+    for p in machine.host.owned[1]:
         machine.host.set_weight(p, torch.full(p.shape, torch.nan))
     with pytest.raises(PenstockError, match=r"^the model's logits are not finite: its weights are spoilt"):
         generate(machine, [[1]], 1)

@@ -11,7 +11,7 @@ from transformers import Trainer as TrainerOfTransformers
 from penstock.checkpoint.checkpoint import load_state
 from penstock.training.trainer import DeviceMemoryError, Trainer
 from runtime.errors import CheckpointError
-from runtime.machines.cpu import CpuMachine
+from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.optimizer import decays
 from tests.running import weights_in

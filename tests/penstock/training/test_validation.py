@@ -15,8 +15,7 @@ from runtime.compute.blocks import Templates
 from runtime.errors import DataError
 from runtime.executor import OpError, Stop, execute
 from runtime.forward_plan import forward_plan, most_micro_batches
-from runtime.machines.cpu import CpuMachine
-from runtime.machines.torch_machine import Abandoned
+from runtime.machines.torch_machine import Abandoned, CpuMachine
 from runtime.plan import Kind, Lane, Policy, saves
 from runtime.plan.workload import Model
 from tests.forwards import POLICIES, LateForBoth, exact, machine_of, resident, sequences, sequences_of, watch_forwards
