@@ -3,8 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ MOST_WIDTH = 10_000  # of a table, in characters
 SHORT_CELL = 16  # characters of a cell that is not broken into words
 
 
-def show_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, elsewhere than on a terminal with tabs. No name is cut: sentences are broken between words, and a terminal
-    that is too narrow for that has a line for each cell."""
+def show_table(titles: Sequence[str], found: Iterable[Sequence[str]]) -> None:
+    """Print a table, elsewhere than on a terminal with tabs and each row when it is there.
+
+    No name is cut: sentences are broken between words, and a terminal that is too narrow for that has a line for each cell.
+    """
     if not sys.stdout.isatty():
-        for row in (titles, *rows):
+        for row in chain([titles], found):
             click.echo("\t".join(row))
         return
-    console, table = Console(), Table()
+    console, table, rows = Console(), Table(), list(found)
     for title, *cells in zip(titles, *rows, strict=True):
         is_sentence = any(" " in cell and len(cell) > SHORT_CELL for cell in cells)
         table.add_column(title.replace(" ", "\n"), no_wrap=not is_sentence)

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
@@ -92,14 +92,14 @@ def fits(
         raise click.UsageError(f"--host-memory names {len(sizes)} sizes; ask for at most {MOST_SIZES}")
     semantics = semantics_of(micro_batch=1, n_gpus=gpus * hosts, **work)
     tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]
-    found = [fit for column in swept(planned.fits, tasks, "models on GPUs") for fit in column]
+    found, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs")), semantics.whole
     if as_json:
-        whole = semantics.whole
         rows = [fit.to_json(tokens) for fit in found]
         click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
         return
+    click.echo(f"for steps of {whole.batch_size} sequences of {whole.seq_len:,} tokens", err=True)
     titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(FIT_JOB_TITLES if tokens else ()))
-    show_table(titles, [_row(fit, tokens) for fit in found])
+    show_table(titles, (_row(fit, tokens) for fit in found))
 
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ def compare(
         tasks.append((described, part_of(profile, n, hosts, network_gbit), asked, None, free))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
-    found = ranked(described, tasks[0][2].whole, swept(candidate, tasks, "machines"))
+    found = ranked(described, tasks[0][2].whole, list(swept(candidate, tasks, "machines")))
     if as_json:
         click.echo(json.dumps(found.to_json(tokens)))
         return
@@ -243,17 +243,18 @@ def semantics_of(master: str, train: str | None, base: Base | None, n_gpus: int,
     return shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
 
 
-def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str) -> list[Found]:
+def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str) -> Iterator[Found]:
     """`work` of each task, in their order, on all cores; a terminal shows the progress."""
     console = Console(stderr=True)
     show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
     if n_workers <= 1:
-        return [work(*task) for task in show(tasks)]
+        yield from (work(*task) for task in show(tasks))
+        return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n_workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
     try:
-        return list(show(pool.map(work, *zip(*tasks, strict=True))))
+        yield from show(pool.map(work, *zip(*tasks, strict=True)))
     except BrokenProcessPool:
         raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
     finally:

@@ -3,8 +3,7 @@
 Weights, masters, moments and gradients stay on the device. Of several ranks each has an equal part, as FSDP2 has it: masters,
 moments and fp32 gradients, 16 bytes a parameter; weights are cast from masters when a block is gathered. Micro-batches run one
 after another, at the costs of the plan's ops; layers keep for backward as much as there is memory for; AdamW is one pass over its
-state. Where the plan's micro-batch does not fit, half of it is tried, and half of that. Where host and device are one memory (a
-CPU, or one pool cut in two) there is no such estimate.
+state. Where host and device are one memory (a CPU, or one pool cut in two) there is no such estimate.
 """
 
 from collections.abc import Iterator
@@ -39,19 +38,20 @@ def shares_memory(profile: Profile) -> bool:
     return profile.device.kind == "cpu" or ONE_POOL in profile.sources
 
 
+def resident_in_parts(plan: Setup, cost: CostModel) -> Resident | None:
+    """The same with the plan's micro-batch, or the largest of half of it, half of that and so on that fits."""
+    found, of = resident(plan, cost), plan.semantics
+    if found is not None and found.step_s is None and of.micro_batch > 1 and of.batch_size % (smaller := of.micro_batch // 2) == 0:
+        of = replace(of, micro_batch=smaller)
+        halved = resident_in_parts(replace(plan, semantics=of, workload=build_workload(plan.model, of)), cost)
+        return found if halved is None or halved.step_s is None else halved
+    return found
+
+
 def resident(plan: Setup, cost: CostModel) -> Resident | None:
     """The step of the plan's semantics with all state on the device, whatever the plan's policy; None: one memory."""
     if shares_memory(cost.profile):
         return None
-    found, of = _with_its_micro_batch(plan, cost), plan.semantics
-    if found.step_s is None and of.micro_batch > 1 and of.batch_size % (smaller := of.micro_batch // 2) == 0:
-        of = replace(of, micro_batch=smaller)
-        halved = resident(replace(plan, semantics=of, workload=build_workload(plan.model, of)), cost)
-        found = found if halved is None or halved.step_s is None else halved
-    return found
-
-
-def _with_its_micro_batch(plan: Setup, cost: CostModel) -> Resident:
     of, blocks, device = plan.semantics, plan.workload.blocks, cost.profile.device
     weight, master, summed = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.master_dtype], of.n_micro_batches > 1 or of.ranks > 1
     gradient_bytes = sum(b.trained_elements for b in blocks) * (FP32_BYTES if summed else ITEM_BYTES[of.gradient_dtype])

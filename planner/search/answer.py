@@ -9,7 +9,7 @@ from planner.bounds.reasons import FACET, LANE_NAME
 from planner.predict.arithmetic import arithmetic
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint
-from planner.predict.resident import Resident, resident
+from planner.predict.resident import Resident, resident_in_parts
 from planner.predict.simulate import Prediction, simulate
 from planner.predict.uncertainty import interval
 from runtime.plan import Plan, Policy
@@ -108,7 +108,7 @@ def answer_of(trial: Trial, best: Policy, proven: Bounds, known: dict[str, dict[
         tuple(sorted(trial.cost.outside)),
         trial.next_best(best),
         trial.clipped_step_s(best) if plan.policy.speculate_blocks else None,
-        resident(plan, trial.cost),
+        resident_in_parts(plan, trial.cost),
     )
 
 

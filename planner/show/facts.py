@@ -8,7 +8,7 @@ from typing import Any
 from hwprofiles.schema import Profile
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import Footprint, footprint
-from planner.predict.resident import resident
+from planner.predict.resident import resident_in_parts
 from planner.predict.rests_on import RestsOn, rests_on
 from planner.predict.simulate import Prediction, simulate
 from planner.search.answer import Answer, model_flop
@@ -88,7 +88,7 @@ def facts(
     if claim is not None and not _is_step(claim.prediction.step_s, prediction.step_s, bool(plan.policy.speculate_blocks)):
         unconfirmed_step_s, claim = claim.prediction.step_s, None
     step_s = prediction.step_s if claim is None else claim.prediction.step_s
-    kept, hour = resident(plan, cost), hourly(profile)
+    kept, hour = resident_in_parts(plan, cost), hourly(profile)
     is_analysed = len(plan.ops) <= MOST_ANALYSED_OPS
     return Facts(
         plan,

@@ -40,6 +40,17 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
     assert all(set(title.replace(":", "").split()) <= set(head) for title in titles)
 
 
+def test_a_machine_is_compared_with_all_its_gpus_unless_a_number_is_given() -> None:
+    words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--machines", "h100-sxm,8xrtx4090,rtx5090-desktop")
+    found = CliRunner().invoke(cli, [*words, "--host-memory", "512GB", "--json"])
+    machines = {of["machine"]: of for of in json.loads(found.stdout)["machines"]}
+    assert machines.keys() == {"h100-sxm", "8xrtx4090, 8 GPUs", "rtx5090-desktop"}
+    assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
+    one = CliRunner().invoke(cli, [*words, "--gpus", "1", "--json"])
+    assert "8xrtx4090" in {of["machine"] for of in json.loads(one.stdout)["machines"]}
+    assert one.stderr == "8xrtx4090: 1 of its 8 GPUs\n"
+
+
 @pytest.mark.soak
 def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> None:
     """And what was given on the command line stays with the plan."""

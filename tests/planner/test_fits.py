@@ -17,6 +17,7 @@ from runtime.units import GB
 
 SEMANTICS = Semantics(seq_len=1024, batch_size=2, micro_batch=1)
 DESKTOP, SERVER, SPARK = (read_profile(name) for name in ("rtx4090-desktop", "rtx4090-server", "gb10"))
+H100 = read_profile("h100-sxm")
 
 
 def test_every_model_is_of_one_family_and_families_rise_in_size():
@@ -41,6 +42,20 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
         assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
     (none,) = fits("rtx4090", [DESKTOP], "qwen3", SEMANTICS, (8 * GB,), searched=False)
     assert (none.model, none.n_params, none.tokens_per_s, none.job(1000)) == (None,) * 4
+
+
+def test_a_row_is_about_its_own_memory_whatever_others_are_asked_for():
+    of = replace(SEMANTICS, seq_len=4096, batch_size=16)
+    one, two = (fits("h100-sxm", [H100], "qwen3", of, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
+    assert one[-1] == two[-1]
+    assert two[0].model == two[1].model == "qwen3-8b"
+    assert two[1].tokens_per_s > 1.1 * two[0].tokens_per_s
+
+
+def test_no_machine_has_more_memory_than_it_takes():
+    assert [p.name for p, _ in hosts([DESKTOP], [128 * GB, 512 * GB])] == ["rtx4090-desktop"]
+    with pytest.raises(ProfileError, match="253 GB are the most that this machine takes"):
+        DESKTOP.with_memory(None, 512 * GB)
 
 
 @pytest.mark.parametrize(("gpus", "n_hosts"), [(2, 1), (2, 2)])

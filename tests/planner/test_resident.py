@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwprofiles.schema import read_profile
+from hwprofiles.several import part_of
 from penstock.cli.main import cli
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
 from planner.predict.memory import frame
-from planner.predict.resident import resident
+from planner.predict.resident import resident, resident_in_parts
 from planner.search.search import search
 from planner.show.words import advice
 from runtime.plan import Policy, Semantics
@@ -101,6 +102,15 @@ def test_state_is_16_bytes_a_parameter_and_18_with_fp32_sums(batch, n_bytes):
     model, of = read_model("qwen2.5-7b"), Semantics(1024, batch, 1)
     needs = on(read_profile("b200"), model, of).needs.device
     assert needs["state"] == pytest.approx(n_bytes * build_workload(model, of).n_params, rel=1e-4)
+
+
+def test_on_several_devices_it_is_what_fsdp2_keeps_and_a_smaller_micro_batch_may_fit():
+    """Masters, moments and gradients in fp32, an eighth on each; no bf16 weights beside."""
+    model, eight = read_model("qwen3-32b"), part_of(read_profile("8xh100"), 8)
+    of, cost = Semantics(4096, 8, 8, loss="fused", norm="fused", pointwise="fused", sum_groups=1, ranks=8), CostModel(eight)
+    plan = frame(model, build_workload(model, of), of, Policy())
+    assert resident(plan, cost).needs.device["state"] == pytest.approx(16 * plan.workload.n_params / 8, rel=1e-4)
+    assert (resident(plan, cost).step_s is None, resident_in_parts(plan, cost).step_s is None) == (True, False)
 
 
 def test_a_plan_slower_than_resident_training_says_so_first():
