@@ -10,7 +10,7 @@ deterministic.
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 
 from planner.bounds.bounds import busy_s
@@ -25,7 +25,8 @@ from .trial import Trial
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
 MAX_SEARCHED_OPS = 24_000  # ops of all plans that branch and bound simulates
 MOST_RELAXED = 120  # parts whose bound is asked for, once that is spent
-FIRST_BUFFERS = (2, 2)  # prefetch depth, gradient slots
+FIRST_FAMILIES = 3  # of which one policy each is tried before others: of long plans the budget pays for few
+FIRST_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
 MOST_CLIMBED_OPS = 120_000  # of the plans of all climbs
 MOST_RESTARTED_OPS = 12_000  # of the plans of one climb in a smaller space
 CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
@@ -93,11 +94,7 @@ class Tree:
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
         """The step of the best of what the relaxation of the most promising family suggests and of these policies; infinite if none
         fits. `known_s`: a step with other sizes; what is far above it is not tried."""
-        if self.open and self.open[0].family.boundary_stride == 1:
-            one = self.open[0].family
-            suggested = self._suggested(replace(one, largest_group=one.accumulation_group), *FIRST_BUFFERS)
-            start = chain([policy for policy in suggested if self._may_try(policy)][:1], start)
-        for policy in start:
+        for policy in chain(self._first_of(self.open[:1], FIRST_BUFFERS[1:2]), start):
             if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.trial.step_s(self.best)
@@ -105,8 +102,10 @@ class Tree:
     def explore(self, known_s: float = inf) -> None:
         """Find the best policy; `bound_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
         a climb goes."""
-        self.trial.n_ops = 0  # what was tried first is not counted
         self.known_s = known_s
+        for policy in self._first_of(sorted(self.open)[:FIRST_FAMILIES], FIRST_BUFFERS):
+            self._take(policy)
+        self.trial.n_ops = 0  # what was tried first is not counted
         while self.open:
             node = heapq.heappop(self.open)
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
@@ -124,6 +123,13 @@ class Tree:
         if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
+
+    def _first_of(self, parts: Iterable[_Node], several: Iterable[tuple[int, int]]) -> Iterator[Policy]:
+        """The first policy of each part's smallest groups that the relaxation suggests with one of these buffers, and that fits."""
+        for family in [part.family for part in parts if part.family.boundary_stride == 1]:
+            one = replace(family, largest_group=family.accumulation_group)
+            suggested = (policy for buffers in several for policy in self._suggested(one, *buffers) if self._may_try(policy))
+            yield from islice(suggested, 1)
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""

@@ -23,7 +23,7 @@ from tests.chats import write_talker
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
-PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "../README.md")
+PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "quickstart.md", "../README.md")
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -79,6 +79,7 @@ def what_readers_have(folder: Path) -> None:
     """The reader's own: a model's folder (a tiny one has the place of the real one), some chats, the published runs."""
     config = tiny_config("qwen2", vocab_size=write_talker(folder / "my-32b", "chatml"))
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder / "my-32b")
+    shutil.copytree(folder / "my-32b", folder / "Qwen3-14B")
     turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
     rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 40]
     for name, some in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):
