@@ -1,7 +1,7 @@
 """The settings of a run from a YAML or TOML file and from flags, and help for what is not understood.
 
 Flags override the file. Relative paths are relative to the working directory, as on the command line. A run writes its settings,
-as understood, to RUN_FILE in its folder, and `read_run` reads them back.
+as understood, to RUN_FILE in its folder, beside its plan, and `read_run` reads them back, wherever the folder is by then.
 """
 
 import difflib
@@ -24,7 +24,7 @@ from runtime.units import on_one_line
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters about unknown keys; of many, only their names are listed
-RUN_FILE = "run.yaml"
+RUN_FILE, PLAN_FILE = "run.yaml", "run-plan.json"
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
@@ -53,7 +53,7 @@ class RunConfigError(PenstockError):
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     """The settings of a file, if there is one, and of flags by dotted names (`optimizer.lr`), which override it."""
-    given = {} if path is None else _with_data_in_full(_read(path))
+    given = {} if path is None else _where_it_is(path, _with_data_in_full(_read(path)))
     where = "the command line" if path is None else str(path)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in flags and other not in flags:
@@ -81,6 +81,15 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
         raise RunConfigError(f"{where}: data.path and data.mix are both given; put the path among those of data.mix")
     _refuse_idle(where, settings)
     return settings
+
+
+def _where_it_is(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The same, where the file is that of a run's folder, which may have been moved: with `out` and `plan` where it is now."""
+    folder = path.parent
+    is_of_folder = path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}"
+    if not is_of_folder or not (folder / PLAN_FILE).exists():
+        return given
+    return given | {"out": str(folder), "plan": str(folder / PLAN_FILE)}
 
 
 def run_text(settings: RunSettings) -> str:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.run_config import PLAN_FILE
 from planner.show.run_log import LoggedRun, read_log, read_samples
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanFile
 from runtime.plan.timeline import Timeline
 
 MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
@@ -24,6 +25,20 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
         raise CheckpointError(f"{folder}: {problem}; {GIVE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
     return LoggedRun(timeline, read_log(_lines(log_file)), read_samples(_lines(folder / "samples.jsonl")))
+
+
+def refuse_another_plan(folder: Path, plan: Plan) -> None:
+    """CheckpointError if the folder holds the plan of its run, and that is another: its steps would be compared with others."""
+    own = folder / PLAN_FILE
+    if os.path.lexists(own) and _performed(performed := PlanFile.read(own).plan) != _performed(plan):
+        steps = [f"{of.whole.batch_size:,} x {of.seq_len:,} tokens a step" for of in (performed.semantics, plan.semantics)]
+        which = f"{steps[0]}, not {steps[1]}" if steps[0] != steps[1] else "of as many tokens a step"
+        raise CheckpointError(f"{folder}: a run of another plan ({which}); give the plan that it performed, {own}")
+
+
+def _performed(plan: Plan) -> tuple[object, ...]:
+    """What a run performs of a plan: all but the machine that it was predicted for, and the place of the model."""
+    return plan.semantics, plan.policy, plan.model.fingerprint, plan.workload, plan.arenas, plan.ops, plan.repeat
 
 
 def read_timeline(path: Path, plan: Plan) -> Timeline:

@@ -52,8 +52,9 @@ def run(
 ) -> None:
     """Train with PLAN and compare what was predicted with what was measured.
 
-    Writes metrics.jsonl, run.yaml (all settings), timeline.json and checkpoint-N/ (which transformers loads) into --out. SIGTERM
-    and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan does not fit this machine.
+    Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
+    --out, a folder that may be moved. SIGTERM and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan
+    does not fit this machine.
     """
     given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
@@ -61,6 +62,8 @@ def run(
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
+        if resume and resume_from is None and config is not None:
+            _refuse_to_begin_anew(config.parent, Path(settings.out))
         how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
         code = _run(settings, how, recalibrate, report)
     ctx.exit(code)
@@ -92,7 +95,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             of_run = {"refuse": refuse, "report": report, "ranks": ranks, **how}
             with open_session(settings, file, settings.plan or "", **of_run) as session:
                 report.stop()
-                return _train(session, recalibrate)
+                return _train(session, file, recalibrate)
     except GoneError as error:
         return error.exit_code
     except RanksError:
@@ -111,14 +114,14 @@ def _without_machine_code() -> None:
         del sys.modules["numba"]
 
 
-def _train(session: "Session", recalibrate: Path | None) -> int:
+def _train(session: "Session", file: PlanFile, recalibrate: Path | None) -> int:
     """Perform the steps and show the outcome; the exit code."""
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
     stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
-    write_settings(session.settings)
+    write_settings(session.settings, file)
     show_overview(overview(session))
     asked = list[int]()
 
@@ -148,6 +151,14 @@ def _stopped(session: "Session", n_done: int) -> str:
         return f"{at}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
     again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
     return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
+
+
+def _refuse_to_begin_anew(folder: Path, out: Path) -> None:
+    """UsageError where the settings are those of a run that has checkpoints, and --resume would find none in `out`."""
+    there = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    if there and not any(out.glob("checkpoint-*/trainer_state.json")):
+        found = on_one_line(str(max(there, key=lambda path: path.stat().st_mtime)))
+        raise click.UsageError(f"no checkpoint in {out}, and there is {found}; say --out {folder}, or --resume-from {found}")
 
 
 def _refuse_contradictions(settings: RunSettings, given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:

@@ -8,22 +8,25 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
-from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, run_text
+from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, run_text
 from penstock.settings import RunSettings
 from runtime.errors import CheckpointError
 from runtime.executor import say
 from runtime.files import fields_of, try_to_write, write_whole
+from runtime.plan import PlanFile
 from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besides checkpoints
+MaybePath = TypeVar("MaybePath", str, str | None)
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE, PLAN_FILE)  # besides checkpoints
 
 
 @contextmanager
@@ -77,11 +80,29 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_settings(settings: RunSettings) -> None:
-    """Write all settings into the folder of the run; CheckpointError where the disk refuses."""
-    path = Path(settings.out) / RUN_FILE
-    with writing(path):
-        write_whole(path, run_text(settings))
+def write_settings(settings: RunSettings, file: PlanFile) -> None:
+    """Write all settings and the plan into the folder of the run, so that it can be resumed from anywhere, and under another name;
+    CheckpointError where the disk refuses."""
+    out, data, evaluation = Path(os.path.abspath(settings.out)), settings.data, settings.evaluation
+    mix = tuple(replace(part, path=_whole_path(part.path)) for part in data.mix)
+    located = replace(
+        settings,
+        out=str(out),
+        plan=str(out / PLAN_FILE),
+        model=_whole_path(settings.model or file.plan.model.path),
+        adapter=_whole_path(settings.adapter),
+        packed=_whole_path(settings.packed),
+        data=replace(data, path=_whole_path(data.path), mix=mix),
+        evaluation=replace(evaluation, data=_whole_path(evaluation.data)),
+    )
+    with writing(out / RUN_FILE):
+        write_whole(out / RUN_FILE, run_text(located))
+    file.write(out / PLAN_FILE)
+
+
+def _whole_path(path: MaybePath) -> MaybePath:
+    """From the root; as it is where there is no such file or folder, as a program's own batches are none."""
+    return os.path.abspath(path) if path is not None and os.path.exists(path) else path
 
 
 # -- logs: lines of JSON ---------------------------------------------------------------------------------------------------
