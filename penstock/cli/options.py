@@ -197,7 +197,10 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were given as flags, by dotted names."""
     given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
     if "data.columns" in given:
-        given["data.columns"] = dict(_column(text) for text in given["data.columns"])
+        columns = [_column(text) for text in given["data.columns"]]
+        if len(dict(columns)) < len(columns):
+            raise click.UsageError("--columns: a name is given two columns of the file; give each name one")
+        given["data.columns"] = dict(columns)
     if "data.path" in given:  # one, or several, each perhaps with a weight behind a colon
         parts = [part_of(path) for path in given["data.path"]]
         is_one = len(parts) == 1 and "weight" not in parts[0]

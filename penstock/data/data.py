@@ -6,6 +6,7 @@ are made before training and kept in a cache, or made as they are needed.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -81,6 +82,8 @@ def reader_of(
     columns = settings.columns or {}
     if unknown := [name for name in columns if name not in COLUMNS]:
         raise DataError(f"--columns {unknown[0][:40]}=...: no such column; there are {', '.join(COLUMNS)}")
+    if doubled := [name for name, n in Counter(columns.values()).items() if n > 1]:
+        raise DataError(f"--columns ...={doubled[0][:40]}: the column would be read twice; name it once")
     files = find_files(Path(settings.path or ""), run, settings.split, preferred)
     where, first = _first_row(files, columns)
     format: str = settings.format
