@@ -5,6 +5,7 @@ as understood, to RUN_FILE in its folder, beside its plan, and `read_run` reads 
 """
 
 import difflib
+import json
 import os
 import re
 import reprlib
@@ -38,6 +39,7 @@ def _by_their_name(table: str) -> dict[str, str]:
 
 ALSO_KNOWN_AS = _by_their_name("settings")  # ours, by what other trainers call a setting
 PLAN_FLAGS = _by_their_name("plan_flags")
+_PATHS = ("model", "adapter", "packed", "path", "data")
 _OF_THE_PLAN = PLAN_FLAGS | _by_their_name("decided_by_plan")
 _EXPECTED = {
     "tuple_type": "should be a list",
@@ -53,7 +55,9 @@ class RunConfigError(PenstockError):
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     """The settings of a file, if there is one, and of flags by dotted names (`optimizer.lr`), which override it."""
-    given = {} if path is None else _where_it_is(path, _with_data_in_full(_read(path)))
+    given = {} if path is None else _with_data_in_full(_read(path))
+    if path is not None and path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}":
+        given |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # a run's folder, which may have been moved
     where = "the command line" if path is None else str(path)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in flags and other not in flags:
@@ -83,13 +87,14 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     return settings
 
 
-def _where_it_is(path: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The same, where the file is that of a run's folder, which may have been moved: with `out` and `plan` where it is now."""
-    folder = path.parent
-    is_of_folder = path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}"
-    if not is_of_folder or not (folder / PLAN_FILE).exists():
-        return given
-    return given | {"out": str(folder), "plan": str(folder / PLAN_FILE)}
+def located(settings: RunSettings) -> RunSettings:
+    """The same, with paths from the root where there is such a file or folder: a program's own batches are none."""
+
+    def from_root(fields: dict[str, Any]) -> dict[str, Any]:
+        at = [key for key in _PATHS if isinstance(fields.get(key), str) and os.path.exists(fields[key])]
+        return fields | {key: os.path.abspath(fields[key]) for key in at}
+
+    return _RUN.validate_python(json.loads(_RUN.dump_json(settings), object_hook=from_root))
 
 
 def run_text(settings: RunSettings) -> str:
@@ -175,6 +180,7 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
         ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
         ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
         ("evaluation.top_p", sampled, "a temperature above 0", evaluation.temperature > 0),
+        ("data.bad_rows", data.bad_rows > 0, "data that is read before training (leave out data.streaming)", not data.streaming),
         ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
         ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),
         ("optimizer.schedule.min_lr_fraction", schedule.min_lr_fraction > 0, "cosine", decays or schedule.kind == "cosine"),

@@ -1,6 +1,7 @@
 """Files of a run's folder: its timeline, its log and its samples."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -28,17 +29,12 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
 
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:
-    """CheckpointError if the folder holds the plan of its run, and that is another: its steps would be compared with others."""
+    """CheckpointError for a run whose folder holds another plan; the machine that it was predicted for may be another."""
     own = folder / PLAN_FILE
-    if os.path.lexists(own) and _performed(performed := PlanFile.read(own).plan) != _performed(plan):
-        steps = [f"{of.whole.batch_size:,} x {of.seq_len:,} tokens a step" for of in (performed.semantics, plan.semantics)]
-        which = f"{steps[0]}, not {steps[1]}" if steps[0] != steps[1] else "of as many tokens a step"
-        raise CheckpointError(f"{folder}: a run of another plan ({which}); give the plan that it performed, {own}")
-
-
-def _performed(plan: Plan) -> tuple[object, ...]:
-    """What a run performs of a plan: all but the machine that it was predicted for, and the place of the model."""
-    return plan.semantics, plan.policy, plan.model.fingerprint, plan.workload, plan.arenas, plan.ops, plan.repeat
+    if os.path.lexists(own):
+        performed = PlanFile.read(own).plan
+        if replace(performed, profile=plan.profile, model=replace(plan.model, config=performed.model.config)) != plan:
+            raise CheckpointError(f"{folder}: a run of another plan; give the plan that it performed, {own}")
 
 
 def read_timeline(path: Path, plan: Plan) -> Timeline:

@@ -30,7 +30,7 @@ from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Parameter
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
-from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json, weights_digest
+from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json
 from .tensor_files import Shards, write_new, write_tensors
 
 FORMAT_VERSION = 2
@@ -101,22 +101,17 @@ def load_state(checkpoint: Path) -> State:
     return State(checkpoint, manifest.step, manifest.state, Shards(checkpoint / name for name in names))
 
 
-def refuse_another_base(adapter: Path, base: Path | None, seed: int = 0) -> None:
-    """CheckpointError unless an adapter that a run saved has the bytes that were saved, and was trained on the weights in `base`,
-    or on the random ones of that seed. One that was made elsewhere says neither."""
+def refuse_another_base(adapter: Path, base: str) -> None:
+    """CheckpointError unless an adapter that a run saved has the bytes that were saved, and was trained on the weights of this
+    digest. One that was made elsewhere says neither."""
     path = adapter / STATE_FILE
     if not path.exists() or "format_version" not in (fields := read_json(path)):
         return
     manifest, own = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
     _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in own})
-    if manifest.state.get("frozen", (now := digest_of_frozen(base, seed))) != now:
-        advice = f"give the model that it was trained on, or a folder of {' and '.join(own)} alone, for any base"
-        raise CheckpointError(f"{adapter}: trained on another model than {base or now}, whose weights differ; {advice}")
-
-
-def digest_of_frozen(base: Path | None, seed: int) -> str:
-    """Tells the weights in a folder, or else the random ones of a seed, from all others."""
-    return f"random, by seed {seed}" if base is None else weights_digest(base)
+    if manifest.state.get("frozen", base) != base:
+        advice = f"give that one, or a folder of {' and '.join(own)} alone, for any base"
+        raise CheckpointError(f"{adapter}: trained on another base model, whose weights differ from these; {advice}")
 
 
 def _manifest(path: Path, fields: Mapping[str, Any]) -> _Manifest:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import click
 
 from penstock.run_config import ALSO_KNOWN_AS, advice, part_of
-from penstock.settings import Flag, settings_of
+from penstock.settings import Flag, Fraction, settings_of
 from runtime.plan import Semantics
 from runtime.units import parse_bytes, parse_count
 
@@ -178,6 +178,8 @@ def option(flag: Flag, param: str, of: Field[Any]) -> Option:
 
 def _type(kind: Any) -> Any:
     """What click parses: a choice, a number or text."""
+    if kind is Fraction:
+        return Parsed("share", lambda text: float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
     inner = get_args(kind)

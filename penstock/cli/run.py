@@ -25,6 +25,8 @@ from .progress import Preparing, Progress, overview, refuse_to_recalibrate, show
 if TYPE_CHECKING:
     from penstock.training.session import Session
 
+STATES = "checkpoint-*/trainer_state.json"
+
 
 @click.command("run", cls=RunCommand)
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
@@ -62,8 +64,9 @@ def run(
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
-        if resume and resume_from is None and config is not None:
-            _refuse_to_begin_anew(config.parent, Path(settings.out))
+        beside = resume and resume_from is None and config is not None and any(config.parent.glob(STATES))
+        if config is not None and beside and not any(Path(settings.out).glob(STATES)):
+            raise click.UsageError(f"no checkpoint in {settings.out}, and {config} lies beside some; say --out {config.parent}")
         how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
         code = _run(settings, how, recalibrate, report)
     ctx.exit(code)
@@ -151,14 +154,6 @@ def _stopped(session: "Session", n_done: int) -> str:
         return f"{at}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
     again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
     return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
-
-
-def _refuse_to_begin_anew(folder: Path, out: Path) -> None:
-    """UsageError where the settings are those of a run that has checkpoints, and --resume would find none in `out`."""
-    there = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    if there and not any(out.glob("checkpoint-*/trainer_state.json")):
-        found = on_one_line(str(max(there, key=lambda path: path.stat().st_mtime)))
-        raise click.UsageError(f"no checkpoint in {out}, and there is {found}; say --out {folder}, or --resume-from {found}")
 
 
 def _refuse_contradictions(settings: RunSettings, given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:

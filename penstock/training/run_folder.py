@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
-from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, run_text
+from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, located, run_text
 from penstock.settings import RunSettings
 from runtime.errors import CheckpointError
 from runtime.executor import say
@@ -25,7 +25,6 @@ from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 
-MaybePath = TypeVar("MaybePath", str, str | None)
 WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE, PLAN_FILE)  # besides checkpoints
 
 
@@ -81,28 +80,11 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def write_settings(settings: RunSettings, file: PlanFile) -> None:
-    """Write all settings and the plan into the folder of the run, so that it can be resumed from anywhere, and under another name;
-    CheckpointError where the disk refuses."""
-    out, data, evaluation = Path(os.path.abspath(settings.out)), settings.data, settings.evaluation
-    mix = tuple(replace(part, path=_whole_path(part.path)) for part in data.mix)
-    located = replace(
-        settings,
-        out=str(out),
-        plan=str(out / PLAN_FILE),
-        model=_whole_path(settings.model or file.plan.model.path),
-        adapter=_whole_path(settings.adapter),
-        packed=_whole_path(settings.packed),
-        data=replace(data, path=_whole_path(data.path), mix=mix),
-        evaluation=replace(evaluation, data=_whole_path(evaluation.data)),
-    )
+    """Write all settings and the plan into the folder of the run, which may be moved then; CheckpointError if the disk refuses."""
+    out, model = Path(os.path.abspath(settings.out)), settings.model or file.plan.model.path
     with writing(out / RUN_FILE):
-        write_whole(out / RUN_FILE, run_text(located))
+        write_whole(out / RUN_FILE, run_text(located(replace(settings, out=str(out), plan=str(out / PLAN_FILE), model=model))))
     file.write(out / PLAN_FILE)
-
-
-def _whole_path(path: MaybePath) -> MaybePath:
-    """From the root; as it is where there is no such file or folder, as a program's own batches are none."""
-    return os.path.abspath(path) if path is not None and os.path.exists(path) else path
 
 
 # -- logs: lines of JSON ---------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_an_adapter_is_taken_on_the_base_that_it_was_trained_on_and_as_it_was_sa
         yield train(home, plan, "--model", home / base, "--adapter", adapter, out=f"on-{number}", steps=1, scratch=BYTES)
 
     for done in outcomes(first, "other"):
-        one_line(done, 2, f"{first}: trained on another model than {home / 'other'}", "give the model that it was trained on")
+        one_line(done, 2, f"{first}: trained on another base model, whose weights differ from these; give that one")
     for done in outcomes(home / "changed", "model"):
         one_line(done, 2, "changed/adapter_model.safetensors: its content is not what was saved (SHA-256)")
     for done in (*outcomes(first, "model"), *outcomes(home / "bare", "other")):

@@ -134,6 +134,28 @@ def test_without_a_model_bytes_are_shown(home, given):
     one_line(penstock("data", home / "qa.json", "--model", home / "none"), 2, "no such folder")
 
 
+def test_bad_rows_are_a_line_each_and_left_out_by_share(home, given):
+    rows = lines({"prompt": f"{q} ", "completion": a} for q, a in PAIRS)
+    (home / "dirty.jsonl").write_bytes(b'{"prompt": "\n' + rows + b'{"prompt": "x"}\n{"text": "y"}\n')
+    asked = ["run", home / "plan.json", "--data", home / "dirty.jsonl", *SCRATCH, "--steps", 1, "--out", home / "dirty"]
+    refused = penstock(*asked, "--bad-rows", "1%")
+    one_line(refused, 2, "dirty.jsonl:1: ", "3 of 15 rows are bad; mend them, or leave out as many with --bad-rows 20%")
+    assert [line.split(": ")[0] for line in refused.stderr.splitlines()[-2:]] == [f"  {home}/dirty.jsonl:{n}" for n in (14, 15)]
+    assert "bad rows: 3 of 15, left out: " in succeeded(penstock(*asked, "--bad-rows", "20%")).stderr
+    assert "bad rows\t3" in succeeded(penstock("data", home / "dirty.jsonl", "--bad-rows", 0.2)).stdout
+
+
+def test_sequences_beyond_the_models_positions_are_said(home, given):
+    config = json.loads((home / "model" / "config.json").read_text())
+    (home / "short").mkdir()
+    (home / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    said = "sequences of 32 tokens, and the model knows 16 positions (max_position_embeddings); plan with a shorter --seq-len"
+    planned = succeeded(penstock("plan", home / "short", *SIZES, "-o", home / "short.json"))
+    assert f"note: {said}" in planned.stderr
+    ran = succeeded(penstock("run", home / "short.json", *given["csv"], *SCRATCH, "--steps", 1, "--out", home / "beyond"))
+    assert f"warning, length: {said}" in ran.stderr
+
+
 def test_a_program_may_mix_too(home, given, tmp_path):
     asked = {"steps": 1, "lr": 1e-3, "from_scratch": True, "settings": {"tokenizer": "bytes"}}
     parts = [{"path": str(home / "qa.json"), "weight": 0.75}, {"path": str(home / "pairs.jsonl"), "weight": 0.25}]
