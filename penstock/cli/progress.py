@@ -90,7 +90,8 @@ def overview(session: "Session") -> dict[str, str]:
     if session.held_out is not None:
         asked, words = session.settings.evaluation, session.held_out.words()
         n = min(asked.max_sequences, session.held_out.n_steps or asked.max_sequences)
-        rows["held out"] = f"{words['data']}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
+        what = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
+        rows["held out"] = f"{what}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
     if session.saves:
         free_bytes = shutil.disk_usage(session.folder).free
         each_bytes = session.plan.checkpoint_bytes(session.settings.checkpoint.weights_only)

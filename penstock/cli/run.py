@@ -64,8 +64,7 @@ def run(
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
-        beside = resume and resume_from is None and config is not None and any(config.parent.glob(STATES))
-        if config is not None and beside and not any(Path(settings.out).glob(STATES)):
+        if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
             raise click.UsageError(f"no checkpoint in {settings.out}, and {config} lies beside some; say --out {config.parent}")
         how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
         code = _run(settings, how, recalibrate, report)

@@ -120,6 +120,7 @@ def test_bad_rows_are_listed_counted_and_left_out_up_to_a_share(lines, made):
     n_made = len(made)
     found = read(lines, bad_rows=0.445)
     assert len(made) == n_made == 30 + 54
+    assert found.words()["rows"] == "30 documents"
     assert found.words()["bad rows"].startswith(f'24 of 54, left out: {lines}:1: no string under "text"; {lines}:32: Expecting')
     assert found.batch(0).input_ids.equal(good.batch(0).input_ids)
     with pytest.raises(DataError, match="24 of 54 rows are bad"):
