@@ -101,7 +101,7 @@ def load_state(checkpoint: Path) -> State:
     return State(checkpoint, manifest.step, manifest.state, Shards(checkpoint / name for name in names))
 
 
-def refuse_another_base(adapter: Path, base: str) -> None:
+def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
     """CheckpointError unless an adapter that a run saved has the bytes that were saved, and was trained on the weights of this
     digest. One that was made elsewhere says neither."""
     path = adapter / STATE_FILE
@@ -109,7 +109,7 @@ def refuse_another_base(adapter: Path, base: str) -> None:
         return
     manifest, own = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
     _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in own})
-    if manifest.state.get("frozen", base) != base:
+    if "frozen" in manifest.state and manifest.state["frozen"] != digest():
         advice = f"give that one, or a folder of {' and '.join(own)} alone, for any base"
         raise CheckpointError(f"{adapter}: trained on another base model, whose weights differ from these; {advice}")
 

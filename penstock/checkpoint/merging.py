@@ -35,7 +35,7 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     shards = _outlines(base)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
     lora, factors = read_adapter(adapter, {name: tuple(outline.shape) for name, outline in outlines.items()})
-    refuse_another_base(adapter, weights_digest(base))
+    refuse_another_base(adapter, lambda: weights_digest(base))
     others = _other_files(base, shards)
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
 

@@ -187,7 +187,7 @@ def _real(
     weights = weights_of(settings, plan, folder, state)
     of_weights = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
     if state is None and settings.adapter is not None:
-        refuse_another_base(Path(settings.adapter), of_weights)
+        refuse_another_base(Path(settings.adapter), lambda: of_weights)
     refuse_what_does_not_fit(plan, device, settings.device, 1 if ranks is None else ranks.n_here)
     report("reading the data")
     data = data or data_of(settings, plan, folder, report=report)
