@@ -71,7 +71,7 @@ def _drop_stdout() -> None:
 
 
 def _fail(message: str, exit_code: int, notes: Iterable[str] = ()) -> NoReturn:
-    """Print the message in one line, whatever file names it holds, its notes in a line each, and exit."""
-    for line in (f"error: {on_one_line(message)}", *(f"  {on_one_line(note)}" for note in notes)):
+    """Print the message in one line, whatever file names it holds, below its notes in a line each, and exit."""
+    for line in (*(f"  {on_one_line(note)}" for note in notes), f"error: {on_one_line(message)}"):
         click.echo(line, err=True)
     sys.exit(exit_code)
