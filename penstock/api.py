@@ -23,14 +23,14 @@ from planner.check.check import summary
 from planner.model.kernels import PARTS, with_kernels
 from planner.model.workload import read_model, supported_attention
 from planner.search.claim import Certificate, claimed
-from runtime.errors import CheckpointError, PlanError, WrongPlanError
+from runtime.errors import PlanError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from runtime.plan.timeline import Timeline
 from runtime.plan.train import training
 from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
-from .run_config import RUN_FILE, read_run
+from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
     from penstock.data.given import Batches
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from runtime.executor import Stop
 
 Fields = TypeVar("Fields")
-PLAN_FILE = "run-plan.json"  # the plan, in the folder of a run that a program started, so that a command can resume it
 PAGE_PIXELS = 900  # of a report in a notebook
 
 
@@ -321,10 +320,7 @@ def train(
 
     with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop) as session:
         trainer = Trainer(session, step)
-        if (folder / PLAN_FILE).exists() and not (folder / RUN_FILE).exists():
-            raise CheckpointError(f"{folder / PLAN_FILE}: not written by a run, which writes such a file; choose another out")
-        file.write(folder / PLAN_FILE)
-        write_settings(asked)
+        write_settings(asked, file)
         timeline, _ = trainer.train()
     return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 

@@ -1,10 +1,11 @@
 """The settings of a run from a YAML or TOML file and from flags, and help for what is not understood.
 
 Flags override the file. Relative paths are relative to the working directory, as on the command line. A run writes its settings,
-as understood, to RUN_FILE in its folder, and `read_run` reads them back.
+as understood, to RUN_FILE in its folder, beside its plan, and `read_run` reads them back, wherever the folder is by then.
 """
 
 import difflib
+import json
 import os
 import re
 import reprlib
@@ -24,7 +25,7 @@ from runtime.units import on_one_line
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters about unknown keys; of many, only their names are listed
-RUN_FILE = "run.yaml"
+RUN_FILE, PLAN_FILE = "run.yaml", "run-plan.json"
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
@@ -38,6 +39,7 @@ def _by_their_name(table: str) -> dict[str, str]:
 
 ALSO_KNOWN_AS = _by_their_name("settings")  # ours, by what other trainers call a setting
 PLAN_FLAGS = _by_their_name("plan_flags")
+_PATHS = ("model", "adapter", "packed", "path", "data")
 _OF_THE_PLAN = PLAN_FLAGS | _by_their_name("decided_by_plan")
 _EXPECTED = {
     "tuple_type": "should be a list",
@@ -54,6 +56,8 @@ class RunConfigError(PenstockError):
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     """The settings of a file, if there is one, and of flags by dotted names (`optimizer.lr`), which override it."""
     given = {} if path is None else _with_data_in_full(_read(path))
+    if path is not None and path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}":
+        given |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # a run's folder, which may have been moved
     where = "the command line" if path is None else str(path)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in flags and other not in flags:
@@ -81,6 +85,16 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
         raise RunConfigError(f"{where}: data.path and data.mix are both given; put the path among those of data.mix")
     _refuse_idle(where, settings)
     return settings
+
+
+def located(settings: RunSettings) -> RunSettings:
+    """The same, with paths from the root where there is such a file or folder: a program's own batches are none."""
+
+    def from_root(fields: dict[str, Any]) -> dict[str, Any]:
+        at = [key for key in _PATHS if isinstance(fields.get(key), str) and os.path.exists(fields[key])]
+        return fields | {key: os.path.abspath(fields[key]) for key in at}
+
+    return _RUN.validate_python(json.loads(_RUN.dump_json(settings), object_hook=from_root))
 
 
 def run_text(settings: RunSettings) -> str:
@@ -166,6 +180,7 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
         ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
         ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
         ("evaluation.top_p", sampled, "a temperature above 0", evaluation.temperature > 0),
+        ("data.bad_rows", data.bad_rows > 0, "data that is read before training (leave out data.streaming)", not data.streaming),
         ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
         ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),
         ("optimizer.schedule.min_lr_fraction", schedule.min_lr_fraction > 0, "cosine", decays or schedule.kind == "cosine"),

@@ -1,14 +1,16 @@
 """Files of a run's folder: its timeline, its log and its samples."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.run_config import PLAN_FILE
 from planner.show.run_log import LoggedRun, read_log, read_samples
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
-from runtime.plan import Plan
+from runtime.plan import Plan, PlanFile
 from runtime.plan.timeline import Timeline
 
 MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
@@ -24,6 +26,15 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
         raise CheckpointError(f"{folder}: {problem}; {GIVE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
     return LoggedRun(timeline, read_log(_lines(log_file)), read_samples(_lines(folder / "samples.jsonl")))
+
+
+def refuse_another_plan(folder: Path, plan: Plan) -> None:
+    """CheckpointError for a run whose folder holds another plan; the machine that it was predicted for may be another."""
+    own = folder / PLAN_FILE
+    if os.path.lexists(own):
+        performed = PlanFile.read(own).plan
+        if replace(performed, profile=plan.profile, model=replace(plan.model, config=performed.model.config)) != plan:
+            raise CheckpointError(f"{folder}: a run of another plan; give the plan that it performed, {own}")
 
 
 def read_timeline(path: Path, plan: Plan) -> Timeline:

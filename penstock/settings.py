@@ -71,6 +71,7 @@ class DataSettings:
     )
     # joined: cut from one long row of tokens, attention sees across documents; documents: packed whole, each attends to itself
     # alone; one: a sequence each, padded; auto: joined for text, documents for chats where attention can be kept apart
+    bad_rows: Fraction = flagged(0.0, "--bad-rows", "Share of rows that may be bad, as 1%, and are left out.", "0: stop", "SHARE")
     packing: Literal["auto", "joined", "documents", "one"] = flagged(
         "auto", "--packing", "How documents share a sequence: joined and cut, whole and each by itself, or one in each."
     )

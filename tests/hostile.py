@@ -78,13 +78,15 @@ def make_house(home: Path) -> None:
     plan_in(home)
     plan_in(home, "--train", "lora:r=2", name="lora.json")
     with chdir(home):
-        for plan, out, steps in (("plan.json", "run", 2), ("lora.json", "tuned", 1)):
-            succeeded(penstock("run", plan, "--data", "data.jsonl", "--steps", steps, "--out", out, *SCRATCH))
-    (home / "tuned" / "checkpoint-1").rename(home / "adapter")
+        succeeded(penstock("run", "plan.json", "--data", "data.jsonl", "--steps", 2, "--out", "run", *SCRATCH))
     for folder in (weights, sharded):
         folder.mkdir()
         shutil.copy(model / "config.json", folder)
     save_file(weights_in(home / "run" / "checkpoint-2"), weights / "model.safetensors")
+    with chdir(home):
+        tuned = ["--data", "data.jsonl", "--model", "weights", "--tokenizer", "bytes", "--steps", 1, "--out", "tuned"]
+        succeeded(penstock("run", "lora.json", *tuned))
+    (home / "tuned" / "checkpoint-1").rename(home / "adapter")
     shutil.copy(weights / "model.safetensors", sharded / SHARD)
     index = {"metadata": {"total_size": 0}, "weight_map": dict.fromkeys(load_file(sharded / SHARD), SHARD)}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))

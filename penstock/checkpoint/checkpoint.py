@@ -88,18 +88,7 @@ def load_state(checkpoint: Path) -> State:
     path = checkpoint / STATE_FILE
     if not path.exists() and has_weights(checkpoint):
         raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")
-    fields = read_json(path)
-    if "format_version" not in fields:  # Hugging Face's trainer writes a file of this name too
-        raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
-    if fields["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
-    if fields.get("sha256") != sum_of(fields):
-        raise _damaged(path, "its content is not what was saved (SHA-256)")
-    try:
-        manifest = _MANIFEST.validate_python(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _damaged(path, f"{'.'.join(map(str, first['loc']))[:80]!r}: {first['msg'][:80]}") from None
+    manifest = _manifest(path, read_json(path))
     if (named := NAME.fullmatch(checkpoint.name)) and int(named[1]) != manifest.step:
         raise _damaged(path, f"the state of step {manifest.step}, in a folder of another's name")
     if manifest.state.get("weights_only"):
@@ -107,7 +96,41 @@ def load_state(checkpoint: Path) -> State:
             f"{checkpoint}: the model's weights alone (--weights-only), with nothing to resume a run from: train from them with "
             f"--model {checkpoint} and another --out; resume from another checkpoint"
         )
-    for name, expected in manifest.files.items():
+    _refuse_changed(checkpoint, manifest.files)
+    names = sorted(name for name in manifest.files if name.startswith("optimizer-"))
+    return State(checkpoint, manifest.step, manifest.state, Shards(checkpoint / name for name in names))
+
+
+def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
+    """CheckpointError unless an adapter that a run saved has the bytes that were saved, and was trained on the weights of this
+    digest. One that was made elsewhere says neither."""
+    path = adapter / STATE_FILE
+    if not path.exists() or "format_version" not in (fields := read_json(path)):
+        return
+    manifest, own = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
+    _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in own})
+    if "frozen" in manifest.state and manifest.state["frozen"] != digest():
+        advice = f"give that one, or a folder of {' and '.join(own)} alone, for any base"
+        raise CheckpointError(f"{adapter}: trained on another base model, whose weights differ from these; {advice}")
+
+
+def _manifest(path: Path, fields: Mapping[str, Any]) -> _Manifest:
+    """What a state file says, which its own SHA-256 vouches for."""
+    if "format_version" not in fields:  # Hugging Face's trainer writes a file of this name too
+        raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
+    if fields["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
+    if fields.get("sha256") != sum_of(fields):
+        raise _damaged(path, "its content is not what was saved (SHA-256)")
+    try:
+        return _MANIFEST.validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _damaged(path, f"{'.'.join(map(str, first['loc']))[:80]!r}: {first['msg'][:80]}") from None
+
+
+def _refuse_changed(checkpoint: Path, files: Mapping[str, _File]) -> None:
+    for name, expected in files.items():
         path = checkpoint / name
         try:
             if path.is_symlink() or path.stat().st_size != expected.n_bytes:
@@ -117,8 +140,6 @@ def load_state(checkpoint: Path) -> State:
                     raise _damaged(path, "its content is not what was saved (SHA-256)")
         except OSError as error:
             raise _damaged(path, f"cannot be read ({error.strerror})") from None
-    names = sorted(name for name in manifest.files if name.startswith("optimizer-"))
-    return State(checkpoint, manifest.step, manifest.state, Shards(checkpoint / name for name in names))
 
 
 def sum_of(fields: Mapping[str, Any]) -> str:

@@ -17,8 +17,9 @@ from runtime.files import read_whole
 from runtime.units import show_bytes
 
 from .adapter_files import FLOATS, read_adapter
+from .checkpoint import refuse_another_base
 from .disk import new_folder
-from .model_files import INDEX_FILE, MAX_JSON_BYTES, TOKENIZER_FILES, read_json, refuse_quantised, weight_files
+from .model_files import INDEX_FILE, MAX_JSON_BYTES, TOKENIZER_FILES, read_json, refuse_quantised, weight_files, weights_digest
 from .tensor_files import Shards, write_new, write_tensors
 
 PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
@@ -34,6 +35,7 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     shards = _outlines(base)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
     lora, factors = read_adapter(adapter, {name: tuple(outline.shape) for name, outline in outlines.items()})
+    refuse_another_base(adapter, lambda: weights_digest(base))
     others = _other_files(base, shards)
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
 

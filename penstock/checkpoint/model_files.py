@@ -104,11 +104,11 @@ def weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     stored = Shards(weight_files(folder))
     for name in sorted(stored):
-        tensor = stored[name]
-        content = tensor.reshape(-1).view(torch.uint8)
+        content = (tensor := stored[name]).reshape(-1).view(torch.uint8)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         for end in (content[:END_BYTES], content[-END_BYTES:]):
             digest.update(end.numpy().tobytes())
+        del tensor, content, end  # before the next is read
     return digest.hexdigest()
 
 

@@ -47,6 +47,7 @@ class Sample:
 @flag_of("data.columns")
 @flag_of("data.split")
 @flag_of("data.packing")
+@flag_of("data.bad_rows")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
     """Show the first documents of PATH as the model reads them, with what is learned marked, and count all of them.
@@ -103,7 +104,7 @@ def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:
     """The first documents in the order of the files."""
     documents, shape = part.documents, part.shape
-    for d in range(min(n, len(documents.lengths))):
+    for d in [d for d in range(len(documents.lengths)) if d not in documents.problems][:n]:
         ids, runs = documents.ids(d).tolist(), documents.runs(d)
         shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document goes on in the next sequence
         edges = [0, *runs.reshape(-1).clip(0, len(shown)).tolist(), len(shown)]
@@ -121,7 +122,8 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
     targets = (row_of(part.documents, segments, part.shape)[1] for part, segments in packed)
     return {
-        "rows": sum(len({part.documents.where(d) for d in range(len(part.documents.lengths))}) for part in parts),
+        "rows": sum(part.documents.n_rows for part in parts),
+        "bad_rows": sum(len(part.documents.problems) for part in parts),
         "documents": of["documents"],
         "left_out_with_nothing_to_learn": of["unsupervised"],
         "left_out_as_too_long": of["skipped"],

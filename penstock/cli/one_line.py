@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import click
@@ -30,7 +31,7 @@ class OneLine(click.Command):
                 code = super().main(*args, **extra)
                 sys.stdout.flush()
         except PenstockError as error:
-            _fail(str(error), error.exit_code)
+            _fail(str(error), error.exit_code, getattr(error, "__notes__", ()))
         except click.ClickException as error:
             _fail(" ".join(error.format_message().split()), 2)
         except ModuleNotFoundError as error:
@@ -69,7 +70,8 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(message: str, exit_code: int) -> NoReturn:
-    """Print the message in one line, whatever file names it holds, and exit."""
-    click.echo(f"error: {on_one_line(message)}", err=True)
+def _fail(message: str, exit_code: int, notes: Iterable[str] = ()) -> NoReturn:
+    """Print the message in one line, whatever file names it holds, below its notes in a line each, and exit."""
+    for line in (*(f"  {on_one_line(note)}" for note in notes), f"error: {on_one_line(message)}"):
+        click.echo(line, err=True)
     sys.exit(exit_code)

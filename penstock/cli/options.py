@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import click
 
 from penstock.run_config import ALSO_KNOWN_AS, advice, part_of
-from penstock.settings import Flag, settings_of
+from penstock.settings import Flag, Fraction, settings_of
 from runtime.plan import Semantics
 from runtime.units import parse_bytes, parse_count
 
@@ -179,6 +179,8 @@ def option(flag: Flag, param: str, of: Field[Any]) -> Option:
 
 def _type(kind: Any) -> Any:
     """What click parses: a choice, a number or text."""
+    if kind is Fraction:
+        return Parsed("share", lambda text: float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
     inner = get_args(kind)
@@ -198,7 +200,10 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were given as flags, by dotted names."""
     given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
     if "data.columns" in given:
-        given["data.columns"] = dict(_column(text) for text in given["data.columns"])
+        columns = [_column(text) for text in given["data.columns"]]
+        if len(dict(columns)) < len(columns):
+            raise click.UsageError("--columns: a name is given two columns of the file; give each name one")
+        given["data.columns"] = dict(columns)
     if "data.path" in given:  # one, or several, each perhaps with a weight behind a colon
         parts = [part_of(path) for path in given["data.path"]]
         is_one = len(parts) == 1 and "weight" not in parts[0]

@@ -21,7 +21,7 @@ from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
 from .options import BYTES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
-from .outputs import check_output
+from .outputs import beyond_positions, check_output
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -121,8 +121,8 @@ def plan(
         print_report(facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout))
     if not IS_COMPILED:
         click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
-    if (unread := unread_weights(found.plan.model, found.plan.semantics.base)) is not None:
-        click.echo(f"note: {on_one_line(unread)}", err=True)
+    for note in filter(None, (unread_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):
+        click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
         written = on_one_line(str(output))
         run = f"penstock run {written} --data FOLDER{_needed(found.plan.model)}"

@@ -24,7 +24,7 @@ from runtime.errors import PlanError
 from runtime.plan.footprint import planned_device_needs
 from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
-from .outputs import check_output, json_text, show_table, write_output
+from .outputs import beyond_positions, check_output, json_text, show_table, write_output
 
 if TYPE_CHECKING:
     from penstock.training.session import Session
@@ -68,7 +68,7 @@ class Preparing(Bar):
 def show_overview(rows: Mapping[str, str]) -> None:
     """Print the overview of a run, or of data, a line `name: value` each."""
     for name, value in rows.items():
-        style = {"fg": "yellow"} if name == "warning" else {"bold": True}
+        style = {"fg": "yellow"} if name.startswith("warning") else {"bold": True}
         click.echo(f"{click.style(f'{name}:', **style)} {on_one_line(value)}", err=True)
 
 
@@ -85,10 +85,13 @@ def overview(session: "Session") -> dict[str, str]:
         "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
         "predicted": _predicted(session, n_steps - first_step),
     }
+    if (beyond := beyond_positions(session.plan)) is not None:
+        rows["warning, length"] = beyond
     if session.held_out is not None:
         asked, words = session.settings.evaluation, session.held_out.words()
         n = min(asked.max_sequences, session.held_out.n_steps or asked.max_sequences)
-        rows["held out"] = f"{words['data']}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
+        what = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
+        rows["held out"] = f"{what}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
     if session.saves:
         free_bytes = shutil.disk_usage(session.folder).free
         each_bytes = session.plan.checkpoint_bytes(session.settings.checkpoint.weights_only)

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from penstock.api import predict, proven
+from penstock.run_files import refuse_another_plan
 from penstock.version import version_in_words
 from planner.search.claim import claimed
 from runtime.errors import PlanError, WrongPlanError
@@ -62,6 +63,8 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
         proven(str(plan_file), file, search=False)
     except WrongPlanError as error:
         raise PlanError(str(error)) from None
+    if run_dir is not None:
+        refuse_another_plan(run_dir, file.plan)
     is_page = output.suffix.lower() in PAGES
     drawn = (_page if is_page else _trace)(file, plan_file, run_dir)
     write_output(output, drawn)

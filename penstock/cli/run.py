@@ -25,6 +25,8 @@ from .progress import Preparing, Progress, overview, refuse_to_recalibrate, show
 if TYPE_CHECKING:
     from penstock.training.session import Session
 
+STATES = "checkpoint-*/trainer_state.json"
+
 
 @click.command("run", cls=RunCommand)
 @click.argument("plan_file", metavar="[PLAN]", required=False, type=PATH)
@@ -52,8 +54,9 @@ def run(
 ) -> None:
     """Train with PLAN and compare what was predicted with what was measured.
 
-    Writes metrics.jsonl, run.yaml (all settings), timeline.json and checkpoint-N/ (which transformers loads) into --out. SIGTERM
-    and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan does not fit this machine.
+    Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
+    --out, a folder that may be moved. SIGTERM and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan
+    does not fit this machine.
     """
     given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
@@ -61,6 +64,8 @@ def run(
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
+        if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
+            raise click.UsageError(f"no checkpoint in {settings.out}, and {config} lies beside some; say --out {config.parent}")
         how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
         code = _run(settings, how, recalibrate, report)
     ctx.exit(code)
@@ -92,7 +97,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             of_run = {"refuse": refuse, "report": report, "ranks": ranks, **how}
             with open_session(settings, file, settings.plan or "", **of_run) as session:
                 report.stop()
-                return _train(session, recalibrate)
+                return _train(session, file, recalibrate)
     except GoneError as error:
         return error.exit_code
     except RanksError:
@@ -111,14 +116,14 @@ def _without_machine_code() -> None:
         del sys.modules["numba"]
 
 
-def _train(session: "Session", recalibrate: Path | None) -> int:
+def _train(session: "Session", file: PlanFile, recalibrate: Path | None) -> int:
     """Perform the steps and show the outcome; the exit code."""
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
     stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
-    write_settings(session.settings)
+    write_settings(session.settings, file)
     show_overview(overview(session))
     asked = list[int]()
 

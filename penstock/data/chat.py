@@ -8,6 +8,7 @@ seen at inference. So each answer becomes a document of its own, after the promp
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, tzinfo
 from typing import Any, cast
 
@@ -59,6 +60,17 @@ class ChatTemplate:
         if None in spans:  # a turn is written differently once others follow
             return [self._answer(chat, i, where) for i in learned]
         return [(text, whole)]
+
+    def dropped(self, chat: Chat, rendered: Sequence[Rendered]) -> list[str]:
+        """Roles of messages, not the assistant's, without which the text is the same: the template does not know them."""
+        found = set[str]()
+        for i, message in enumerate(chat.messages):
+            words = message["content"].strip()
+            if message["role"] not in (*found, "assistant") and not any(words in text for text, _ in rendered):
+                with suppress(DataError):  # a template may insist on it
+                    without = self._text(chat.messages[:i] + chat.messages[i + 1 :], chat.tools, "")
+                    found |= {message["role"]} if without == self._text(chat.messages, chat.tools, "") else set()
+        return sorted(found)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The tokens after which the assistant's answer begins."""

@@ -6,7 +6,9 @@ are made before training and kept in a cache, or made as they are needed.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,7 @@ def read_data(
             fingerprint = _fingerprint(content, reader.identity, asdict(shape), part.shuffle_buffer, batch_size, shuffle_seed)
             stream = Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
             return Loader(stream, settings.workers)
-        sets.append(_packed(reader, shape, shuffle_seed, cache, report))
+        sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report))
     shares = shares_of(weights, [len(each.sequences) for each in sets])
     fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
     return Loader(MapStyleData(tuple(sets), shares, batch_size, shuffle_seed, fingerprint), settings.workers)
@@ -73,19 +75,29 @@ def read_data(
 def reader_of(
     settings: DataSettings, tokenizer: ModelTokenizer, vocab_size: int, run: Path, preferred: tuple[str, ...] = TRAIN
 ) -> Reader:
-    """How a data set is read for a model of `vocab_size` token ids; of its rows only the first was looked at. `run`: the folder
-    that the run writes to, which is no data. `preferred`: which splits, where the settings name none."""
+    """How a data set is read for a model of `vocab_size` token ids; of each file only the first row was looked at. `run`: the
+    folder that the run writes to, which is no data. `preferred`: which splits, where the settings name none."""
     if tokenizer.end_id >= vocab_size:
         advice = "reading bytes needs 257; else use the tokenizer of this model"
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {vocab_size} token ids; {advice}")
     columns = settings.columns or {}
     if unknown := [name for name in columns if name not in COLUMNS]:
         raise DataError(f"--columns {unknown[0][:40]}=...: no such column; there are {', '.join(COLUMNS)}")
+    if doubled := [name for name, n in Counter(columns.values()).items() if n > 1]:
+        raise DataError(f"--columns ...={doubled[0][:40]}: the column would be read twice; name it once")
     files = find_files(Path(settings.path or ""), run, settings.split, preferred)
-    where, first = _first_row(files, columns)
-    format: str = settings.format
+    firsts = _first_rows(files, columns)
+    where, found = next(firsts, ("", None))
+    theirs = found if isinstance(found, dict) else {}
+    if where and (gone := [name for name in columns.values() if name not in theirs]):
+        raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
+    first, format = renamed(found, columns), str(settings.format)
     if format == "auto":
         format = format_of(first, where, columns) if where else "text"
+        for there, row in firsts:
+            if (other := format_of(renamed(row, columns), there, columns)) != format:
+                advice = "give files of different columns each a --data of its own, or say --format"
+                raise DataError(f"{there}: columns of {other}, and those of {where} are of {format}; {advice}")
     prompt = first.get("prompt") if isinstance(first, dict) else None
     is_text = format == "text" or (format == "prompt-completion" and isinstance(prompt, str))
     if format != "text" and files.path.is_dir():
@@ -95,17 +107,18 @@ def reader_of(
     return Reader(files, columns, format, ChatTemplate(tokenizer), vocab_size, is_text)
 
 
-def _first_row(files: DataFiles, columns: dict[str, str]) -> tuple[str, Any]:
-    """Where the first row of the first file of rows is, if any, and that row; DataError where it lacks a column that was mapped."""
+def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    """Where the first row of each file is, and that row, as the file has it; DataError for a file of which none can be read."""
     for number, file in enumerate(files.files):
+        value, where = None, ""
         for n, value in rows_of(file.path, file.kind, columns.values()) if file.kind != "text" else ():
             where = files.where(number, n)
-            row = parsed(value, where) if isinstance(value, bytes) else value
-            theirs = row if isinstance(row, dict) else {}
-            if gone := [name for name in columns.values() if name not in theirs]:
-                raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
-            return where, renamed(row, columns)
-    return "", None
+            with suppress(DataError):  # a bad row among others
+                yield where, parsed(value, where) if isinstance(value, bytes) else value
+                break
+        else:
+            if isinstance(value, bytes):
+                parsed(value, where)
 
 
 def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
@@ -116,9 +129,10 @@ def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
     return "joined" if reader.format == "text" else "documents" if by_document else "one"
 
 
-def _packed(reader: Reader, shape: Shape, seed: int | None, cache: Path, report: Report) -> PackedSet:
+def _packed(reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cache: Path, report: Report) -> PackedSet:
     content = reader.files.content_hash(whole=True)
     documents = kept_documents(reader, content, cache, report)
+    documents.refuse_bad(bad_rows)
     n = len(documents.lengths)
     # The last number tells this order from those of the epochs. A joined row keeps the order of the files.
     order = np.arange(n) if seed is None or shape.packing == "joined" else order_of(n, seed, 0, 0)

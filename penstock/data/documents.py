@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +28,11 @@ from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]
 Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each column
+MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundred times the memory of the text
 DOCUMENTS_AT_ONCE = 100  # in memory until they are written
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row")
+_SAID = ("problem", "dropped")  # what is wrong with a row, and the roles that its template drops
 _VERSION = 3  # of what a row becomes; tokens of another version are made again
 
 tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a killed run would leave behind
@@ -52,9 +56,10 @@ class Reader:
 
     @property
     def features(self) -> Features:
-        """The columns of a document: its ids, edges of the runs that are learned, counts, and where it was read."""
+        """The columns of a document: its ids, edges of the runs that are learned, counts, where it was read, what is said of it."""
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
-        return Features({"ids": List(ids), "learned": List(Value("uint32")), **dict.fromkeys(_COUNTS, Value("int64"))})
+        of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_SAID, Value("string"))
+        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all})
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
         """Documents as they are asked for, of the files in this order. The library keeps its state, by file and row."""
@@ -64,11 +69,11 @@ class Reader:
         return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
 
     def __call__(self, rows: Columns) -> Columns:
-        """The documents of some rows, at least one each; DataError for a row that does not fit the format, or the model."""
+        """The documents of some rows, at least one each, of a bad row an empty one; DataError for tokens that the model has not."""
         places = list(zip(rows["file"], rows["row"], strict=True))
-        found = [(place, one) for place, value in zip(places, rows["value"], strict=True) for one in self._rendered(value, *place)]
+        found = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
         try:
-            texts = [text for _, (text, _) in found]  # only documents have the tokens that a tokenizer puts around them
+            texts = [text for _, (text, _), _ in found]  # only documents have the tokens that a tokenizer puts around them
             encoded = self.template.tokenizer.backend.encode_batch(texts, add_special_tokens=self.is_text)
         except BaseException as error:
             if not is_of_library(error):
@@ -76,19 +81,28 @@ class Reader:
             advice = "write it as UTF-8, with a tokenizer that knows its letters"
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
-        made = [(*self._document(*one, encoding, place), *place) for (place, one), encoding in zip(found, encoded, strict=True)]
-        names = ("ids", "learned", *_COUNTS)
+        made = [
+            (*self._document(*one, encoding, place), *place, *said)
+            for (place, one, said), encoding in zip(found, encoded, strict=True)
+        ]
+        names = ("ids", "learned", *_COUNTS, *_SAID)
         return {name: [values[column] for values in made] for column, name in enumerate(names)}
 
-    def _rendered(self, value: Any, file: int, row: int) -> list[Rendered]:
+    def _read(self, value: Any, file: int, row: int) -> list[tuple[Rendered, tuple[str | None, str | None]]]:
+        """The documents of a row; what is wrong with it and, with the first of them, the roles that the template drops."""
         where = self.files.where(file, row)
-        said = document(renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns), self.format, where)
-        if isinstance(said, Completion) is not self.is_text:
-            raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
-        if not isinstance(said, Completion):
-            return self.template.render(said, where)
-        text = said.prompt + said.completion
-        return [(text, [(len(said.prompt), len(text) + 1)] if text else [])]  # with the end token, which comes after it
+        try:
+            said = document(renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns), self.format, where)
+            if isinstance(said, Completion) is not self.is_text:
+                raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
+            rendered = [] if isinstance(said, Completion) else self.template.render(said, where)
+        except DataError as error:
+            return [(("", []), (str(error), None))]
+        if isinstance(said, Completion):
+            text = said.prompt + said.completion  # the end token comes after it
+            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), (None, None))]
+        dropped = ", ".join(self.template.dropped(said, rendered)) or None
+        return [(one, (None, None if i else dropped)) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Its ids, the edges of runs that are learned, and the counts of its tokens, of those that are learned, and of targets."""
@@ -133,6 +147,23 @@ class Documents:
         self.files, column = files, dataset.data.column
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
+        places = np.stack([column(name).to_numpy() for name in _COUNTS[3:]])
+        self.n_rows = min(1, places.shape[1]) + int(np.diff(places).any(axis=0).sum())
+        problems = column("problem")
+        self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # by document: bad rows
+        self.dropped = Counter[str](column("dropped").drop_null().to_pylist())  # rows by roles that the template drops
+
+    def refuse_bad(self, share: float) -> None:
+        """DataError, with the first twenty as notes, where more rows than this share of all are bad."""
+        bad, n = [*self.problems.values()], len(self.problems)
+        if n <= share * self.n_rows * (1 + 1e-9):
+            return
+        least = math.ceil(1000 * n / self.n_rows) / 10
+        how = f", or leave out as many with --bad-rows {least:g}%" if n < self.n_rows else ""
+        error = DataError(f"{bad[0]} ({n:,} of {self.n_rows:,} rows are bad; mend them{how})")
+        for line in [*bad[1:MOST_SHOWN], f"and {n - MOST_SHOWN:,} more"][: n - 1]:
+            error.add_note(line)
+        raise error
 
     def ids(self, document: int) -> npt.NDArray[np.unsignedinteger]:
         """Its tokens, a view of the file."""
@@ -150,7 +181,7 @@ class Documents:
 def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
     """All documents of a data set, made unless an earlier run made them. `datasets` keeps them in the folder `cache`, under a
     fingerprint of the files' content and of all that decides what becomes of it; processes that start together make them once.
-    DataError for a row that is refused, and a folder that cannot be written."""
+    DataError for a file that is refused, and a folder that cannot be written."""
 
     def told() -> Iterator[dict[str, Any]]:
         for n, example in enumerate(reader.stream(range(len(reader.files.files)))):
@@ -159,7 +190,7 @@ def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Calla
             yield example
 
     disable_progress_bars()
-    made_by = [content_hash, reader.identity, tokenizers.__version__, transformers.__version__]
+    made_by = [content_hash, reader.identity, _SAID, tokenizers.__version__, transformers.__version__]
     fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
     options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:

@@ -61,10 +61,11 @@ def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
 
 
 def renamed(row: Any, columns: Mapping[str, str]) -> Any:
-    """The row with columns renamed to ours: `columns` holds the file's name of each; a column whose name is taken is left out."""
+    """The row with columns renamed to ours: `columns` holds the file's name of each, by which it is not read again; a column whose
+    name is taken is left out."""
     if not columns or not isinstance(row, dict):
         return row
-    kept = {name: value for name, value in row.items() if name not in columns}
+    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
     return kept | {name: row[theirs] for name, theirs in columns.items() if theirs in row}
 
 

@@ -55,7 +55,8 @@ class Sequences:
 
 
 def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, Counts]:
-    """All documents, in the order `order`, as sequences that each have something to learn; DataError for one that is refused."""
+    """Documents but bad rows, in this order, as sequences that each have something to learn; DataError for one that is refused."""
+    order = order[~np.isin(order, [*documents.problems])]
     learns = (documents.n_learned if shape.packing == "joined" else documents.n_targets)[order] > 0
     counts = Counts({"documents": len(order), "unsupervised": int((~learns).sum())})
     if shape.unsupervised == "refuse" and counts["unsupervised"]:

@@ -99,7 +99,16 @@ class MapStyleData:
             if of:
                 fraction = share / len(self._turns)
                 said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
+            if part.documents.problems:
+                first = "; ".join(problem.partition("; ")[0] for problem in [*part.documents.problems.values()][:3])
+                said[f"bad rows{of}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
+            if dropped := part.documents.dropped:
+                roles = ", ".join(f"{role} (in {n:,} rows)" for role, n in sorted(dropped.items()))
+                said[f"warning, roles{of}"] = f"the model's chat template drops what {roles} say; call them system or user"
             cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
+        if self.n_sequences < self.batch_size:
+            few = f"a step of {self.batch_size:,} sequences trains on some of these {self.n_sequences:,} more than once"
+            said["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
         return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
@@ -142,6 +151,7 @@ class Stream:
     def _packed(self, epoch: int, buffer: Columns, indices: list[int]) -> Columns:
         """The sequences of a shuffle buffer's documents, in an order of their own."""
         documents = Documents(Dataset.from_dict(buffer, self.reader.features), self.reader.files)
+        documents.refuse_bad(0)
         sequences, _ = pack(documents, self._order(len(indices), epoch, indices[0], 0), self.shape)
         order = self._order(len(sequences), epoch, indices[0], 1)
         return {"row": [row_of(documents, sequences[i], self.shape) for i in order.tolist()]}

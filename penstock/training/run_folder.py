@@ -8,22 +8,24 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.checkpoint import State, latest, load_state, whole
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
-from penstock.run_config import RUN_FILE, WRITTEN_BY_A_RUN, run_text
+from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, located, run_text
 from penstock.settings import RunSettings
 from runtime.errors import CheckpointError
 from runtime.executor import say
 from runtime.files import fields_of, try_to_write, write_whole
+from runtime.plan import PlanFile
 from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE)  # besides checkpoints
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "timeline.json", RUN_FILE, PLAN_FILE)  # besides checkpoints
 
 
 @contextmanager
@@ -77,11 +79,12 @@ def _locked(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_settings(settings: RunSettings) -> None:
-    """Write all settings into the folder of the run; CheckpointError where the disk refuses."""
-    path = Path(settings.out) / RUN_FILE
-    with writing(path):
-        write_whole(path, run_text(settings))
+def write_settings(settings: RunSettings, file: PlanFile) -> None:
+    """Write all settings and the plan into the folder of the run, which may be moved then; CheckpointError if the disk refuses."""
+    out, model = Path(os.path.abspath(settings.out)), settings.model or file.plan.model.path
+    with writing(out / RUN_FILE):
+        write_whole(out / RUN_FILE, run_text(located(replace(settings, out=str(out), plan=str(out / PLAN_FILE), model=model))))
+    file.write(out / PLAN_FILE)
 
 
 # -- logs: lines of JSON ---------------------------------------------------------------------------------------------------

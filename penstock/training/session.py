@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hwprofiles.schema import Profile
-from penstock.checkpoint.checkpoint import State, identity, refuse_another
+from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, unheard
@@ -183,6 +183,9 @@ def _real(
     prediction = predicted(plan)[2]
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
+    of_weights = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
+    if state is None and settings.adapter is not None:
+        refuse_another_base(Path(settings.adapter), lambda: of_weights)
     refuse_what_does_not_fit(plan, device, settings.device, 1 if ranks is None else ranks.n_here)
     report("reading the data")
     data = data or data_of(settings, plan, folder, report=report)
@@ -196,10 +199,9 @@ def _real(
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
     report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
     store = machine_of(device, plan, data, of_step, settings.seed, ranks)
-    frozen = None if plan.workload.trains_all else read_by_all(data, weights).get("weights", f"random, by seed {settings.seed}")
     session = Session(
         *(settings, plan, device, store, store, data, n_steps, prediction),
-        identity=identity(plan, data, settings.seed, optimizer, frozen),
+        identity=identity(plan, data, settings.seed, optimizer, None if plan.workload.trains_all else of_weights),
         first_step=first_step,
         weights=_weights_in_words(settings, weights, state),
         tokenizer_from=folder if settings.tokenizer == "model" else None,

@@ -134,10 +134,34 @@ def test_an_adapter_of_another_kind_or_base_is_refused(home):
     one_line(train(home, whole, "--adapter", first, out="b", scratch=BYTES), 2, "the plan trains none", "--train lora:r=4")
     with_weights(home / "deeper", "qwen3", num_hidden_layers=4)
     deeper = plan_in(home, *LORA, name="deeper.json", model="deeper")
-    one_line(train(home, deeper, "--adapter", first, out="c", scratch=BYTES), 2, "model.layers.3.")
-    path = first / "adapter_model.safetensors"
+    shutil.copytree(first, home / "bare", ignore=shutil.ignore_patterns("trainer_state.json"))
+    one_line(train(home, deeper, "--adapter", home / "bare", out="c", scratch=BYTES), 2, "model.layers.3.")
+    path = home / "bare" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-64])
-    one_line(train(home, plan, "--adapter", first, out="d", scratch=BYTES), 2, "adapter_model.safetensors")
+    one_line(train(home, plan, "--adapter", home / "bare", out="d", scratch=BYTES), 2, "adapter_model.safetensors")
+
+
+def test_an_adapter_is_taken_on_the_base_that_it_was_trained_on_and_as_it_was_saved(home):
+    """As the checkpoint says; of its two files alone, as PEFT saves them, nothing is known."""
+    plan = plan_in(home, *LORA)
+    first = trained(home, plan, steps=1)
+    with_weights(home / "other", "qwen3", seed=4)
+    shutil.copytree(first, home / "bare", ignore=shutil.ignore_patterns("trainer_state.json"))
+    shutil.copytree(first, home / "changed")
+    path = home / "changed" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\1")
+
+    def outcomes(adapter, base):
+        number = len(list(home.iterdir()))
+        yield penstock("merge", home / base, adapter, "--out", home / f"merged-{number}")
+        yield train(home, plan, "--model", home / base, "--adapter", adapter, out=f"on-{number}", steps=1, scratch=BYTES)
+
+    for done in outcomes(first, "other"):
+        one_line(done, 2, f"{first}: trained on another base model, whose weights differ from these; give that one")
+    for done in outcomes(home / "changed", "model"):
+        one_line(done, 2, "changed/adapter_model.safetensors: its content is not what was saved (SHA-256)")
+    for done in (*outcomes(first, "model"), *outcomes(home / "bare", "other")):
+        succeeded(done)
 
 
 def test_packed_weights_that_were_cut_are_packed_again_or_named(home):

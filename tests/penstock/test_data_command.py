@@ -88,6 +88,7 @@ def test_a_mix_is_resumed_to_the_last_bit(home, given):
         (["--data", "qa.json:0.7", "--data", "pairs.jsonl:0.4"], ("the weights of the data sets add up to 1.1",)),
         (["--data", "qa.json", "--data", "pairs.jsonl", "--streaming", "--steps", "1"], ("several --data are not streamed",)),
         (["--data", "qa.json", "--columns", "prompt=nix"], ("no column 'nix'", "its columns are question, answer")),
+        (["--data", "qa.json", "--columns", "prompt=a", "--columns", "prompt=b"], ("a name is given two columns of the file",)),
         (["--data", "hub", "--split", "val"], ("no split 'val' in it; there are test_sft, train_sft",)),
         (["--data", "qa.json", "--lora-r", "8"], ("--lora-r: no such option; the plan says it: `penstock plan --train lora",)),
         (["--data", "qa.json", "--lerning-rate", "1"], ("No such option", "--lerning-rate")),
@@ -131,6 +132,29 @@ def test_without_a_model_bytes_are_shown(home, given):
     assert "What is 0? [[A number, 0.<end>]]" in done.stdout
     one_line(penstock("data", home / "odd.csv"), 2, "its columns are frage, antwort")
     one_line(penstock("data", home / "qa.json", "--model", home / "none"), 2, "no such folder")
+
+
+def test_bad_rows_are_a_line_each_and_left_out_by_share(home, given):
+    rows = lines({"prompt": f"{q} ", "completion": a} for q, a in PAIRS)
+    (home / "dirty.jsonl").write_bytes(b'{"prompt": "\n' + rows + b'{"prompt": "x"}\n{"text": "y"}\n')
+    asked = ["run", home / "plan.json", "--data", home / "dirty.jsonl", *SCRATCH, "--steps", 1, "--out", home / "dirty"]
+    refused = penstock(*asked, "--bad-rows", "1%")
+    one_line(refused, 2, "dirty.jsonl:1: ", "3 of 15 rows are bad; mend them, or leave out as many with --bad-rows 20%")
+    assert [line.split(": ")[0] for line in refused.stderr.splitlines()[-3:-1]] == [f"  {home}/dirty.jsonl:{n}" for n in (14, 15)]
+    said = succeeded(penstock(*asked, "--bad-rows", "20%", "--eval-data", home / "dirty.jsonl")).stderr
+    assert all(f"bad rows{of} 3 of 15, left out: " in said for of in (":", "")), "of the held-out data, too"
+    assert "bad rows\t3" in succeeded(penstock("data", home / "dirty.jsonl", "--bad-rows", 0.2)).stdout
+
+
+def test_sequences_beyond_the_models_positions_are_said(home, given):
+    config = json.loads((home / "model" / "config.json").read_text())
+    (home / "short").mkdir()
+    (home / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    said = "sequences of 32 tokens, and the model knows 16 positions (max_position_embeddings); plan with a shorter --seq-len"
+    planned = succeeded(penstock("plan", home / "short", *SIZES, "-o", home / "short.json"))
+    assert f"note: {said}" in planned.stderr
+    ran = succeeded(penstock("run", home / "short.json", *given["csv"], *SCRATCH, "--steps", 1, "--out", home / "beyond"))
+    assert f"warning, length: {said}" in ran.stderr
 
 
 def test_a_program_may_mix_too(home, given, tmp_path):

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+from dataclasses import replace
 
 import pytest
 
+from runtime.plan import PlanFile
 from tests.report_cases import make_plan, make_run, page_of
 from tests.running import one_line, penstock
 
@@ -72,6 +75,19 @@ def test_a_damaged_timeline_is_refused(planned, tmp_path, timeline, said):
     (tmp_path / "timeline.json").write_text(timeline)
     for name in ("r.html", "r.json"):
         assert said in refused(planned, tmp_path, output=tmp_path / name)
+
+
+def test_a_run_of_another_plan_is_refused(planned, ran, tmp_path):
+    """By the plan in the folder, though the timeline would do; not for the sake of the machine that it was predicted for."""
+    run, file = tmp_path / "run", PlanFile.read(planned)
+    shutil.copytree(ran, run)
+    for sizes, profile, code in (({}, file.plan.profile | {"name": "corrected"}, 0), ({"seq_len": 256}, file.plan.profile, 2)):
+        other = replace(file.plan, semantics=replace(file.plan.semantics, **sizes), profile=profile)
+        PlanFile(other, None).write(run / "run-plan.json")
+        for name in ("r.html", "r.json"):
+            done = report(planned, run, "-o", tmp_path / name)
+            assert done.exit_code == code, done.output
+    one_line(done, 2, "a run of another plan; give the plan that it performed, ")
 
 
 def test_a_folder_of_no_run_and_an_unknown_suffix_are_refused(planned, tmp_path):

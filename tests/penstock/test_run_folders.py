@@ -3,13 +3,14 @@
 import fcntl
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from penstock.checkpoint import retention
 from runtime.plan import PlanFile
-from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train, weights_sha
+from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 
 def test_two_runs_never_share_a_folder(home):
@@ -73,6 +74,24 @@ def test_no_profile_is_written_over_the_plan(home):
     content = plan.read_bytes()
     one_line(train(home, plan, "--recalibrate", plan), 2, "the plan itself")
     assert plan.read_bytes() == content
+
+
+def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
+    """From another working directory, when the plan's own file is gone, to the bits of a run that never stopped."""
+    monkeypatch.chdir(home)
+    Path("there").mkdir()
+    plan_in(home)
+    for out, steps in (("whole", 4), ("part", 2)):
+        relative = ["--data", "data", "--model", "model", "--out", out, "--steps", steps, "--lr", "1e-3", *SCRATCH]
+        succeeded(penstock("run", "plan.json", *relative))
+    Path("part").rename("there/moved")
+    Path("plan.json").unlink()
+    monkeypatch.chdir("there")
+    resumed = ["run", "--config", "moved/run.yaml", "--resume", "--steps", 4]
+    one_line(penstock(*resumed, "--out", "new"), 2, "no checkpoint in new, and moved/run.yaml lies beside some; say --out moved")
+    succeeded(penstock(*resumed))
+    assert weights_sha(Path("moved/checkpoint-4")) == weights_sha(home / "whole" / "checkpoint-4") != {}
+    assert not (home / "part").exists()
 
 
 @pytest.mark.soak

@@ -9,11 +9,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from penstock.data.chat import ChatTemplate
+from penstock.data.data import read_data
 from penstock.data.documents import Reader
 from penstock.data.files import DataFile, DataFiles
 from penstock.data.tokenizer import read_tokenizer
+from penstock.settings import DataSettings
 from runtime.errors import DataError
-from tests.chats import QWEN3, STYLES, write_talker
+from tests.bytes_of_files import write_lines
+from tests.chats import LLAMA3, QWEN3, STYLES, write_talker
 
 ASKED, SAID, AGAIN, THEN = TALK = (
     {"role": "user", "content": "Hello, how are you?"},
@@ -41,6 +44,8 @@ class Talker:
         """The documents of a conversation: ids, and first and one past the last of each run that is learned."""
         reader = Reader(FILES, {}, "messages", self.template, 2**32, False)
         made = reader({"file": [0], "row": [7], "value": [{"messages": list(messages), "tools": tools}]})
+        if made["problem"][0] is not None:
+            raise DataError(made["problem"][0])
         return [(ids.tolist(), runs.reshape(-1, 2).tolist()) for ids, runs in zip(made["ids"], made["learned"], strict=True)]
 
     def learned(self, messages: Any, tools: Any = None) -> list[list[str]]:
@@ -199,3 +204,15 @@ def test_a_model_without_a_template_begins_once(tmp_path):
     ((ids, _),) = talker.encode(TALK)
     assert talker.shown(ids).count("<|begin_of_text|>") == 1
     assert not talker.template.tokenizer.has_template
+
+
+def test_roles_that_the_template_drops_are_named(tmp_path):
+    """Before the first step: by what the text is without them, not by whether their words are found in it."""
+    template = "{% for m in messages if m.role != 'developer' %}" + LLAMA3.replace("message[", "m[").partition("%}")[2]
+    size = write_talker(tmp_path / "model", "llama 3", template.replace("| trim", "| upper"))
+    told = {"role": "developer", "content": "Be a river."}
+    path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([told], [], [told, told])])
+    found = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
+    said = found.words()
+    assert "drops what developer (in 2 rows) say" in said["warning, roles"]
+    assert said["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.data import documents as room
 from penstock.data.data import read_data
 from penstock.settings import DataSettings
+from runtime.errors import DataError
 from tests.bytes_of_files import END, only, read, refused, tokens_of, write_lines
 from tests.chats import LLAMA3, write_talker
 from tests.tour import ROOT
@@ -28,8 +29,8 @@ def lines(tmp_path):
 def made(monkeypatch):
     """The rows that were tokenised, by their number."""
     rows: list[int] = []
-    rendered = room.Reader._rendered
-    monkeypatch.setattr(room.Reader, "_rendered", lambda reader, value, f, row: rows.append(row) or rendered(reader, value, f, row))
+    read_row = room.Reader._read
+    monkeypatch.setattr(room.Reader, "_read", lambda reader, value, f, row: rows.append(row) or read_row(reader, value, f, row))
     return rows
 
 
@@ -89,11 +90,11 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_believed(lines):
         "import os, signal, sys\nfrom pathlib import Path\nfrom tests.bytes_of_files import read\n"
         "from penstock.data import documents\n"
         "documents.DOCUMENTS_AT_ONCE, documents.ROWS_AT_ONCE = 2, 2\n"
-        "rendered = documents.Reader._rendered\n"
+        "read_row = documents.Reader._read\n"
         "def killed(reader, value, file, row):\n"
         "    if row == 20: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return rendered(reader, value, file, row)\n"
-        "documents.Reader._rendered = killed\n"
+        "    return read_row(reader, value, file, row)\n"
+        "documents.Reader._read = killed\n"
         "read(Path(sys.argv[1]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, lines], cwd=ROOT, check=False)
@@ -107,11 +108,23 @@ def test_runs_that_begin_together_make_tokens_once(lines, made):
     assert len(made) == 30
 
 
-def test_a_row_that_is_refused_leaves_no_cache(lines, made):
-    lines.write_text(lines.read_text() + "{")
-    assert f"{lines}:31" in refused(lines)
-    lines.write_text(lines.read_text()[:-1])
-    assert len(tokens_of(read(lines))) == 30
+def test_bad_rows_are_listed_counted_and_left_out_up_to_a_share(lines, made):
+    """Tokens are made once, whatever share is asked for; without the bad rows the sequences are those of the others alone."""
+    good = read(lines)
+    bad = ['{"text": 3}\n', "{\n"] * 12
+    lines.write_text(bad[0] + lines.read_text() + "".join(bad[1:]))
+    with pytest.raises(DataError, match=r'a\.jsonl:1: no string under "text".*24 of 54 rows are bad.*--bad-rows 44\.5%') as caught:
+        read(lines, bad_rows=0.44)
+    assert [line.partition(": ")[0] for line in caught.value.__notes__[:19]] == [f"{lines}:{n}" for n in range(32, 51)]
+    assert caught.value.__notes__[19:] == ["and 4 more"]
+    n_made = len(made)
+    found = read(lines, bad_rows=0.445)
+    assert len(made) == n_made == 30 + 54
+    assert found.words()["rows"] == "30 documents"
+    assert found.words()["bad rows"].startswith(f'24 of 54, left out: {lines}:1: no string under "text"; {lines}:32: Expecting')
+    assert found.batch(0).input_ids.equal(good.batch(0).input_ids)
+    with pytest.raises(DataError, match="24 of 54 rows are bad"):
+        read(lines, streaming=True).batch(0)
 
 
 def test_a_cache_that_cannot_be_written_or_read_is_one_line(lines, monkeypatch):

@@ -91,6 +91,14 @@ def test_the_first_row_decides_and_others_must_follow(tmp_path):
     assert "texts and messages in one data set" in refused(write_lines(tmp_path / "b.jsonl", rows))
 
 
+def test_files_of_a_folder_have_the_same_columns(tmp_path):
+    write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [ASKED, SAID]}])
+    write_lines(tmp_path / "data" / "b.jsonl", [{"question": "who?", "answer": "me"}])
+    said = "b.jsonl:1: columns of question-answer, and those of "
+    assert said in (message := refused(tmp_path / "data"))
+    assert "a.jsonl:1 are of messages; give files of different columns each a --data of its own" in message
+
+
 def test_too_long_and_unsupervised_samples_are_counted(tmp_path):
     long = {"role": "assistant", "content": "x" * 90}
     rows = [{"messages": messages} for messages in ([ASKED, SAID], [ASKED], [ASKED, long], [])]

@@ -20,6 +20,7 @@ class Listed:
     """Documents as lists: (id, whether it is to be learned) of each token."""
 
     tokens: list[list[tuple[int, bool]]]
+    problems: tuple[()] = ()
 
     @property
     def lengths(self):
