@@ -49,7 +49,7 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000. `model` is to be traced.
-MOST_LINES = {"runtime": 8_310, "planner": 8_770, "hwprofiles": 2_200, "penstock": 7_247, "tests": 25_000}
+MOST_LINES = {"runtime": 8_310, "planner": 8_795, "hwprofiles": 2_200, "penstock": 7_307, "tests": 25_000}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
