@@ -324,7 +324,7 @@ def train(
         if (folder / PLAN_FILE).exists() and not (folder / RUN_FILE).exists():
             raise CheckpointError(f"{folder / PLAN_FILE}: not written by a run, which writes such a file; choose another out")
         file.write(folder / PLAN_FILE)
-        write_settings(asked)
+        write_settings(session.settings)
         timeline, _ = trainer.train()
     return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 
