@@ -25,7 +25,7 @@ from runtime.errors import PenstockError, PlanError
 from runtime.plan import Plan
 
 from .settings import RunSettings
-from .signals import handled
+from .signals import handled, without_terminal
 from .version import version_in_words
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def start(n: int, arguments: Sequence[str]) -> int:
     ]
 
     def tell_rank_0(number: int, frame: FrameType | None) -> None:
-        ranks[0].send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+        if number == signal.SIGHUP:
+            without_terminal()
+        ranks[0].send_signal(number)
 
     try:
         with handled(tell_rank_0, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

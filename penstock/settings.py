@@ -178,6 +178,9 @@ class RunSettings:
         "--deterministic",
         "With a GPU, and a plan made with --deterministic: bits that do not depend on the plan. Some kernels are slower.",
     )
+    stop_if_lost: bool = flagged(
+        False, "--stop-if-lost", "End with code 4 once the loss is not finite or 10 times the first, or the gradient stays 0."
+    )
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

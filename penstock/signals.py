@@ -1,6 +1,8 @@
 """Signal handlers for as long as something is done."""
 
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -26,3 +28,11 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
         yield
     finally:
         put_back()
+
+
+def without_terminal() -> None:
+    """Go on after a hangup: without the terminal, to which no write succeeds, and deaf to the second that the shell sends."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -24,7 +24,7 @@ from .trainer import device_memory_named
 
 def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes) -> int:
     """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
     try:
         said = ranks.tell()
