@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from hwprofiles.schema import Profile
@@ -25,7 +24,7 @@ from runtime.errors import PenstockError, PlanError
 from runtime.plan import Plan
 
 from .settings import RunSettings
-from .signals import handled, without_terminal
+from .signals import handled
 from .version import version_in_words
 
 if TYPE_CHECKING:
@@ -85,14 +84,8 @@ def start(n: int, arguments: Sequence[str]) -> int:
         )
         for rank in range(n)
     ]
-
-    def tell_rank_0(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            without_terminal()
-        ranks[0].send_signal(number)
-
     try:
-        with handled(tell_rank_0, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with handled(lambda number, _: ranks[0].send_signal(number), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             failed = _failed(ranks)
     finally:
         for process in ranks:

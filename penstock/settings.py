@@ -36,7 +36,6 @@ def flagged(default: Value, *of_flag: Any, **more: Any) -> Value:
 # Lenient, so that the text of a flag, and a number as YAML 1.1 reads it (`1e-5` is text there), are taken for what they say.
 LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-DEFAULT_LR = AdamW().lr  # of a full fine-tune
 ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer"]
@@ -109,9 +108,7 @@ class OptimizerSettings(AdamW):
     """AdamW over a run."""
 
     # None: the default of what the plan trains, which `session.py` puts in its place
-    lr: Above0 | None = flagged(  # type: ignore[assignment]
-        None, "--lr", "Learning rate of AdamW.", f"{DEFAULT_LR:g}; of adapters {ADAPTERS_LR:g}"
-    )
+    lr: Above0 | None = flagged(None, "--lr", "Learning rate of AdamW.", "1e-05; of adapters 0.0001")  # type: ignore[assignment]
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     __pydantic_config__ = LENIENT

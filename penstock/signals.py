@@ -18,20 +18,23 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
         for number, found in before.items():
             signal.signal(number, found)
 
-    def first(number: int, frame: FrameType | None) -> None:
-        put_back()
+    def handle(number: int, frame: FrameType | None) -> None:
+        if once:
+            put_back()
+        if number == signal.SIGHUP:
+            _leave_terminal()
         handler(number, frame)
 
     for number in before:
-        signal.signal(number, first if once else handler)
+        signal.signal(number, handle)
     try:
         yield
     finally:
         put_back()
 
 
-def without_terminal() -> None:
-    """Go on after a hangup: without the terminal, to which no write succeeds, and deaf to the second that the shell sends."""
+def _leave_terminal() -> None:
+    """No write to a terminal succeeds after its hangup, of which the shell sends a second signal."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode):

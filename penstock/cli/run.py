@@ -14,7 +14,7 @@ import click
 from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
 from penstock.run_config import RUN_FILE, read_run
 from penstock.settings import RunSettings
-from penstock.signals import handled, without_terminal
+from penstock.signals import handled
 from runtime.errors import RanksError
 from runtime.plan import PlanFile
 from runtime.units import on_one_line
@@ -126,8 +126,6 @@ def _train(session: "Session", recalibrate: Path | None) -> int:
     def ask(number: int, frame: FrameType | None) -> None:
         """The first signal requests an end after the step; a second one ends the command at once."""
         asked.append(number)
-        if number == signal.SIGHUP:
-            without_terminal()
         stop.request()
         progress.tell("finishing the step, then saving; once more ends at once")
 

@@ -15,7 +15,7 @@ from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, unheard
 from penstock.data.loader import Loader
 from penstock.run_config import RunConfigError
-from penstock.settings import ADAPTERS_LR, DEFAULT_LR, CheckpointSettings, OptimizerSettings, RunSettings
+from penstock.settings import ADAPTERS_LR, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
 from planner.check.claim import check_origin
 from planner.lower.lower import lower
@@ -277,9 +277,7 @@ def steps_of(settings: RunSettings, data: Loader) -> int:
 
 def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
     """The settings with a learning rate: where none is given, the default of what the plan trains."""
-    if settings.optimizer.lr is not None:
-        return settings
-    lr = DEFAULT_LR if plan.semantics.train.lora is None else ADAPTERS_LR
+    lr = settings.optimizer.lr or (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR)
     return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
 
 

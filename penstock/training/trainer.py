@@ -1,7 +1,6 @@
 """The training loop of a session: train, log, save, validate."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -74,20 +73,18 @@ class Watch:
     found: str | None = None
 
     def look(self, metrics: Metrics) -> bool:
-        """Whether it is found at this step."""
-        loss, first = metrics.loss, self.first_loss
-        self.first_loss = loss if first is None else first
+        """Whether it is found at this step. A loss that is not finite is not below any limit."""
+        self.first_loss = first = metrics.loss if self.first_loss is None else self.first_loss
         self.n_without_gradient = self.n_without_gradient + 1 if metrics.grad_norm == 0 else 0
-        if not math.isfinite(loss):
-            words = f"the loss is {loss}"
-        elif first is not None and loss > LOST_TIMES * max(first, LEAST_LOSS):
-            words = f"the loss is {loss:.4g}, and began at {first:.4g}"
-        elif self.n_without_gradient == LOST_STEPS:
-            words = f"the gradient has been exactly 0 for {LOST_STEPS} steps"
-        else:
+        signs = {
+            f"the loss is {metrics.loss:.4g}, and began at {first:.4g}": not metrics.loss < LOST_TIMES * max(first, LEAST_LOSS),
+            f"the gradient has been exactly 0 for {LOST_STEPS} steps": self.n_without_gradient == LOST_STEPS,
+        }
+        words = next((sign for sign, is_there in signs.items() if is_there), None)
+        if words is None or self.found is not None:
             return False
-        is_first, self.found = self.found is None, self.found or f"step {metrics.step}: {words}; the run is lost: lower --lr"
-        return is_first
+        self.found = f"step {metrics.step}: {words}; the run is lost: lower --lr"
+        return True
 
 
 class DeviceMemoryError(PenstockError):
@@ -185,12 +182,11 @@ class Trainer:
         if saver is not None:
             saver.is_logged(metrics.step)
         self.on_step(metrics)
-        if not self.watch.look(metrics):
-            return
-        if self.session.settings.stop_if_lost:
-            self.session.stop.request()
-        else:
-            self.session.say(f"{self.watch.found}, or end such runs with --stop-if-lost")
+        if self.watch.look(metrics):
+            if self.session.settings.stop_if_lost:
+                self.session.stop.request()
+            else:
+                self.session.say(f"{self.watch.found}, or end such runs with --stop-if-lost")
 
     def _metrics(self, step: Step) -> Metrics:
         assert step.result is not None
