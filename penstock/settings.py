@@ -107,7 +107,6 @@ class ScheduleSettings:
 class OptimizerSettings(AdamW):
     """AdamW over a run."""
 
-    # None: the default of what the plan trains, which `session.py` puts in its place
     lr: Above0 | None = flagged(None, "--lr", "Learning rate of AdamW.", "1e-05; of adapters 0.0001")  # type: ignore[assignment]
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -175,9 +174,7 @@ class RunSettings:
         "--deterministic",
         "With a GPU, and a plan made with --deterministic: bits that do not depend on the plan. Some kernels are slower.",
     )
-    stop_if_lost: bool = flagged(
-        False, "--stop-if-lost", "End with code 4 once the loss is not finite or 10 times the first, or the gradient stays 0."
-    )
+    stop_if_lost: bool = flagged(False, "--stop-if-lost", "End with exit code 4 if the loss explodes, or the gradient stays 0.")
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
