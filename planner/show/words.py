@@ -141,7 +141,7 @@ def basis(f: Facts) -> Iterator[Line]:
     if others is not None:
         yield "", _rests_on(others, "the other lanes'")
     if f.outside:
-        yield "outside", f"of the measured grid, taken at its nearest point: {'; '.join(f.outside)}"
+        yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
     holds = "adapters" if f.plan.semantics.train.lora else "weights"
     of = "" if f.plan.workload.trains_all else " of what is trained"
