@@ -32,7 +32,7 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 # Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
 MAY_IMPORT = {
     "planner": {
-        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several")),
+        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several", "curves", "laws")),
         *("runtime.plan", "runtime.compiled"),
         *GROUND,
     },
