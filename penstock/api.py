@@ -320,7 +320,7 @@ def train(
 
     with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop) as session:
         trainer = Trainer(session, step)
-        write_settings(asked, file)
+        write_settings(session.settings, file)
         timeline, _ = trainer.train()
     return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 

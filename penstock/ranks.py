@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import metadata
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from hwprofiles.schema import Profile
@@ -85,12 +84,8 @@ def start(n: int, arguments: Sequence[str]) -> int:
         )
         for rank in range(n)
     ]
-
-    def tell_rank_0(number: int, frame: FrameType | None) -> None:
-        ranks[0].send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-
     try:
-        with handled(tell_rank_0, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with handled(lambda number, _: ranks[0].send_signal(number), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             failed = _failed(ranks)
     finally:
         for process in ranks:

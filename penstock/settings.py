@@ -36,6 +36,7 @@ def flagged(default: Value, *of_flag: Any, **more: Any) -> Value:
 # Lenient, so that the text of a flag, and a number as YAML 1.1 reads it (`1e-5` is text there), are taken for what they say.
 LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer"]
 
@@ -107,7 +108,7 @@ class ScheduleSettings:
 class OptimizerSettings(AdamW):
     """AdamW over a run."""
 
-    lr: Above0 = flagged(1e-5, "--lr", "Learning rate of AdamW.")
+    lr: Above0 | None = flagged(None, "--lr", "Learning rate of AdamW.", "1e-05; of adapters 0.0001")  # type: ignore[assignment]
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     __pydantic_config__ = LENIENT
@@ -174,6 +175,7 @@ class RunSettings:
         "--deterministic",
         "With a GPU, and a plan made with --deterministic: bits that do not depend on the plan. Some kernels are slower.",
     )
+    stop_if_lost: bool = flagged(False, "--stop-if-lost", "End with exit code 4 if the loss explodes, or the gradient stays 0.")
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

@@ -1,6 +1,8 @@
 """Signal handlers for as long as something is done."""
 
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,13 +18,24 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
         for number, found in before.items():
             signal.signal(number, found)
 
-    def first(number: int, frame: FrameType | None) -> None:
-        put_back()
+    def handle(number: int, frame: FrameType | None) -> None:
+        if once:
+            put_back()
+        if number == signal.SIGHUP:
+            _leave_terminal()
         handler(number, frame)
 
     for number in before:
-        signal.signal(number, first if once else handler)
+        signal.signal(number, handle)
     try:
         yield
     finally:
         put_back()
+
+
+def _leave_terminal() -> None:
+    """No write to a terminal succeeds after its hangup, of which the shell sends a second signal."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -83,6 +83,7 @@ def overview(session: "Session") -> dict[str, str]:
         "device": _device(session),
         **session.data.words(),
         "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
+        "learning rate": f"{session.settings.optimizer.lr:g}, {session.settings.optimizer.schedule.kind}",
         "predicted": _predicted(session, n_steps - first_step),
     }
     if (beyond := beyond_positions(session.plan)) is not None:

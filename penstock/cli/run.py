@@ -55,8 +55,8 @@ def run(
     """Train with PLAN and compare what was predicted with what was measured.
 
     Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
-    --out, a folder that may be moved. SIGTERM and Ctrl-C finish the step and save; a second one ends at once. Exit code 3: the plan
-    does not fit this machine.
+    --out, a folder that may be moved. SIGTERM, Ctrl-C and a closed terminal finish the step and save; a second signal ends at once.
+    Exit code 3: the plan does not fit this machine; 4: the run was lost, with --stop-if-lost.
     """
     given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
@@ -128,17 +128,17 @@ def _train(session: "Session", file: PlanFile, recalibrate: Path | None) -> int:
     asked = list[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        """The first SIGTERM or Ctrl-C requests an end after the step; a second one ends the command at once."""
+        """The first signal requests an end after the step; a second one ends the command at once."""
         asked.append(number)
         stop.request()
         progress.tell("finishing the step, then saving; once more ends at once")
 
-    with handled(ask, signal.SIGINT, signal.SIGTERM, once=True), progress:
+    with handled(ask, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, once=True), progress:
         timeline, times_s = trainer.train()
     if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
-        word = "terminated" if signal.SIGTERM in asked else "interrupted"
+        word = "terminated" if signal.SIGTERM in asked else "hung up" if signal.SIGHUP in asked else "interrupted"
         click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
-        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # a run that saved on SIGTERM has done all that was asked
+        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # a run that saved on another has done all that was asked
     if session.first_step < n_steps:
         show_outcome(session, timeline, times_s, recalibrate)
     return 0

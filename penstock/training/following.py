@@ -18,13 +18,13 @@ from runtime.plan import PlanFile
 from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
-from .session import machine_of, optimizer_of, read_by_all, steps_of
+from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
 from .trainer import device_memory_named
 
 
 def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes) -> int:
     """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
     try:
         said = ranks.tell()
@@ -44,7 +44,7 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
             plan, folder = own_model(file.plan, settings.model)
             state = None if said["resume"] is None else load_state(Path(said["resume"]))
             data = data_of(settings, plan, folder)
-            of_step, _ = optimizer_of(settings.optimizer, steps_of(settings, data))
+            of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks)
             fill(store, settings, data, weights, state)

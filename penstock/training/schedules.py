@@ -24,7 +24,8 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
 
     With warm-up the first step's is 0, as in transformers. Steps beyond the last are given what the scheduler gives them.
     """
-    schedule = settings.schedule
+    schedule, lr = settings.schedule, settings.lr
+    assert lr is not None, "a session has one"
     decay_steps = 0
     if schedule.kind == "warmup-stable-decay":
         decay_steps = schedule.decay_steps if schedule.decay_steps is not None else max(1, round(n_steps * DECAY_FRACTION))
@@ -36,11 +37,11 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
         "cosine": {"min_lr_rate": schedule.min_lr_fraction},
         "warmup-stable-decay": {"num_decay_steps": decay_steps, "min_lr_ratio": schedule.min_lr_fraction},
     }
-    unused = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=settings.lr)
+    unused = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=lr)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, that the scheduler steps before the optimizer
         scheduler = get_scheduler(
             _NAMES[schedule.kind], unused, schedule.warmup_steps, n_steps, scheduler_specific_kwargs=particular.get(schedule.kind)
         )
     factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return lambda step: settings.lr * factor(step)
+    return lambda step: lr * factor(step)

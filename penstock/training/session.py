@@ -15,7 +15,7 @@ from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, unheard
 from penstock.data.loader import Loader
 from penstock.run_config import RunConfigError
-from penstock.settings import CheckpointSettings, OptimizerSettings, RunSettings
+from penstock.settings import ADAPTERS_LR, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
 from planner.check.claim import check_origin
 from planner.lower.lower import lower
@@ -136,6 +136,7 @@ def open_session(
             report("reading the checkpoint")
         state = state_to_resume(out, resume, resume_from)
         refuse(plan, device)
+        settings = with_rate(settings, plan)
         _refuse_unknown_parameters(settings.optimizer, plan)
         if device == "emulated":
             if state is not None or data is not None:
@@ -272,6 +273,12 @@ def steps_of(settings: RunSettings, data: Loader) -> int:
     if data.n_steps is None:
         raise RunConfigError("how long streamed data is shows only at its end: say how many --steps to take")
     return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
+
+
+def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
+    """The settings with a learning rate: where none is given, the default of what the plan trains."""
+    lr = settings.optimizer.lr or (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR)
+    return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
 
 
 def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[OfStep, dict[str, Any]]:

@@ -24,6 +24,10 @@ from .run_folder import add_lines, keep_lines_up_to
 from .session import Session
 from .validation import Validation, validations_of
 
+LOST_TIMES = 10  # the first loss
+LEAST_LOSS = 1.0  # that counts as a first one, in nats per token: below, the first batch may have been an easy one
+LOST_STEPS = 3  # one after the other
+
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
@@ -54,6 +58,35 @@ class Metrics:
         return {lane: min(1.0, s / self.step_s) for lane, s in self.busy_s.items()}
 
 
+class LostError(PenstockError):
+    """A run that no further step will mend."""
+
+    exit_code = 4
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks for what no further step will mend, and keeps the first such thing, in words."""
+
+    first_loss: float | None = None
+    n_without_gradient: int = 0
+    found: str | None = None
+
+    def look(self, metrics: Metrics) -> bool:
+        """Whether it is found at this step. A loss that is not finite is not below any limit."""
+        self.first_loss = first = metrics.loss if self.first_loss is None else self.first_loss
+        self.n_without_gradient = self.n_without_gradient + 1 if metrics.grad_norm == 0 else 0
+        signs = {
+            f"the loss is {metrics.loss:.4g}, and began at {first:.4g}": not metrics.loss < LOST_TIMES * max(first, LEAST_LOSS),
+            f"the gradient has been exactly 0 for {LOST_STEPS} steps": self.n_without_gradient == LOST_STEPS,
+        }
+        words = next((sign for sign, is_there in signs.items() if is_there), None)
+        if words is None or self.found is not None:
+            return False
+        self.found = f"step {metrics.step}: {words}; the run is lost: lower --lr"
+        return True
+
+
 class DeviceMemoryError(PenstockError):
     """The device had less memory left than an op needed."""
 
@@ -74,7 +107,7 @@ class Trainer:
         settings, first_step = session.settings, session.first_step
         self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
         self.validations = validations_of(session, self.monitors) if validations is None else validations
-        self.timeline, self.times_s = Timeline(()), list[float]()
+        self.timeline, self.times_s, self.watch = Timeline(()), list[float](), Watch()
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             more = f"ask for more than {session.n_steps} with --steps"
             raise CheckpointError(f"{session.folder}: holds step {first_step} already; {more}")
@@ -96,6 +129,8 @@ class Trainer:
                     saver.save(done)
                 if done < session.n_steps:
                     self._validate(done)
+            if self.watch.found is not None and session.settings.stop_if_lost:
+                raise LostError(f"{self.watch.found}, and begin again from a checkpoint before it")
             if saver is not None:
                 saver.save(done)
                 saver.wait()
@@ -147,6 +182,11 @@ class Trainer:
         if saver is not None:
             saver.is_logged(metrics.step)
         self.on_step(metrics)
+        if self.watch.look(metrics):
+            if self.session.settings.stop_if_lost:
+                self.session.stop.request()
+            else:
+                self.session.say(f"{self.watch.found}, or end such runs with --stop-if-lost")
 
     def _metrics(self, step: Step) -> Metrics:
         assert step.result is not None

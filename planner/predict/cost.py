@@ -98,6 +98,7 @@ class CostModel:
 
     profile: Profile
     clipped: bool = False
+    longer_outside: float = 1.0  # factor of the seconds of what lies outside
     capacity: dict[Resource, float] = field(init=False)
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
@@ -330,9 +331,10 @@ class CostModel:
         key = (dtype, matmul)
         if key not in self._matmul_s:
             rate, sustained = self.profile.matmul_rate(dtype, matmul.m, matmul.k, matmul.n), self.profile.device.sustained_fraction
+            self._matmul_s[key] = matmul.flop / (rate.value * (1.0 if sustained is None else sustained.value))
             if not rate.inside_measured:
                 self.outside.add(f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})")
-            self._matmul_s[key] = matmul.flop / (rate.value * (1.0 if sustained is None else sustained.value))
+                self._matmul_s[key] *= self.longer_outside
         return self._matmul_s[key]
 
     def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
@@ -343,11 +345,12 @@ class CostModel:
         if key not in self._attention_s:
             measured: Literal["flash", "cudnn"] = "cudnn" if kernel == "cudnn" else "flash"
             rate = self.profile.attention_rate(attention_call(attention, dtype), backward, measured)
-            if not rate.inside_measured:
-                self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
             ordered = kernel == "deterministic" and backward
             fraction = self.profile.deterministic_fraction(measured, dtype) if ordered else 1.0
             self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * fraction)
+            if not rate.inside_measured:
+                self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
+                self._attention_s[key] *= self.longer_outside
         return self._attention_s[key]
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:

@@ -1,19 +1,23 @@
 """The interval of a prediction, P10 to P90.
 
 Each draw is a machine as the profile's spreads allow it: what one measurement settles moves together, every quantity by its
-own spread. The plan is costed and simulated on each. Draws are stratified (every group takes each of its levels once, in an
-order that the seed shuffles), so that a few dozen give steady percentiles.
+own spread; products and attention outside of what was measured, by `off_by` besides. The plan is simulated on each. Draws
+are stratified (every group takes each of its levels once, in an order that the seed shuffles): a few dozen give steady percentiles.
 """
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from hwprofiles.curves import interpolated, rows_of
+from hwprofiles.laws import ProductLaw
 from hwprofiles.schema import Profile
 from runtime.plan import Plan
+from runtime.plan.workload import Dtype
 
-from .cost import costs, region_of
+from .cost import CostModel, region_of
 from .faster import Group, group_of, scaled
 from .simulate import Simulator, n_simulated
 
@@ -39,21 +43,40 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     if n_draws is None:
         n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))  # fewer for plans of many ops
     assert n_draws > 0, "an interval needs a draw"
-    ops, machines = Simulator(plan), (_drawn(profile, deviations) for deviations in _deviations(n_draws, seed))
-    steps_s = sorted(ops.run(costs(plan, drawn), region_of(drawn), MAX_STEPS).step_s for drawn in machines)
+    ops, off, steps_s = Simulator(plan), off_by(profile, plan.semantics.compute_dtype), list[float]()
+    for deviations in _deviations(n_draws, seed):
+        drawn, longer = _drawn(profile, deviations), off ** (deviations[None] / P10_P90_DEVIATIONS)
+        steps_s.append(ops.run(CostModel(drawn, longer_outside=longer).demands(plan), region_of(drawn), MAX_STEPS).step_s)
+    steps_s.sort()
     p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
 
 
-def _deviations(n_draws: int, seed: int) -> list[dict[Group, float]]:
-    """Standard normal deviations, one per group and draw: for each group the middles of `n_draws` equally likely strata."""
+def off_by(profile: Profile, dtype: Dtype) -> float:
+    """The largest factor by which a nearest point of products is off: at an edge of the grid, if the grid ended before it, or of a
+    law, between an end of what it was fitted to and half or twice that."""
+    products, off = profile.device.matmul[dtype], [0.0]
+    if isinstance(products, ProductLaw):
+        ms, widths = ({low, 2 * low, high // 2, high} for low, high in (products.m, products.width))
+        points = [(float(m), float(w), profile.matmul_rate(dtype, m, w, w).value) for m in ms for w in widths]
+    else:
+        points = [(float(p.m), math.sqrt(p.k * p.n), p.flop_per_s.value) for p in products]
+    for rows in (rows_of(points), rows_of((width, m, rate) for m, width, rate in points)):
+        for rest, (x, edge) in ((rows[1:], rows[0]), (rows[:-1], rows[-1])):
+            off += [abs(math.log(interpolated(rest, x, y).value / rate)) for y, rate in edge if rest]
+    return math.exp(max(off))
+
+
+def _deviations(n_draws: int, seed: int) -> list[dict[Group | None, float]]:
+    """Standard normal deviations, one per group (None: of what lies outside) and draw: for each the middles of `n_draws` equally
+    likely strata."""
     rng = random.Random(seed)
     levels = [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
-    drawn = {group: rng.sample(levels, n_draws) for group in Group}
+    drawn = {group: rng.sample(levels, n_draws) for group in (*Group, None)}
     return [{group: levels[i] for group, levels in drawn.items()} for i in range(n_draws)]
 
 
-def _drawn(profile: Profile, deviations: Mapping[Group, float]) -> Profile:
+def _drawn(profile: Profile, deviations: Mapping[Group | None, float]) -> Profile:
     """A machine that is off by these deviations: a quantity is as likely better by a factor as worse by it."""
     factors = {
         place: (1 + quantity.spread_fraction) ** (deviations[group] / P10_P90_DEVIATIONS)

@@ -100,7 +100,7 @@ def facts(
         footprint(plan, profile),
         None if kept is None else kept.step_s,
         rests_on(plan, profile),
-        tuple(sorted(cost.outside)),
+        tuple(sorted(cost.outside)) if answer is None else answer.outside,
         waterfall(plan, profile) if is_analysed else None,
         gains(plan, profile) if is_analysed else (),
         hour,

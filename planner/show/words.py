@@ -144,7 +144,7 @@ def basis(f: Facts) -> Iterator[Line]:
     if others is not None:
         yield "", _rests_on(others, "the other lanes'")
     if f.outside:
-        yield "outside", f"of the measured grid, taken at its nearest point: {'; '.join(f.outside)}"
+        yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
     if f.plan.semantics.ranks > 1 and f.profile.peers is None:
         yield "GPUs", ALONE
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"

@@ -39,7 +39,7 @@ class Scratch:
 def scripted(function: _F) -> _F:
     """The function as TorchScript, or as it is where torch has none."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole; torch has nothing else without a compiler
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is")  # deprecated; torch has nothing else without a compiler
         try:
             return torch.jit.script(function)  # type: ignore[no-any-return]
         except (AttributeError, NotImplementedError, RuntimeError):

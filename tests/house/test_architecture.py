@@ -32,7 +32,7 @@ GROUND = {"runtime.errors", "runtime.units", "runtime.files"}
 # Which rooms, and which files beside them, a room may import besides itself and what it holds; of the shell everything may be seen.
 MAY_IMPORT = {
     "planner": {
-        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several")),
+        *(f"hwprofiles.{name}" for name in ("schema", "quantity", "several", "curves", "laws")),
         *("runtime.plan", "runtime.compiled"),
         *GROUND,
     },
@@ -49,9 +49,9 @@ MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000. `model` is to be traced.
-# Above the budgets: runtime by 31, which three rounds of cutting left; planner and penstock by what users met (tables that are right,
+# Above the budgets: runtime by 29, what three rounds of cuts left; planner and penstock by what users met (tables that are right,
 # wider intervals; files that belong together, bad rows, runs that are lost); hwprofiles by the most memory that a machine takes.
-MOST_LINES = {"runtime": 8_031, "planner": 8_830, "hwprofiles": 2_209, "penstock": 7_470, "tests": 25_100}
+MOST_LINES = {"runtime": 8_029, "planner": 8_823, "hwprofiles": 2_209, "penstock": 7_471, "tests": 25_035}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.plan.train import TARGETS
-from tests.running import make_home, one_line, penstock, plan_in, succeeded, train, weights_in
+from tests.running import lines_of, make_home, one_line, penstock, plan_in, succeeded, train, weights_in
 from tests.tiny import tiny_config
 
 LORA = ("--train", "lora:r=4,alpha=8")
@@ -55,6 +55,14 @@ def files(folder):
 def logits_of(model):
     with torch.no_grad():
         return model(torch.arange(1, 33).reshape(2, 16)).logits.float()
+
+
+@pytest.mark.parametrize(("trains", "lr"), [(LORA, 1e-4), ((), 1e-5)])
+def test_adapters_have_a_default_learning_rate_of_their_own(home, trains, lr):
+    run = ("run", plan_in(home, *trains), "--data", home / "data", "--out", home / "out", "--steps", 1, *BYTES)
+    assert f"learning rate: {lr:g}, constant" in succeeded(penstock(*run)).stderr
+    assert f"lr: {lr}\n" in (home / "out" / "run.yaml").read_text().replace("1.0e-0", "1e-0")
+    assert [line["lr"] for line in lines_of(home, "out")] == [lr]
 
 
 @pytest.mark.parametrize("base", ["bf16", "nf4"])

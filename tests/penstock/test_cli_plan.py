@@ -66,7 +66,7 @@ def test_the_same_question_gives_the_same_file(tmp_path, answered):
     """In words, which name what a reader needs."""
     words = invoke(*SMALL, "-o", tmp_path / "b.json").stdout
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
-    for word in ("qwen2.5-0.5b", "tokens/s", "bound by", "P10 to P90", "no schedule at all with", "megatrain"):
+    for word in ("qwen2.5-0.5b", "tokens/s", "bound by", "P10 to P90", "no schedule at all with", "megatrain", "measured grid"):
         assert word in " ".join(words.split())
     assert "\x1b" not in words
 

@@ -1,5 +1,6 @@
 """The lines of a run's progress, and what it says of steps that differ from the prediction."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,7 +8,9 @@ import pytest
 
 from penstock.cli import progress as progress_of_a_run
 from penstock.cli.progress import Progress
+from penstock.training import trainer
 from penstock.training.trainer import Metrics
+from tests.running import lines_of, one_line, plan_in, succeeded, train
 
 
 @pytest.mark.parametrize(("step_s", "how"), [(1.5, "50% longer"), (0.6, "40% shorter"), (1.09, None), (0.92, None)])
@@ -51,3 +54,32 @@ def test_a_line_of_progress_has_speed_time_left_and_error(capsys, metrics, n_ste
     first, line = capsys.readouterr().err.splitlines()
     assert line == expected
     assert first == expected.partition("  +")[0], "the first step fills the pipeline, which is not predicted"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(
+    ("losses", "norms", "words"),
+    [
+        ([3.0, 29.0, 31.0, 40.0], [1.0] * 4, "step 3: the loss is 31, and began at 3"),
+        ([3.0, math.nan, math.nan, 3.0], [1.0] * 4, "step 2: the loss is nan, and began at 3"),
+        ([3.0] * 4, [1.0, 0.0, 0.0, 0.0], "step 4: the gradient has been exactly 0 for 3 steps"),
+        ([0.1, 9.0, 0.1, 9.0], [0.0, 0.0, 1.0, 1.0], None),
+    ],
+)
+def test_a_lost_run_is_said_so_once_and_ends_where_asked(home, monkeypatch, losses, norms, words, ends):
+    """No checkpoint of it is written at its end."""
+
+    def look(self, metrics):
+        at = min(metrics.step, 4) - 1
+        return looked(self, replace(metrics, loss=losses[at], grad_norm=norms[at]))
+
+    looked = trainer.Watch.look
+    monkeypatch.setattr(trainer.Watch, "look", look)
+    done = train(home, plan_in(home), *["--stop-if-lost"] * ends, steps=12)
+    if ends and words:
+        one_line(done, 4, words, "lower --lr")
+    else:
+        assert succeeded(done).stderr.count("the run is lost") == bool(words)
+        assert words is None or f"{words}; the run is lost: lower --lr" in done.stderr
+    is_whole = not ends or words is None
+    assert (home / "out" / "checkpoint-12").exists() == (len(lines_of(home, "out")) == 12) == is_whole

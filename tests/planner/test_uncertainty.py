@@ -12,7 +12,7 @@ from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.faster import Group, faster, group_of, with_quantities
-from planner.predict.uncertainty import interval
+from planner.predict.uncertainty import interval, off_by
 from planner.show.waterfall import RESOURCES
 from runtime.plan import Policy, Semantics
 from tests.strategies import MADE_UP, cases, predicted
@@ -84,6 +84,36 @@ def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction,
     if n_draws == MANY:
         assert found.p10_step_s == pytest.approx(alone_s / (1 + fraction), rel=1e-6)
         assert found.p90_step_s == pytest.approx(alone_s * (1 + fraction), rel=1e-6)
+
+
+def gridded(lowest, highest):
+    """A machine without spreads, measured at the corners of this grid. The products of few tokens have half the others' rate."""
+    fields = MADE_UP.to_json()
+    (product,), (attention,) = fields["device"]["matmul"]["bf16"], fields["device"]["attention"]["flash"]["bf16"]
+    rates = {lowest: {"value": 1e12}, highest: {"value": 2e12}}
+    corners = [(a, b) for a in rates for b in rates]
+    fields["device"]["matmul"]["bf16"] = [
+        product | {"m": m, "k": k, "n": k, "flop_per_s": product["flop_per_s"] | rates[m]} for m, k in corners
+    ]
+    fields["device"]["attention"]["flash"]["bf16"] = [attention | {"head_dim": h, "seq_len": n} for h, n in corners]
+    return spread(Profile.from_json(fields), 0.0)
+
+
+def test_what_lies_outside_of_the_measured_is_off_by_what_an_edge_of_the_grid_is_and_the_step_stays():
+    plan, _ = small_plan()
+    inside, outside = gridded(1, 2**20), gridded(64, 256)
+    assert off_by(inside, "bf16") == off_by(outside, "bf16") == pytest.approx(2)
+    assert off_by(MADE_UP, "bf16") == 1  # a single point says nothing of others
+    assert width_s(interval(plan, inside, MANY)) == 0
+    found = interval(plan, outside, MANY)
+    assert found.p50_step_s == pytest.approx(predicted(plan, outside).step_s, rel=1e-9)
+    assert 1.2 < found.p90_step_s / found.p50_step_s < 2
+    assert 1.2 < found.p50_step_s / found.p10_step_s < 2
+
+
+@pytest.mark.parametrize("machine", ["h100-sxm", "cpu-2core"])
+def test_beyond_a_shipped_grid_or_law_a_product_may_be_off_by_more_than_a_tenth(machine):
+    assert 1.1 < off_by(read_profile(machine), "bf16") < 3
 
 
 @pytest.mark.soak

@@ -94,10 +94,20 @@ def test_every_op_runs_once_in_order_after_what_it_waits_for(plan, slow):
 
 
 def test_a_deferred_policy_lets_a_lane_run_into_the_next_step():
-    machine = Jittery(Lane.CPU)
-    execute(tiny_plan(update=Update.DEFERRED), machine, 3)
-    last_end = max(end for (step, *_), end in machine.ended.items() if step == 0)
-    assert any(began < last_end for (step, *_), began in machine.began.items() if step == 1)
+    """The last update of a step ends only once an op of the next one has begun."""
+    plan, next_began, seen = tiny_plan(update=Update.DEFERRED), threading.Event(), list[bool]()
+    last = max(i for i, op in enumerate(plan.ops) if op.lane is Lane.CPU)
+
+    class Held(NullMachine):
+        def perform(self, index, op, step):
+            if step == 1:
+                next_began.set()
+            if (step, index) == (0, last):
+                seen.append(next_began.wait(60))
+            super().perform(index, op, step)
+
+    execute(plan, Held(), 3)
+    assert seen == [True]
 
 
 def test_steps_are_reported_in_order_and_the_last_spans_kept(monkeypatch):
