@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from runtime.plan import Plan, Policy, Semantics
 
     from .api import check, plan, predict, probe, train
+    from .version import __version__ as __version__
 
 _HOMES = {
     **dict.fromkeys(("plan", "check", "predict", "probe", "train"), "penstock.api"),
@@ -28,6 +29,7 @@ _HOMES = {
     "PenstockError": "runtime.errors",
     "Batches": "penstock.data.given",
     "Stop": "runtime.executor",
+    "__version__": "penstock.version",
 }
 
 __all__ = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]

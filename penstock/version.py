@@ -1,11 +1,13 @@
-"""The version of Penstock, in words."""
+"""The version of Penstock."""
 
 from importlib import metadata
+
+try:
+    __version__ = metadata.version("penstock")
+except metadata.PackageNotFoundError:
+    __version__ = "unknown: run from its source folder without `pip install .`"
 
 
 def version_in_words() -> str:
     """`penstock 1.2`, or that the version is unknown."""
-    try:
-        return f"penstock {metadata.version('penstock')}"
-    except metadata.PackageNotFoundError:
-        return "penstock, version unknown: run from its source folder without `pip install .`"
+    return f"penstock {__version__}"

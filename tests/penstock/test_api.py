@@ -1,6 +1,7 @@
 """The functions of `penstock`: from a model to a checkpoint, as the commands do it."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def test_the_names_are_these_and_planning_imports_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+    assert re.match(r"\d+\.\d+|unknown", penstock.__version__)
     with pytest.raises(AttributeError, match="no attribute 'plann'"):
         _ = penstock.plann
 
