@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, ValidationError, model_validator
 
 from runtime.errors import ProfileError
 from runtime.files import read_whole
@@ -204,7 +204,8 @@ class Host(Part):
     optimizer: Annotated[tuple[OptimizerPoint, ...], AtLeastOne, AfterValidator(_rising_threads)]
     reduce_bytes_per_s: Quantity
     page_fault_bytes_per_s: Quantity
-    most_bytes: Quantity | None = None  # that a run can have with every slot of the board full, or all that is soldered
+    # That a run can have with every slot of the board full, or all that is soldered, by which it was called in older files
+    most_bytes: Annotated[Quantity | None, Field(validation_alias=AliasChoices("most_bytes", "soldered_bytes"))] = None
 
 
 class Peers(Part):

@@ -20,7 +20,8 @@ from runtime.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]  # by name, of weights
 REOPEN_BYTES = 64 * 2**20  # read before files are mapped anew
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}  # of all that is written
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+_DTYPE_NAMES |= {torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"}  # of buffers in a model merged
 
 
 class Shards(Mapping[str, Tensor]):

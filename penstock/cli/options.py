@@ -180,11 +180,19 @@ def option(flag: Flag, param: str, of: Field[Any]) -> Option:
 def _type(kind: Any) -> Any:
     """What click parses: a choice, a number or text."""
     if kind is Fraction:
-        return Parsed("share", lambda text: float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+        return Parsed("share", _share)
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
     inner = get_args(kind)
     return _type(inner[0]) if inner else {int: click.INT, float: click.FLOAT}.get(kind, click.STRING)
+
+
+def _share(text: str) -> float:
+    """1% or 0.01. ValueError for 1, which is one percent, one row or all of them."""
+    number, is_percent = text.removesuffix("%"), text.endswith("%")
+    if number.replace(".", "", 1).isdecimal() and (is_percent or float(number) < 1):
+        return float(number) / (100 if is_percent else 1)
+    raise ValueError(f"{text[:40]!r} is no share of the rows; write 1% or 0.01")
 
 
 def flag_of(name: str) -> Option:

@@ -7,9 +7,10 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -22,7 +23,7 @@ from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from hwprofiles.several import on_network, part_of
 from planner.model.workload import read_model, supported_attention
 from planner.show.price import hourly, show_usd
-from runtime.errors import PenstockError
+from runtime.errors import PenstockError, PlanError
 from runtime.plan import Semantics
 from runtime.plan.packed import Base
 from runtime.plan.policy import trained
@@ -90,6 +91,9 @@ def fits(
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
     if len(sizes) > MOST_SIZES:
         raise click.UsageError(f"--host-memory names {len(sizes)} sizes; ask for at most {MOST_SIZES}")
+    for (name, of), n_bytes in product(groups.items(), sizes):
+        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
+            click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
     semantics = semantics_of(micro_batch=1, n_gpus=gpus * hosts, **work)
     tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]
     found, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs")), semantics.whole
@@ -158,24 +162,20 @@ def compare(
     has_all = not is_given and work["train"] is None
     tasks = []
     for whole in _compared(machines, None if has_all else gpus):
-        profile, n = (
-            whole.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh),
-            whole.n_devices if has_all else gpus,
-        )
+        profile = whole.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             most = show_bytes(profile.most_host_bytes or 0)
             click.echo(f"{profile.name}: has at most {most} of memory, and is taken with that", err=True)
             profile = profile.with_memory(None, profile.most_host_bytes)
-        elif host_memory is not None:
+        else:
             profile = profile.with_memory(None, host_memory)
+        of_step = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
+        n, asked = _most_parts(whole.n_devices, hosts, **of_step) if has_all else (gpus, _part(gpus * hosts, **of_step))
         if n < profile.n_devices:
             click.echo(f"{profile.name}: {n} of its {profile.n_devices} GPUs", err=True)
         if n > 1 and profile.peers is None:
             click.echo(f"{profile.name}: {ALONE}", err=True)
-        asked = semantics_of(batch_size=n_sequences, micro_batch=micro_batch or 1, n_gpus=n * hosts, **work)
         asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
-        if asked.micro_batch > asked.batch_size:
-            raise click.UsageError(f"--micro-batch {micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
         tasks.append((described, part_of(profile, n, hosts, network_gbit), asked, None, free))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
@@ -233,6 +233,22 @@ def _profiles(name: str = "") -> list[Profile]:
     """The machine of that name or file; or all shipped ones of a GPU, or of any."""
     of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
     return [read_profile(shipped) for shipped in of_gpu or [name]]
+
+
+def _part(n_gpus: int, **work: Any) -> Semantics:
+    """One rank's part of the work; PlanError where it cannot be shared, or not so."""
+    asked = semantics_of(n_gpus=n_gpus, **work)
+    if (n := asked.micro_batch) > asked.batch_size:
+        raise PlanError(f"--micro-batch {n} is more than the batch of {asked.batch_size}; choose at most that")
+    return asked
+
+
+def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
+    """So many GPUs of each host, or half of them, or half of that, as can share the work; and one's part."""
+    for fewer in (n >> i for i in range(n.bit_length() - 1)):
+        with suppress(PlanError):
+            return fewer, _part(fewer * n_hosts, **work)
+    return 1, _part(n_hosts, **work)
 
 
 def semantics_of(master: str, train: str | None, base: Base | None, n_gpus: int, **fields: Any) -> Semantics:

@@ -46,7 +46,11 @@ class Loader:
             self.close()
             made = self.source.batches(step, self.position(step))
             self._made, self._next = self._ahead(made) if self.n_ahead else made, step
-        batch, position = next(self._made)
+        try:
+            batch, position = next(self._made)
+        except BaseException:
+            self.close()  # whoever asks again gets the same answer, not the end of what was made
+            raise
         self._next += 1
         self._positions[self._next] = position
         self._positions.pop(self._next - REMEMBERED_STEPS, None)

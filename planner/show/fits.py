@@ -128,7 +128,7 @@ def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Seque
     if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
         return []
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
-    leanest_first = reversed(sizes)  # the smallest micro-batch, of which the first policies fit if any do
+    leanest_first = reversed(sizes)  # the smallest micro-batch is the likeliest
     return sizes if any(needs.fits for of, workload in leanest_first for _, needs in leanest(model, workload, of, profile)) else []
 
 

@@ -45,9 +45,10 @@ def test_a_machine_is_compared_with_all_its_gpus_unless_a_number_is_given() -> N
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
-    one = CliRunner().invoke(cli, [*words, "8xrtx4090", "--gpus", "1"])
-    assert [of["machine"] for of in json.loads(one.stdout)["machines"]] == ["8xrtx4090"]
-    assert one.stderr == "8xrtx4090: 1 of its 8 GPUs\n"
+    for more, n, name in ((["--gpus", "1"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
+        fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
+        assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]
+        assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
 
 
 @pytest.mark.soak
@@ -81,3 +82,9 @@ def test_counts_of_tokens_are_read_or_refused_in_one_line() -> None:
     for text in ("", "0", "-3", "1e9", "M", "9" * 40, "100 MB"):
         with pytest.raises(PenstockError, match="100M"):
             parse_count(text)
+
+
+def test_memory_that_no_machine_takes_is_said() -> None:
+    done = CliRunner().invoke(cli, ["fits", "rtx4090-desktop", "--families", "smollm2", "--host-memory", "512GB"])
+    assert done.stdout.count("\n") == 1
+    assert "rtx4090-desktop: takes less than 512 GB of memory, which is left out\n" in done.stderr

@@ -1,10 +1,11 @@
 """The largest model of a family that fits is the largest that a plan would be found for, and an estimate is named as one."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from hwprofiles.schema import read_profile
+from hwprofiles.schema import Profile, read_profile
 from hwprofiles.several import on_network, shared_by
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
@@ -56,6 +57,8 @@ def test_no_machine_has_more_memory_than_it_takes():
     assert [p.name for p, _ in hosts([DESKTOP], [128 * GB, 512 * GB])] == ["rtx4090-desktop"]
     with pytest.raises(ProfileError, match="253 GB are the most that this machine takes"):
         DESKTOP.with_memory(None, 512 * GB)
+    older = json.loads(json.dumps(DESKTOP.to_json()).replace('"most_bytes"', '"soldered_bytes"'))  # as it was called once
+    assert Profile.from_json(older) == DESKTOP
 
 
 @pytest.mark.parametrize(("gpus", "n_hosts"), [(2, 1), (2, 2)])

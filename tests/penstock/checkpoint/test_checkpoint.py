@@ -108,7 +108,7 @@ def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
 
 @given(
     shapes=st.lists(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5), max_size=5),
-    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.uint8]), min_size=5, max_size=5),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]), min_size=5, max_size=5),
     n_pieces=st.integers(1, 3),
 )
 def test_tensors_written_in_pieces_are_read_by_safetensors(
