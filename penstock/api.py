@@ -80,10 +80,10 @@ class Planned:
 
     def __str__(self) -> str:
         from planner.show.facts import facts
-        from planner.show.text import print_report
+        from planner.show.text import print_plan
 
         text = StringIO()
-        print_report(facts(self.file, "the plan", answer=self.answer), Console(file=text))
+        print_plan(facts(self.file, "the plan", answer=self.answer), Console(file=text))
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:

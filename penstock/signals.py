@@ -21,8 +21,11 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
     def handle(number: int, frame: FrameType | None) -> None:
         if once:
             put_back()
-        if number == signal.SIGHUP:
-            _leave_terminal()
+        if number == signal.SIGHUP:  # no write to a terminal succeeds after it, of which the shell sends a second one
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            for descriptor in (1, 2):
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         handler(number, frame)
 
     for number in before:
@@ -31,11 +34,3 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
         yield
     finally:
         put_back()
-
-
-def _leave_terminal() -> None:
-    """No write to a terminal succeeds after its hangup, of which the shell sends a second signal."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -347,10 +347,6 @@ SAMPLES: tuple[dict[str, Any], ...] = (
 )
 
 
-def sample_plans() -> list[Plan]:
-    return [small(**choices) for choices in SAMPLES]
-
-
 # -- counting ------------------------------------------------------------------------------------------------------------------
 
 
@@ -375,7 +371,7 @@ class Tally:
 def tally(most: int, seed: int = 0) -> Tally:
     """The checker's and the oracle's judgement of the mutants of all samples, at most `most` of each mutation and plan."""
     found, rng = Tally(), random.Random(seed)
-    for original in sample_plans():
+    for original in (small(**choices) for choices in SAMPLES):
         for name, mutate in MUTATIONS.items():
             mutants = list(mutate(original))
             for mutant in mutants:

@@ -77,12 +77,7 @@ def by_hand(arguments_of_ranks, folders=None, commands=None, timeout_s=90, **env
 def pid_of(running, rank):
     """Of those that a run has started."""
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    return next(pid for pid in map(int, children) if _environment(pid).get("RANK") == str(rank))
-
-
-def _environment(pid):
-    pairs = (entry.partition("=") for entry in Path(f"/proc/{pid}/environ").read_text().split("\0"))
-    return {name: value for name, _, value in pairs}
+    return next(int(pid) for pid in children if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
 
 
 def step_of(out):

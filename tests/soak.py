@@ -45,15 +45,10 @@ def _left_out(cases: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
         case ["some"]:
             kept = {*left[::SHARE]}
         case ["values" | "pairs" as how]:
-            kept = covering({item: _parameters(item) for item in left}, 2 if how == "pairs" else 1)
+            kept = covering({item: item.callspec.params for item in left}, 2 if how == "pairs" else 1)
         case _:
             return
     yield from (item for item in left if item not in kept)
-
-
-def _parameters(item: Any) -> Mapping[str, object]:
-    parameters: Mapping[str, object] = item.callspec.params
-    return parameters
 
 
 def share(n_examples: int) -> int:

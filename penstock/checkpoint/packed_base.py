@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,9 @@ class _Published:
     def _nf4(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes, and the scale of each 64 numbers; bitsandbytes' blocks may be a multiple of that."""
         n, codes = prod(shape), self._stored[name].reshape(-1).view(torch.uint8)
-        scales, said = self._stored[f"{name}.absmax"], self._quant_state(name)
+        scales, said = self._stored[f"{name}.absmax"], None
+        with suppress(ValueError, RecursionError):  # bitsandbytes' JSON about a weight
+            said = json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
         if f"{name}.nested_absmax" in self._stored:
             scales = self._expanded(name, shape, scales, said)
         match said:
@@ -180,13 +183,6 @@ class _Published:
                 if sizes == (n // 2, 0, (-(-n // block),), torch.float32) and torch.equal(self._stored[f"{name}.quant_map"], NF4):
                     return codes, scales.repeat_interleave(block // NF4_BLOCK)[: n // NF4_BLOCK]
         raise self._odd(name, shape)
-
-    def _quant_state(self, name: str) -> Any:
-        """bitsandbytes' JSON about a weight."""
-        try:
-            return json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
-        except (ValueError, RecursionError):
-            return None
 
     def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, said: object) -> Tensor:
         """Scales that are quantised themselves (double quantisation): 8-bit codes times a scale for each block, and an offset."""

@@ -152,7 +152,7 @@ class Saver:
             self.snapshots.end()  # nothing waits for what will not be written
 
     def _write(self, snapshot: Snapshot) -> None:
-        only_weights = {"weights_only": True} if self._settings.weights_only else {}
+        plan, only_weights = self._plan, {"weights_only": True} if self._settings.weights_only else {}
         with new_folder(self._folder / f"checkpoint-{snapshot.step}") as folder:
             files = CheckpointWriter(folder)
             while (found := self.snapshots.next_block(snapshot)) is not None:
@@ -161,7 +161,12 @@ class Saver:
                 self._write_block(files, block, copy)
                 del copy, found
                 self.snapshots.is_written(snapshot, block)
-            self._write_rest(files)
+            if plan.semantics.train.lora is not None:
+                files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
+            else:
+                files.write_config(plan.model.config, DTYPE[plan.semantics.compute_dtype])
+            if self._tokenizer_from is not None:
+                files.copy_tokenizer(self._tokenizer_from)
             with self._changed:  # until the step is logged
                 self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
                 if snapshot.step not in self._logged:
@@ -205,16 +210,6 @@ class Saver:
         """The state; GivenUp if there is no need to go on writing."""
         self.snapshots.look()
         return self._state
-
-    def _write_rest(self, files: CheckpointWriter) -> None:
-        """What no block has: configurations and the tokenizer."""
-        plan = self._plan
-        if plan.semantics.train.lora is not None:
-            files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
-        else:
-            files.write_config(plan.model.config, DTYPE[plan.semantics.compute_dtype])
-        if self._tokenizer_from is not None:
-            files.copy_tokenizer(self._tokenizer_from)
 
 
 def _give_way() -> None:

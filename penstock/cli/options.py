@@ -133,6 +133,7 @@ with_work = together(
     click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
     click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
+PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
 with_prices = together(
     click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M."),
     click.option("--usd-per-hour", type=above_0(9_999_999), help="Rent of the machine.  [default: the profile's]"),

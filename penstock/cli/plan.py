@@ -20,7 +20,7 @@ from runtime.files import read_whole
 from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
-from .options import BYTES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
+from .options import BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import beyond_positions, check_output
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
@@ -73,6 +73,7 @@ class _Plan(Command):
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+@click.option("-v", "--verbose", is_flag=True, help="Print all of it: what it rests on, time and memory in parts, other systems.")
 def plan(
     model: str,
     machine: str,
@@ -81,11 +82,9 @@ def plan(
     tokens_per_step: int | None,
     policy: str,
     tokens: int | None,
-    usd_per_hour: float | None,
-    usd: float | None,
-    usd_per_kwh: float | None,
     output: Path | None,
     as_json: bool,
+    verbose: bool,
     **asked: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
@@ -94,7 +93,7 @@ def plan(
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
     from planner.show.facts import facts
-    from planner.show.text import print_report
+    from planner.show.text import print_plan
     from runtime.compiled import IS_COMPILED
 
     if output is not None:
@@ -102,7 +101,7 @@ def plan(
     try:
         found = api.plan(
             model,
-            read_profile(machine).with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh),
+            read_profile(machine).with_prices(**{name: asked.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
             policy=_policy(policy),
@@ -118,7 +117,7 @@ def plan(
     if as_json:
         click.echo(json.dumps(_fields(found, tokens)))
     else:
-        print_report(facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout))
+        print_plan(facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
     for note in filter(None, (unread_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):

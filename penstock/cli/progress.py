@@ -194,11 +194,6 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
         _recalibrate(run, timeline, recalibrate)
 
 
-def show_tokens(per_s: float) -> str:
-    """As in the line of a step, or with three digits where they are few."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
 def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     """Speeds, arenas, and the peaks of process and device; an emulated machine's memory is another's."""
     plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
@@ -206,7 +201,7 @@ def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     measured_busy_s = found.settled.busy_s(plan)
     for lane, busy_s in run.prediction.busy_s(plan).items():
         yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
-    yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, show_tokens
+    yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, lambda n: f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
     if run.device == "emulated":
         return
     by_arena = store.arenas.n_bytes

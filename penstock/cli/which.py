@@ -29,7 +29,7 @@ from runtime.plan.packed import Base
 from runtime.plan.policy import trained
 from runtime.units import GB, parse_bytes, show_bytes, show_count, show_duration
 
-from .options import BYTES, COUNT, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
+from .options import BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
 
 if TYPE_CHECKING:
@@ -40,11 +40,6 @@ MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
 MOST_SIZES = 32  # of host memory, in one question
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
-FIT_JOB_TITLES = ("time", "rented", "bought")
-MACHINE_TITLES = (
-    *("machine", "what it is", "device memory", "host memory", "rent an hour", "bought"),
-    *("measured", "on another", "assumed"),
-)
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights.")
@@ -94,7 +89,7 @@ def fits(
     for (name, of), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
             click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
-    semantics = semantics_of(micro_batch=1, n_gpus=gpus * hosts, **work)
+    semantics = _part(gpus * hosts, micro_batch=1, **work)
     tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]
     found, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs")), semantics.whole
     if as_json:
@@ -102,7 +97,7 @@ def fits(
         click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
         return
     click.echo(f"for steps of {whole.batch_size} sequences of {whole.seq_len:,} tokens", err=True)
-    titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(FIT_JOB_TITLES if tokens else ()))
+    titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(("time", "rented", "bought") if tokens else ()))
     show_table(titles, (_row(fit, tokens) for fit in found))
 
 
@@ -140,9 +135,6 @@ def compare(
     hosts: int,
     network_gbit: float | None,
     tokens: int | None,
-    usd_per_hour: float | None,
-    usd: float | None,
-    usd_per_kwh: float | None,
     as_json: bool,
     **work: Any,
 ) -> None:
@@ -156,13 +148,14 @@ def compare(
 
     described = read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
+    prices = {name: work.pop(name) for name in PRICES}
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
     # Adapters are trained by one GPU; whole models by all that a machine has, unless a number is given
     is_given = click.get_current_context().get_parameter_source("gpus") is not ParameterSource.DEFAULT
     has_all = not is_given and work["train"] is None
     tasks = []
     for whole in _compared(machines, None if has_all else gpus):
-        profile = whole.with_prices(usd_per_hour=usd_per_hour, usd=usd, usd_per_kwh=usd_per_kwh)
+        profile = whole.with_prices(**prices)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             most = show_bytes(profile.most_host_bytes or 0)
             click.echo(f"{profile.name}: has at most {most} of memory, and is taken with that", err=True)
@@ -219,7 +212,8 @@ def machines(as_json: bool) -> None:
         bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{each}{memory}"
         shares = (f"{basis.fraction(of):.0%}" for of in BASES)
         rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
-    show_table(MACHINE_TITLES, rows)
+    titles = ("machine", "what it is", "device memory", "host memory", "rent an hour", "bought")
+    show_table((*titles, "measured", "on another", "assumed"), rows)
 
 
 def _compared(names: str, n_gpus: int | None) -> list[Profile]:
@@ -235,9 +229,12 @@ def _profiles(name: str = "") -> list[Profile]:
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
 
-def _part(n_gpus: int, **work: Any) -> Semantics:
-    """One rank's part of the work; PlanError where it cannot be shared, or not so."""
-    asked = semantics_of(n_gpus=n_gpus, **work)
+def _part(n_gpus: int, master: str, train: str | None, base: Base | None, **fields: Any) -> Semantics:
+    """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared, or not so."""
+    from planner.search.micro_batch import shared_step
+
+    asked = trained(Semantics(master_dtype=master, **fields), train, base)  # type: ignore[arg-type]
+    asked = shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
     if (n := asked.micro_batch) > asked.batch_size:
         raise PlanError(f"--micro-batch {n} is more than the batch of {asked.batch_size}; choose at most that")
     return asked
@@ -249,14 +246,6 @@ def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
         with suppress(PlanError):
             return fewer, _part(fewer * n_hosts, **work)
     return 1, _part(n_hosts, **work)
-
-
-def semantics_of(master: str, train: str | None, base: Base | None, n_gpus: int, **fields: Any) -> Semantics:
-    """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared."""
-    from planner.search.micro_batch import shared_step
-
-    asked = trained(Semantics(master_dtype=master, **fields), train, base)  # type: ignore[arg-type]
-    return shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
 
 
 def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str) -> Iterator[Found]:

@@ -125,10 +125,9 @@ def evaluate(
         n_tokens += found.n_supervised
         return found
 
-    def add_loss(last: LastHidden) -> None:
-        losses.append(last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT))
-
-    machine.forward(plan, batch, add_loss, n_passes, stop)
+    machine.forward(
+        plan, batch, lambda of: losses.append(of.templates.scores(of.weights, of.hidden_BTD, of.targets_BT)), n_passes, stop
+    )
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
     loss = torch.tensor(sum(loss.item() for loss in losses) / n_tokens, dtype=torch.float64)

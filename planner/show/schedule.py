@@ -79,13 +79,14 @@ def trained_in_words(plan: Plan) -> str:
     return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {others}"
 
 
-def micro_batches_in_words(semantics: Semantics) -> str:
-    """`5 micro-batches of 16, the last of 3`; of several ranks, those of each."""
+def batch_in_words(semantics: Semantics) -> str:
+    """`67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; of several ranks, those of each."""
+    whole = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
     n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
     apart = f", in {n_groups} sum groups" if n_groups > 1 else ""
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
-    return f"{counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{each}{apart}"
+    return f"{whole}, in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{each}{apart}"
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:

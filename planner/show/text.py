@@ -7,20 +7,22 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from .facts import Facts
-from .words import Line, Table, asked, basis, gains, lanes, memory, parts, policy, schedules, verdict
+from .words import Line, Table, answer, asked, basis, gains, lanes, memory, parts, policy, schedules, verdict
 
 PIPE_COLUMNS = 120
+OTHERS = """Schedules of other systems under the same semantics and costs; the systems themselves differ in more.
+Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch or a part of it."""
 
 
-def print_report(facts: Facts, console: Console) -> None:
-    """Print the facts of a plan: the answer first, then what was asked for, what it rests on, and tables."""
-    report = Group(*_report(facts))
+def print_plan(facts: Facts, console: Console, verbose: bool = False) -> None:
+    """Print the answer in a dozen lines; if `verbose`, then all facts: what was asked for, what it rests on, and tables."""
+    made = Group(*_report(facts)) if verbose else _grid([*answer(facts)])
     if console.is_terminal:
-        console.print(report)
+        console.print(made)
         return
     console.width = PIPE_COLUMNS
     with console.capture() as captured:
-        console.print(report)
+        console.print(made)
     for line in captured.get().splitlines():
         console.file.write(line.rstrip() + "\n")  # a pipe wants neither colours nor the padding of tables
 
@@ -36,13 +38,7 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
     if facts.waterfall is None:
         yield Text(f"Where the seconds go is left out: the plan has {len(facts.plan.ops):,} ops, too many to simulate ten times.")
     if facts.baselines:
-        yield Text(
-            "Schedules of other systems under the same semantics and costs; the systems themselves differ in more.", style="dim"
-        )
-        yield Text(
-            "Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch or a part of it.",
-            style="dim",
-        )
+        yield Text(OTHERS, style="dim")
 
 
 def _grid(lines: list[Line]) -> RichTable:

@@ -40,12 +40,9 @@ class Waterfall:
     optimizer_s: float  # waiting for norm and update, at the rate measured alone
     fill_drain_and_launch_s: float  # copies that nothing can hide, overhead of kernels and ops, latency of copies
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
     @property
     def step_s(self) -> float:
-        return sum(self.to_json().values())
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True, slots=True)

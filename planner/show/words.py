@@ -1,7 +1,8 @@
 """The facts of a plan in words, for the text and the page: named lines, and tables."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from textwrap import shorten
 from typing import NamedTuple
 
 from hwprofiles.quantity import BASES
@@ -13,7 +14,7 @@ from runtime.units import show_bytes, show_count, show_rate, show_seconds
 from .facts import Facts, Measured
 from .memory import OTHER, SMALL_FRACTION, Held
 from .price import job_in_words, prices_in_words
-from .schedule import clauses, counted, kernels_in_words, micro_batches_in_words, trained_in_words
+from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
 Line = tuple[str, str]  # a name, and what is said under it
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer", Lane.NET: "exchange"}
@@ -46,7 +47,9 @@ PARTS = {
 }
 ENOUGH_FRACTION = 0.75  # of the device's seconds to rest on its measurements; below it the reader is told to measure
 N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # resources that are named with what more of them would save
+MOST_LETTERS = 200  # of the schedule in the answer: two lines
 FAR = 3.0  # times the prediction: from here on not told in percent
+ALONE = "nothing is known of other GPUs beside this one: they are taken to exchange by way of the host"
 CONVENTION = "forward and twice that, causal half of attention, no recompute"
 
 
@@ -84,11 +87,9 @@ def verdict(f: Facts) -> Iterator[Line]:
     if f.measured is not None:
         yield "measured", _measured(f, f.measured)
     if claim is not None:
-        yield "optimal?", _certified(claim)
-    yield (
-        "memory",
-        ", ".join(f"{place} {show_bytes(sum(parts.values()))} of {show_bytes(has)}" for place, parts, has in _memories(f)),
-    )
+        yield "optimal?", _certified(claim)[0]
+    held = [f"{place} {show_bytes(sum(parts.values()))} of {show_bytes(has)}" for place, parts, has in _memories(f)]
+    yield "memory", f"{'it fits' if f.needs.fits else 'it does not fit'}: {', '.join(held)}"
     if binding := _binding(f):
         yield "bound by", binding
     if f.job is not None:
@@ -105,9 +106,16 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield "note", f"{claims}: the file was changed, or written by another version; its interval and bounds are left out"
     if not f.prediction.periodic:
         yield "note", "the steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated"
+    if f.plan.semantics.ranks > 1 and f.profile.peers is None:
+        yield "GPUs", ALONE
 
 
-ALONE = "nothing is known of other GPUs beside this one: they are taken to exchange by way of the host"
+def answer(f: Facts) -> Iterator[Line]:
+    """The verdict, the schedule in two lines, and where the rest is: a dozen lines at most."""
+    yield from verdict(f)
+    yield "batch", batch_in_words(f.plan.semantics)
+    yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
+    yield "more", "why, what it rests on, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 
 
 def asked(f: Facts) -> Iterator[Line]:
@@ -118,8 +126,7 @@ def asked(f: Facts) -> Iterator[Line]:
     if not plan.workload.trains_all:
         yield "trained", trained_in_words(plan)
     yield "machine", f"{f.profile.name}: {f.profile.summary}"
-    sequences = f"{counted(of.whole.batch_size, 'sequence')} of {of.seq_len:,} tokens"
-    yield "batch", f"{sequences}, in {micro_batches_in_words(of)}"
+    yield "batch", batch_in_words(of)
     clip = "no clipping" if of.clip_norm is None else f"gradients clipped at {of.clip_norm:g}"
     is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
     experts = f", {of.experts} experts" if is_sparse else ""
@@ -136,7 +143,9 @@ def policy(f: Facts) -> Iterator[Line]:
 
 
 def basis(f: Facts) -> Iterator[Line]:
-    """The provenance of the prediction, and what is counted as work and as a checkpoint."""
+    """What else is proven, the provenance of the prediction, and what is counted as work and as a checkpoint."""
+    if f.claim is not None:
+        yield "proven", _certified(f.claim)[1]
     device, others = f.rests_on
     yield "rests on", _rests_on(device, "the device's")
     if device.fraction(BASES[0]) < ENOUGH_FRACTION:
@@ -145,8 +154,6 @@ def basis(f: Facts) -> Iterator[Line]:
         yield "", _rests_on(others, "the other lanes'")
     if f.outside:
         yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
-    if f.plan.semantics.ranks > 1 and f.profile.peers is None:
-        yield "GPUs", ALONE
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
     holds = "adapters" if f.plan.semantics.train.lora else "weights"
     of = "" if f.plan.workload.trains_all else " of what is trained"
@@ -157,22 +164,21 @@ def advice(resident_s: float | None, step_s: float) -> str | None:
     """A hint where keeping all state on the device is faster than streaming it; None where it is not, or does not fit."""
     if resident_s is None or resident_s >= step_s:
         return None
-    return (
-        f"all training state fits this device: keeping it there would take about {show_seconds(resident_s)} a step, "
-        f"{step_s / resident_s:.2f} times as fast; Penstock streams it"
-    )
+    kept = f"all training state fits this device: kept there, a step takes about {show_seconds(resident_s)}"
+    return f"{kept}, {step_s / resident_s:.2f} times as fast"
 
 
-def _certified(claim: Claim) -> str:
+def _certified(claim: Claim) -> tuple[str, str]:
+    """The bound on all that was searched, and those on less and on more."""
     proof = claim.certificate
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
     whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
-    is_of_sizes = (proof.n_sizes or 1) > 1 and proof.n_families > 0
-    whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles) {whose}" if is_of_sizes else whose
-    bound = f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})"
-    if is_of_sizes and proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
-        bound += f"; with this plan's none is below {exact(proof.size_bound_s)}"
-    return f"{bound}; no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
+    others = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
+    if (proof.n_sizes or 1) > 1 and proof.n_families > 0:
+        if proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
+            others = f"with this plan's sizes {whose} below {exact(proof.size_bound_s)}; {others}"
+        whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles) {whose}"
+    return f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", others
 
 
 def _binding(f: Facts) -> str:
@@ -249,7 +255,7 @@ def parts(f: Facts) -> Table | None:
     if f.waterfall is None:
         return None
     rows, bars, reached_s, step_s = [], [], 0.0, f.waterfall.step_s
-    for key, part_s in f.waterfall.to_json().items():
+    for key, part_s in asdict(f.waterfall).items():
         rows.append((PARTS[key], show_seconds(part_s), f"{part_s / step_s:.1%}"))
         bars.append(Bar(key.removesuffix("_s"), reached_s, reached_s + part_s))
         reached_s += part_s

@@ -360,7 +360,7 @@ def test_planning_does_not_wake_torch() -> None:
 @pytest.mark.parametrize(
     ("words", "exit_code", "said"),
     [
-        (["plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "2"], 0, "predicted"),
+        (["plan", "qwen2.5-7b", "--machine", "rtx4090-server", "--batch-size", "2"], 0, "it fits: device"),
         (["run", "plan.json", "--data", "."], 2, "error: this needs torch, which the base install leaves out"),
     ],
 )

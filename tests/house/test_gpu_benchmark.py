@@ -162,10 +162,6 @@ def test_stages_are_functions_and_fit_into_their_calls():
     assert all(f"| {name} | to be measured |" in page for name in NAMES)
 
 
-def asked_of(home: Path, **fields: object) -> Asked:
-    return Asked(home, home / "results", "cpu", **fields)  # type: ignore[arg-type]
-
-
 @pytest.mark.soak
 def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.smoke.POLICIES", dict(list(POLICIES.items())[:2]))
@@ -178,7 +174,7 @@ def test_a_policy_that_changes_a_bit_fails_the_smoke(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.gpu.smoke._trained", trained)
     rows = []
     with pytest.raises(RuntimeError, match="2 cases failed or changed bits, the first: llama, eager, attention saved"):
-        smoke(asked_of(tmp_path, tiny=True), lambda what, **values: rows.append(values["n_different"]))
+        smoke(Asked(tmp_path, tmp_path / "results", "cpu", tiny=True), lambda what, **values: rows.append(values["n_different"]))
     changed = [2, 6]  # of three policies with eager kernels, one with fused pointwise ones, three with all fused
     assert [i for i, n_different in enumerate(rows) if n_different] == changed
     assert len(rows) == 7

@@ -63,12 +63,15 @@ def test_the_plan_file_holds_the_claim_and_passes_the_check(answered):
 
 
 def test_the_same_question_gives_the_same_file(tmp_path, answered):
-    """In words, which name what a reader needs."""
-    words = invoke(*SMALL, "-o", tmp_path / "b.json").stdout
+    """In words: the answer in a dozen lines; all that a reader may want, on demand."""
+    short, words = invoke(*SMALL, "-o", tmp_path / "b.json", "--tokens", "1B").stdout, invoke(*SMALL, "-v").stdout
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert len(short.splitlines()) <= 12
+    for word in ("tokens/s", "P10 to P90", "(gap ", "it fits: device", "USD rented", "2 micro-batches of 2", "plan -v"):
+        assert word in short
     for word in ("qwen2.5-0.5b", "tokens/s", "bound by", "P10 to P90", "no schedule at all with", "megatrain", "measured grid"):
         assert word in " ".join(words.split())
-    assert "\x1b" not in words
+    assert "\x1b" not in words + short
 
 
 def test_notes_name_what_a_model_lacks():

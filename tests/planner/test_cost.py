@@ -60,12 +60,6 @@ def test_a_load_takes_the_bytes_of_its_slot_over_the_link(profile):
     assert Resource.D2H not in uses
 
 
-def product_flop_per_s(profile, m):
-    """Of a product in a step, where clocks may be lower than in a burst."""
-    sustained = profile.device.sustained_fraction
-    return profile.matmul_rate("bf16", m.m, m.k, m.n).value * (1.0 if sustained is None else sustained.value)
-
-
 def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
     cost = CostModel(profile)
     recomputes, keeps = plan_of(), plan_of(Policy(accumulation_group=4, save=saves(all=(1,))))
@@ -77,7 +71,9 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
     up_to_it = replace(layer, matmuls=layer.matmuls[:-1], pointwise_bytes=again.pointwise_bytes, n_kernels=again.n_kernels)
     assert more_s == pytest.approx(cost.forward_s(up_to_it, SEMANTICS))
     m = layer.matmuls[-1]
-    product_s = m.flop / product_flop_per_s(profile, m)
+    sustained = profile.device.sustained_fraction  # in a step clocks may be lower than in a burst
+    rate = profile.matmul_rate("bf16", m.m, m.k, m.n).value * (1.0 if sustained is None else sustained.value)
+    product_s = m.flop / rate
     assert 0.9 * (forward.alone_s - product_s) < more_s < forward.alone_s - product_s
 
 

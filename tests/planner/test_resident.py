@@ -114,7 +114,7 @@ def test_on_several_devices_it_is_what_fsdp2_keeps_and_a_smaller_micro_batch_may
 
 
 def test_a_plan_slower_than_resident_training_says_so_first():
-    said, words = json.loads(printed(*STREAMED, "--json")), printed(*STREAMED)
+    said, words = json.loads(printed(*STREAMED, "--json")), printed(*STREAMED, "-v")
     step_s, kept_s = said["prediction"]["step_s"], said["baselines"]["resident"]["step_s"]
     assert step_s > 2 * kept_s
     assert advice(kept_s, step_s) in " ".join(" ".join(words.splitlines()[:10]).split())

@@ -1,5 +1,6 @@
 """The parts of a step add up, and mean what they say."""
 
+from dataclasses import asdict
 from itertools import product
 
 import pytest
@@ -45,8 +46,8 @@ def machines(draw):
 @given(cases(), machines())
 def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
     parts = waterfall(case.plan, machine)
-    assert sum(parts.to_json().values()) == pytest.approx(step_s(case.plan, machine), rel=1e-12)
-    assert all(part_s >= 0 for part_s in parts.to_json().values())
+    assert sum(asdict(parts).values()) == pytest.approx(step_s(case.plan, machine), rel=1e-12)
+    assert all(part_s >= 0 for part_s in asdict(parts).values())
 
 
 @pytest.mark.drawn
@@ -60,7 +61,7 @@ def test_what_is_free_has_no_part_in_the_step(case, machine):
         ((LAUNCH, LINK, DRAM), "fill_drain_and_launch_s"),
     ):
         parts = waterfall(case.plan, without(machine, *burdens))
-        assert parts.to_json()[key] <= NEGLIGIBLE * parts.step_s, key
+        assert asdict(parts)[key] <= NEGLIGIBLE * parts.step_s, key
     alone = without(machine, LINK, DRAM, OPTIMIZER, LAUNCH)
     parts = waterfall(case.plan, alone)
     assert parts.ideal_compute_s + parts.recompute_s == pytest.approx(step_s(case.plan, alone), rel=NEGLIGIBLE)
@@ -99,7 +100,7 @@ def test_recompute_is_what_is_computed_a_second_time(case, machine):
 )
 def test_what_is_slow_has_the_largest_part_and_the_largest_gain(slow, key, resource):
     plan, machine = plan_of(KEEPING), faster(MADE_UP, dict.fromkeys(slow, 1e-6))
-    parts, found = waterfall(plan, machine).to_json(), gains(plan, machine)
+    parts, found = asdict(waterfall(plan, machine)), gains(plan, machine)
     assert max(parts, key=parts.__getitem__) == key
     assert found[0].resource == resource
     assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step is that resource alone

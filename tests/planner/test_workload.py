@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
 from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Model, Workload
+from runtime.plan.workload import Model
 from tests.real_layers import (
     DTYPES,
     MANY,
@@ -47,11 +47,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def named_shapes(workload: Workload) -> list[tuple[str, tuple[int, ...]]]:
-    """Own parameters in the order of `named_parameters`: embedding, layers, then norm and head."""
-    return [(p.name, p.shape) for block in workload.blocks for p in block.parameters if p.tied_to is None]
-
-
 def attention_of(model_type: str) -> str:
     return "eager" if model_type in EAGER_ONLY else "sdpa"
 
@@ -63,7 +58,7 @@ def parameters_agree(config: dict[str, Any]) -> None:
     with torch.device("meta"):
         theirs = [(n, tuple(p.shape)) for n, p in hf_model(config).named_parameters()]
     ours = build_workload(Model(config), semantics(attention=attention_of(config["model_type"])))
-    assert named_shapes(ours) == theirs
+    assert [(p.name, p.shape) for block in ours.blocks for p in block.parameters if p.tied_to is None] == theirs
     head = ours.blocks[-1].parameters[-1]
     assert ours.tied == (head.tied_to == "model.embed_tokens.weight") == (theirs[-1][0] != "lm_head.weight")
     assert head.shape == ours.blocks[0].parameters[0].shape

@@ -26,7 +26,8 @@ def test_no_law_is_fitted_to_rows_of_the_test_or_distrusted_rows():
 @pytest.mark.soak
 def test_every_number_that_names_rows_names_rows_of_the_fit():
     """Each such source has a mark of the very rows; the marks of all groups of today are there to be found."""
-    groups = [rows for found in (*products().values(), *collectives_found()) for rows in found.rows.values()]
+    several = (found for of in collectives().values() for found in of.values())
+    groups = [rows for found in (*products().values(), *several) for rows in found.rows.values()]
     for kernel, way in product(("flash", "cudnn", "fa3", "aiter"), ("forward", "backward")):
         groups += [rows for found in attention(kernel, way).values() for rows in found.rows.values()]
     groups += [
@@ -45,10 +46,6 @@ def test_every_number_that_names_rows_names_rows_of_the_fit():
     }
     assert len(named) > 50
     assert {(name, mark) for name, mark in named if mark not in known} == set()
-
-
-def collectives_found():
-    return [found for of in collectives().values() for found in of.values()]
 
 
 def test_no_spread_is_tighter_than_the_rows_of_the_test_show():

@@ -17,7 +17,7 @@ from runtime.forward_plan import forward_plan
 from runtime.layers import documents
 from runtime.layers.documents import supports_documents
 from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Kind, Plan, Policy, Semantics, Update, saves
+from runtime.plan import Kind, Policy, Semantics, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
 from tests import reference, training
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
@@ -190,10 +190,6 @@ def test_no_device_is_waited_for_after_two_micro_batches():
     assert seen == []
 
 
-def on_processor(plan: Plan) -> Plan:
-    return replace(plan, profile=plan.profile | {"device": plan.profile["device"] | {"kind": "cpu"}})
-
-
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("model_type", "way"),
@@ -205,7 +201,8 @@ def on_processor(plan: Plan) -> Plan:
 def test_documents_take_the_memory_that_the_plan_books(model_type, way):
     policy = replace(way, accumulation_group=2)
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
-    plan = on_processor(plan_of(tiny_config(model_type, **WIDE), semantics, policy))
+    plan = plan_of(tiny_config(model_type, **WIDE), semantics, policy)
+    plan = replace(plan, profile=plan.profile | {"device": plan.profile["device"] | {"kind": "cpu"}})
     batches = [Batch(b.input_ids, b.targets, ((48, 30, 17, 1), (10,) * 9 + (6,))) for b in batches_of(96, 2, 96)]
     without_bytes, _ = device_bytes(plan)
     left_bytes, peak_bytes = device_bytes(plan, batches)

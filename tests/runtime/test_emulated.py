@@ -42,11 +42,6 @@ def serve(region: Region, *demands: Demand) -> list[tuple[float, float]]:
     return [shares[i] for i in range(len(demands))]
 
 
-def stand_in_store(plan):
-    batches = batches_of(320, 2, 16)
-    return CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
-
-
 def test_two_that_need_all_of_a_resource_halve_each_other():
     """However late a thread wakes, the times follow from when each began."""
     uses = ((Resource.DRAM, 1.0),)
@@ -84,7 +79,8 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     )
     assert [str(op) for op in plan.ops] == [str(op) for op in planned.ops], "the stand-in's plan has the planned model's ops"
     demands, region = costs(planned, profile), region_of(profile)
-    store = stand_in_store(plan)
+    batches = batches_of(320, 2, 16)
+    store = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
     store.initialise(0)
     machine = EmulatedMachine(store, demands, region, time_scale_for(demands))
     timeline = execute(plan, machine, 3)

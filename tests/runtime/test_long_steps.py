@@ -25,14 +25,6 @@ class Delayed(Remembering):
         super().perform(index, op, step)
 
 
-def folded_plan_of(config, semantics, policy):
-    written = plan_of(config, semantics, policy)
-    found = lower_folded(written.model, written.workload, semantics, policy, PROFILE)
-    assert found is not None
-    check(found)
-    return found
-
-
 POLICIES = {
     "lean": Policy(update=Update.DEFERRED),
     "barrier, groups of two": Policy(accumulation_group=2, gradient_slots=2, prefetch_depth=2),
@@ -49,7 +41,9 @@ POLICIES = {
 def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name):
     overrides = (("num_hidden_layers", 4),)
     semantics = clip_some_steps(model_type, semantics_of(model_type, batch_size=18, seq_len=8), overrides)
-    plan = folded_plan_of(tiny_config(model_type, **dict(overrides)), semantics, POLICIES[name])
+    written = plan_of(tiny_config(model_type, **dict(overrides)), semantics, POLICIES[name])
+    plan = lower_folded(written.model, written.workload, semantics, POLICIES[name], PROFILE)
+    check(plan)
     assert plan.repeat.times >= 3
     assert differences(trained(plan, Delayed)) == []
 

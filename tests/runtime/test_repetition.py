@@ -36,12 +36,10 @@ law = settings(deadline=None, max_examples=25, suppress_health_check=list(Health
 @st.composite
 def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Plan:
     """A plan in which something repeats, of any legal policy that has groups."""
-    case = draw(cases(max_layers, max_micro_batches=4).filter(_may_fold))
+    case = draw(
+        cases(max_layers, max_micro_batches=4).filter(lambda of: of.policy.accumulation_group < 4 and of.semantics.ranks == 1)
+    )
     return folding(case, draw(st.integers(10, 10 + 2 * max_repetitions)), draw(st.integers(0, 2)))
-
-
-def _may_fold(case: Case) -> bool:
-    return case.policy.accumulation_group < 4 and case.semantics.ranks == 1
 
 
 def folding(case: Case, n_groups: int, n_more: int) -> Plan:

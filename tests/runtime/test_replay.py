@@ -97,12 +97,6 @@ def watched(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], selection: Sele
     return work
 
 
-def n_reached(layer: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> int:
-    """Products with weights that recompute from the boundary really makes."""
-    calls = watched(layer, x, kwargs, Selection(Saved.INPUT, 0)).calls
-    return sum(calls[name] for name in WITH_WEIGHTS)
-
-
 def can(case: Case, saved: Saved) -> bool:
     """Attention that is spelled out has no one result to save; experts' biases are added to products in place."""
     model_type, attention, _, experts = case
@@ -120,8 +114,9 @@ def ways_of(
                 recompute = block.recompute(saved)
                 assert (recompute is not None) == can(case, saved)
                 if recompute is not None:
-                    reached = n_reached(layer, x, kwargs) if saved is Saved.PRODUCTS else 0
-                    yield block, recompute, Selection(saved, reached), layer, x, kwargs
+                    calls = watched(layer, x, kwargs, Selection(Saved.INPUT, 0)).calls  # of a recompute from the boundary
+                    n_reached = sum(calls[name] for name in WITH_WEIGHTS) if saved is Saved.PRODUCTS else 0
+                    yield block, recompute, Selection(saved, n_reached), layer, x, kwargs
 
 
 def replayed(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved) -> tuple[torch.Tensor, Replay]:

@@ -104,12 +104,6 @@ def set_config(folder: Path, **changes: Any) -> None:
     (folder / CONFIG_FILE).write_text(json.dumps(config | changes))
 
 
-def set_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / TENSOR_FILE)
-    edit(tensors)
-    save_file(tensors, folder / TENSOR_FILE)
-
-
 NOT_COMPUTED: dict[str, Any] = {
     **{"use_dora": True, "use_rslora": True, "bias": "all", "task_type": "SEQ_CLS", "peft_type": "IA3"},
     **{"rank_pattern": {"q_proj": 8}, "layers_to_transform": [0], "modules_to_save": ["lm_head"]},
@@ -173,7 +167,8 @@ KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 
 @pytest.mark.parametrize(("edit", "expected"), KEYS.values(), ids=KEYS)
 def test_a_tensor_missing_or_left_over_is_refused(folder: Path, edit: Callable[[dict[str, Tensor]], object], expected: str) -> None:
-    set_tensors(folder, edit)
+    edit(tensors := load_file(folder / TENSOR_FILE))
+    save_file(tensors, folder / TENSOR_FILE)
     said = refused(folder)
     assert expected in said
     assert TENSOR_FILE in said

@@ -150,10 +150,6 @@ def test_runs_that_begin_together_pack_once(folder, tmp_path, made):
     assert len(made) == 2
 
 
-def left_of(cache):
-    return [path.name for path in cache.iterdir()]
-
-
 def test_weights_that_cannot_be_packed_leave_no_cache(folder, tmp_path):
     weights = {Q: random(SHAPES[Q]), DOWN: random(SHAPES[DOWN])}
     weights[DOWN][7, 7] = float("nan")
@@ -164,7 +160,7 @@ def test_weights_that_cannot_be_packed_leave_no_cache(folder, tmp_path):
         (folder, SHAPES | {Q: (128, 64)}, "the configuration says"),
     ):
         assert said in refused(partial(packed_base, model, DENSE, shapes, "nf4", tmp_path / "cache"))
-        assert left_of(tmp_path / "cache") == ["base.lock"]
+        assert [path.name for path in (tmp_path / "cache").iterdir()] == ["base.lock"]
 
 
 # Gate and up of each of three experts, as they are published one by one

@@ -150,12 +150,8 @@ def test_a_background_checkpoint_is_that_of_idle_lanes(tmp_path, monkeypatch, dr
     assert (snapshots[0].n_copied > 0) == (copy_bytes > 0)
 
 
-def on_late_streams(*args) -> Poisoned:
-    """A device whose lanes only issue, and whose streams are as late as events allow."""
-    return Poisoned(*args, streams=LateStreams(seed=2, haste=0.3))
-
-
-MACHINES = {"cpu": Slow, "late streams": on_late_streams}
+# The second's lanes only issue, and its streams are as late as events allow
+MACHINES = {"cpu": Slow, "late streams": lambda *args: Poisoned(*args, streams=LateStreams(seed=2, haste=0.3))}
 
 
 @pytest.mark.fast("some")
