@@ -81,7 +81,7 @@ class DataSettings:
     shuffle: bool = True  # the order of sequences, another in each epoch
     streaming: bool = flagged(False, "--streaming", "Read data as it is needed; give --steps.")
     shuffle_buffer: Count = 10_000  # samples, when streaming
-    workers: Natural = flagged(0, "--workers", "Batches that a thread prepares ahead.")
+    workers: Annotated[int, Field(ge=0, le=1000)] = flagged(0, "--workers", "Batches that a thread prepares ahead.")
     __pydantic_config__ = LENIENT
 
     @property
@@ -175,7 +175,7 @@ class RunSettings:
         "--deterministic",
         "With a GPU, and a plan made with --deterministic: bits that do not depend on the plan. Some kernels are slower.",
     )
-    stop_if_lost: bool = flagged(False, "--stop-if-lost", "End with exit code 4 if the loss explodes, or the gradient stays 0.")
+    stop_if_lost: bool = flagged(False, "--stop-if-lost", "Exit code 4: loss not finite or ten times the first, or gradients of 0.")
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)

@@ -50,6 +50,12 @@ def _what_is_there_stays() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _tokens_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test keeps tokens in the home."""
+    os.environ["PENSTOCK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _one_compute_thread() -> Iterator[None]:
     """The laws hold at a fixed count of compute threads, and tests share two cores. Tests without torch stay without it."""

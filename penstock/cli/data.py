@@ -57,6 +57,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     from penstock.data.data import read_data
     from penstock.data.sampling import MapStyleData
     from penstock.data.tokenizer import read_tokenizer
+    from penstock.training.inputs import tokens_folder
 
     settings = replace(read_run(None, given_settings(flags | {"data.path": paths})).data, shuffle=False)
     if model is not None and not model.is_dir():
@@ -64,7 +65,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     vocab_size, by_document = _model(model, seq_len)
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
-        found = read_data(settings, model, vocab_size, seq_len, 1, 0, Path(folder) / "tokens", by_document, report=report)
+        found = read_data(settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report)
         assert isinstance(found.source, MapStyleData)
         parts, about = found.source.parts, found.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]

@@ -45,12 +45,13 @@ def read_data(
     by_document: bool = False,
     preferred: tuple[str, ...] = TRAIN,
     report: Report = unheard,
+    run: Path | None = None,
 ) -> Loader:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
-    `cache` is a folder in which tokens are kept for the next run, within the folder that the run writes to: neither is data.
-    `by_document`: whether the model can attend to each document of a sequence alone. `preferred`: which splits of a
-    folder, where the settings name none. DataError names the file, and the line or row.
+    `cache` is a folder in which tokens are kept for the next run; `run`, or else the folder that `cache` is in, is written by the
+    run and is no data. `by_document`: whether the model can attend to each document of a sequence alone. `preferred`: which splits
+    of a folder, where the settings name none. DataError names the file, and the line or row.
     """
     if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
@@ -59,7 +60,7 @@ def read_data(
     tokenizer, shuffle_seed = read_tokenizer(model_folder), seed if settings.shuffle else None
     sets = list[PackedSet]()
     for part in settings.parts:
-        reader = reader_of(part, tokenizer, vocab_size, cache.parent, preferred)
+        reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred)
         shape = Shape(_packing(part, reader, by_document), seq_len, tokenizer.end_id, part.too_long, part.unsupervised)
         if settings.streaming:
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice

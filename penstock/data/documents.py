@@ -31,7 +31,7 @@ Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each colu
 MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundred times the memory of the text
 DOCUMENTS_AT_ONCE = 100  # in memory until they are written
-_COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row")
+_COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
 _SAID = ("problem", "dropped")  # what is wrong with a row, and the roles that its template drops
 _VERSION = 3  # of what a row becomes; tokens of another version are made again
 
@@ -73,8 +73,10 @@ class Reader:
         places = list(zip(rows["file"], rows["row"], strict=True))
         found = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
         try:
-            texts = [text for _, (text, _), _ in found]  # only documents have the tokens that a tokenizer puts around them
-            encoded = self.template.tokenizer.backend.encode_batch(texts, add_special_tokens=self.is_text)
+            texts = [text for _, (text, _), *_ in found]  # only documents have the tokens that a tokenizer puts around them
+            backend = self.template.tokenizer.backend
+            encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
+            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, _ in found]
         except BaseException as error:
             if not is_of_library(error):
                 raise
@@ -82,14 +84,14 @@ class Reader:
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         made = [
-            (*self._document(*one, encoding, place), *place, *said)
-            for (place, one, said), encoding in zip(found, encoded, strict=True)
+            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in own), *said)
+            for (place, one, _, said), encoding, own in zip(found, encoded, alone, strict=True)
         ]
         names = ("ids", "learned", *_COUNTS, *_SAID)
         return {name: [values[column] for values in made] for column, name in enumerate(names)}
 
-    def _read(self, value: Any, file: int, row: int) -> list[tuple[Rendered, tuple[str | None, str | None]]]:
-        """The documents of a row; what is wrong with it and, with the first of them, the roles that the template drops."""
+    def _read(self, value: Any, file: int, row: int) -> list[tuple[Rendered, list[str], tuple[str | None, str | None]]]:
+        """The documents of a row, with the first of them its messages and the roles that the template drops; what is wrong."""
         where = self.files.where(file, row)
         try:
             said = document(renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns), self.format, where)
@@ -97,12 +99,13 @@ class Reader:
                 raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
             rendered = [] if isinstance(said, Completion) else self.template.render(said, where)
         except DataError as error:
-            return [(("", []), (str(error), None))]
+            return [(("", []), [], (str(error), None))]
         if isinstance(said, Completion):
             text = said.prompt + said.completion  # the end token comes after it
-            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), (None, None))]
-        dropped = ", ".join(self.template.dropped(said, rendered)) or None
-        return [(one, (None, None if i else dropped)) for i, one in enumerate(rendered)]
+            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None))]
+        roles = self.template.dropped(said, rendered)
+        first = [message["content"] for message in said.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
+        return [(one, *(([], (None, None)) if i else first)) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Its ids, the edges of runs that are learned, and the counts of its tokens, of those that are learned, and of targets."""
@@ -143,11 +146,12 @@ def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterato
 class Documents:
     """Documents of tokens, mapped from a file or in memory: `lengths`, `n_learned` and `n_targets` of each are arrays."""
 
-    def __init__(self, dataset: Dataset, files: DataFiles) -> None:
-        self.files, column = files, dataset.data.column
+    def __init__(self, dataset: Dataset, files: DataFiles, kept: str = "") -> None:
+        self.files, self.kept, column = files, kept, dataset.data.column  # `kept`: where its tokens are, in words
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
-        places = np.stack([column(name).to_numpy() for name in _COUNTS[3:]])
+        self.n_own = int(column("n_own").to_numpy().sum())  # tokens of conversations' messages by themselves
+        places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])
         self.n_rows = min(1, places.shape[1]) + int(np.diff(places).any(axis=0).sum())
         problems = column("problem")
         self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # by document: bad rows
@@ -182,22 +186,26 @@ def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Calla
     """All documents of a data set, made unless an earlier run made them. `datasets` keeps them in the folder `cache`, under a
     fingerprint of the files' content and of all that decides what becomes of it; processes that start together make them once.
     DataError for a file that is refused, and a folder that cannot be written."""
+    how = ["found in"]
 
     def told() -> Iterator[dict[str, Any]]:
+        how[0] = "made, and kept in"
         for n, example in enumerate(reader.stream(range(len(reader.files.files)))):
             if n % 100 == 0:
                 report(f"tokenising: {n:,} documents")
             yield example
 
     disable_progress_bars()
-    made_by = [content_hash, reader.identity, _SAID, tokenizers.__version__, transformers.__version__]
+    made_by = [content_hash, reader.identity, _COUNTS, _SAID, tokenizers.__version__, transformers.__version__]
     fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
     options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:
-        return Documents(Dataset.from_generator(told, fingerprint=fingerprint, **options), reader.files)
+        dataset = Dataset.from_generator(told, fingerprint=fingerprint, **options)
+        return Documents(dataset, reader.files, f"{how[0]} {cache}")
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, DataError):
             raise cause from None
         reason = getattr(cause, "strerror", None) or reason_of(cause)
-        raise DataError(f"{cache}: tokens cannot be kept there ({reason}); make room, delete it, or choose another --out") from None
+        advice = "make room, delete it, or name another in PENSTOCK_CACHE"
+        raise DataError(f"{cache}: tokens cannot be kept there ({reason}); {advice}") from None

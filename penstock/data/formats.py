@@ -141,7 +141,7 @@ def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
 
 def _turn(turn: Any, i: int) -> Message:
     if not isinstance(turn, dict) or turn.get("from") not in list(_ROLES):
-        raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}')
+        raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}; if it has a "role": --columns messages=conversations')
     return {"role": _ROLES[turn["from"]], "content": turn.get("value"), "weight": turn.get("weight")}
 
 

@@ -99,6 +99,12 @@ class MapStyleData:
             if of:
                 fraction = share / len(self._turns)
                 said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
+            if n_own := part.documents.n_own:
+                n = int(part.documents.lengths.sum())
+                again = ", or earlier turns again, as it writes them differently later: mark answers with {% generation %} in it"
+                more = again if len(part.documents.lengths) > part.documents.n_rows else ", not the messages'"
+                said[f"template{of}"] = f"{(its := max(n - n_own, 0)):,} of {n:,} tokens ({its / n:.0%}) are its own{more}"
+            said |= {f"tokens{of}": part.documents.kept} if part.documents.kept else {}
             if part.documents.problems:
                 first = "; ".join(problem.partition("; ")[0] for problem in [*part.documents.problems.values()][:3])
                 said[f"bad rows{of}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"

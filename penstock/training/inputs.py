@@ -1,8 +1,10 @@
 """What a run reads: its model and the weights it begins with, data, held-out data and prompts."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
@@ -24,7 +26,7 @@ from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
 from runtime.plan.train import Train, is_adapter
 
-TOKENS_FOLDER = "tokens"  # in the run's folder: data as the model reads it, for the next start
+TOKENS_FOLDER = "tokens"  # data as the model reads it, for the next start
 PACKED_FOLDER = "base"  # in the run's folder: packed weights, for the next start
 
 
@@ -129,11 +131,24 @@ def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bo
         semantics.seq_len,
         1 if held_out else semantics.whole.batch_size,
         settings.seed,
-        Path(settings.out) / TOKENS_FOLDER,
+        tokens_folder(Path(settings.out)),
         by_document=supports_documents(plan.model.config, semantics) is None,
         preferred=HELD_OUT if held_out else TRAIN,
         report=report,
+        run=Path(settings.out),
     )
+
+
+def tokens_folder(run: Path) -> Path:
+    """The folder in which all runs of a user keep tokens; that of this run where it cannot be written."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        shared = Path(os.environ.get("PENSTOCK_CACHE") or f"{caches}/penstock").expanduser() / TOKENS_FOLDER
+        shared.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=shared):
+            return shared
+    except (OSError, RuntimeError):  # of a user without a home
+        return run / TOKENS_FOLDER
 
 
 def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> Loader | None:

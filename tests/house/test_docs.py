@@ -96,6 +96,7 @@ def test_every_command_of_a_page_prints_what_the_page_shows(
     page: str, part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "132")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     what_readers_have(tmp_path)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for name, content in files(text):

@@ -3,6 +3,8 @@
 import csv
 import gzip
 import json
+import re
+import shutil
 
 import pyarrow
 import pyarrow.parquet
@@ -114,6 +116,7 @@ def test_learned_tokens_are_marked_and_all_are_counted(home, given):
     (home / "more.jsonl").write_bytes(lines([weighed, {"messages": CHATS[1]}, {"messages": CHATS[2][:1]}]))
     asked = ["data", home / "more.jsonl", "--model", home / "talker", "--seq-len", 64]
     done = succeeded(penstock(*asked, "--samples", 2))
+    assert re.search(r"^template: \d+ of \d+ tokens \(39%\) are its own, not the messages'$", done.stderr, re.M)
     rows = [line.split("\t") for line in done.stdout.splitlines()]
     assert rows[0] == ["where", "tokens", "learned", "text"]
     assert [row[0] for row in rows[1:3]] == [f"{home}/more.jsonl:1", f"{home}/more.jsonl:2"]
@@ -124,6 +127,20 @@ def test_learned_tokens_are_marked_and_all_are_counted(home, given):
     in_json = json.loads(penstock(*asked, "--json").stdout)
     assert [sample["n_learned"] for sample in in_json["samples"]] == [int(rows[1][2]), int(rows[2][2]), 0]
     assert in_json["counts"]["learned_tokens"] == int(rows[1][2]) + int(rows[2][2])
+
+
+def test_tokens_are_found_by_runs_elsewhere_and_no_run_needs_them(home, given, tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+
+    def told(out, steps=1, *more):
+        asked = ["run", home / "plan.json", "--data", home / "qa.json", *SCRATCH, "--steps", steps, "--out", tmp_path / out, *more]
+        return succeeded(penstock(*asked)).stderr
+
+    assert f"tokens: made, and kept in {tmp_path}/cache/tokens\n" in told("a")
+    assert f"tokens: found in {tmp_path}/cache/tokens\n" in told("b")
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").write_text("no folder, and none can be made there")
+    assert f"tokens: made, and kept in {tmp_path}/a/tokens\n" in told("a", 2, "--resume")
 
 
 def test_without_a_model_bytes_are_shown(home, given):
