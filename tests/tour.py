@@ -1,15 +1,19 @@
-"""The pages docs/tour.md, a line for each folder in the words of its package, and docs/imports.md, the files of each room by floor.
+"""The pages docs/tour.md, a line for each folder, docs/imports.md, files by floor, and docs/api.md, what a program may call.
 
 `python -m tests.tour` writes them; tests hold them against the folders and the imports.
 """
 
 import ast
+import inspect
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import penstock
+from penstock.api import Planned, Trained
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, FLOORS = ROOT / "docs" / "tour.md", ROOT / "docs" / "imports.md"
+PAGE, FLOORS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))
 ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 # In the order of reading: what a plan is, who makes it, who performs it, what both rest on, and the shell.
 READING = (
@@ -122,6 +126,40 @@ def package_trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources() if packages & {*path.parents}}
 
 
+# -- the Python interface -------------------------------------------------------------------------------------------------
+
+_API = """# From Python
+
+What `import penstock` gives a program, as its code has it; `plan` returns a Planned, `train` a Trained. Errors are PenstockErrors.
+"""
+
+
+def api() -> str:
+    """The page: every public function and class in the words of its code."""
+    page = [_API]
+    for thing in (*(getattr(penstock, name) for name in sorted(penstock.__all__, key=str.swapcase)), Planned, Trained):
+        source = inspect.getsource(thing)
+        (node,) = ast.parse(source).body
+        assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+        code = _header(source, node)
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
+                code += source.splitlines()[part.lineno - 1 : part.end_lineno]
+            elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+                said = " ".join((ast.get_docstring(part) or "").partition("\n\n")[0].split())
+                *above, last = ["", *_header(source, part)][code[-1].endswith(":") :]
+                code += [*above, last if said else f"{last} ...", *([f'        """{said}"""'] if said else [])]
+        page.append(f"## {node.name}\n\n{ast.get_docstring(node)}\n\n```python\n" + "\n".join(code) + "\n```\n")
+    return "\n".join(page)
+
+
+def _header(source: str, node: ast.ClassDef | ast.FunctionDef) -> list[str]:
+    """Decorators and signature."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return source.splitlines()[first - 1 : node.body[0].lineno - 1]
+
+
 if __name__ == "__main__":
+    API.write_text(api(), encoding="utf-8")
     PAGE.write_text(tour(), encoding="utf-8")
     FLOORS.write_text(floors(package_trees()), encoding="utf-8")

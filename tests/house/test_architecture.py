@@ -23,7 +23,7 @@ from penstock.cli.main import COMMANDS
 from planner.model.config import ARCHITECTURES
 from runtime.plan import OPS, Kind, Policy
 from tests.running import penstock
-from tests.tour import FLOORS, PAGE, READING, ROOT, first_line, floors, imports, is_package, needs, sources, tour
+from tests.tour import API, FLOORS, PAGE, READING, ROOT, api, first_line, floors, imports, is_package, needs, sources, tour
 from tests.tour import module_of as _module
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
@@ -345,6 +345,10 @@ def test_the_tour_names_every_folder() -> None:
 
 def test_the_page_of_imports_is_that_of_today(trees: dict[Path, ast.Module]) -> None:
     assert FLOORS.read_text(encoding="utf-8") == floors(trees), "write it again with `make tour`"
+
+
+def test_the_page_of_the_interface_is_that_of_today() -> None:
+    assert API.read_text(encoding="utf-8") == api(), "write it again with `make tour`"
 
 
 def test_planning_does_not_wake_torch() -> None:
