@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
@@ -185,6 +186,7 @@ def faster_dtype(profile: Any) -> str:
 
 def main() -> None:
     shutil.rmtree(OUT, ignore_errors=True)
+    os.environ["PENSTOCK_CACHE"] = str(OUT / "cache")  # nothing is written elsewhere
     MODEL.mkdir(parents=True)
     (MODEL / "config.json").write_text(json.dumps(CONFIG, indent=1))
     for name, pairs in zip(("chats", "held-out"), questions(), strict=True):
