@@ -55,7 +55,7 @@ def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
     buffers = Buffers.of(plan, policy.gradient_slots, group)
     alike = plan.blocks_alike
     of_block = {b: works.of(plan, facets, b, groups) for b in alike}
-    whole = Work.none(len(facets.keys))
+    whole = Work(len(facets.keys))
     for b, blocks in alike.items():
         whole.add(of_block[b], len(blocks))
     for kind, demand, count in spared_ops(plan, cost):

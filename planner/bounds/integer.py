@@ -77,7 +77,8 @@ class Rows:
 
     def at_least(self, number: int, quantity: Array) -> None:
         """variable >= quantity."""
-        row = {int(n): float(quantity[1 + n]) / self.scale for n in np.flatnonzero(quantity[1:])}
+        (numbers,) = quantity[1:].nonzero()
+        row = dict(zip(numbers.tolist(), (quantity[1 + numbers] / self.scale).tolist(), strict=True))
         row[number] = row.get(number, 0.0) - 1.0
         self.program.at_most(row, -float(quantity[0]) / self.scale)
 

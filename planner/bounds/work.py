@@ -7,7 +7,7 @@ every inequality about them is written once (`reasons.py`).
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,31 +64,23 @@ _SUMMING = (Kind.LOSS, Kind.BACKWARD, Kind.ACCUMULATE)  # a micro-batch that end
 _ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)
 
 
-@dataclass(slots=True)
 class Work:
     """What some blocks ask for; sums and multiples of such work are work, but for the largest ops."""
 
-    vectors: dict[str, Array]
-    scalars: dict[str, Array]
-    largest: dict[str, Array] = field(default_factory=dict)
-
-    @staticmethod
-    def none(n_facets: int, width: int = 1) -> "Work":
-        return Work(
-            {name: np.zeros((n_facets, width)) for name in VECTORS},
-            {name: np.zeros(width) for name in SCALARS},
-            {name: np.zeros(n_facets) for name in LARGEST},
-        )
+    def __init__(self, n_facets: int, width: int = 1) -> None:
+        # By sort: vectors, scalars, largest ops
+        self.all = np.zeros((len(VECTORS), n_facets, width)), np.zeros((len(SCALARS), width)), np.zeros((len(LARGEST), n_facets))
+        vectors, scalars, largest = self.all
+        self.vectors: dict[str, Array] = dict(zip(VECTORS, vectors, strict=True))
+        self.scalars: dict[str, Array] = dict(zip(SCALARS, scalars, strict=True))
+        self.largest: dict[str, Array] = dict(zip(LARGEST, largest, strict=True))
 
     def add(self, other: "Work", times: float, column: int = 0) -> None:
         """Add a policy's work `times` times: to the constants, or as the coefficient of a variable. The largest ops are those of
         either."""
-        for name, vector in other.vectors.items():
-            self.vectors[name][:, column] += times * vector[:, 0]
-        for name, scalar in other.scalars.items():
-            self.scalars[name][column] += times * scalar[0]
-        for name, largest in other.largest.items():
-            np.maximum(self.largest[name], largest, out=self.largest[name])
+        for of, more in zip(self.all[:2], other.all[:2], strict=True):
+            of[..., column] += times * more[..., 0]
+        np.maximum(self.all[2], other.all[2], out=self.all[2])
 
     def __getitem__(self, name: str) -> Array:
         return self.vectors[name]
@@ -164,7 +156,7 @@ class Works:
 
 def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Groups) -> Work:
     """Of one block."""
-    work, of = Work.none(len(facets.keys)), plan.workload.blocks[block]
+    work, of = Work(len(facets.keys)), plan.workload.blocks[block]
     is_layer, is_resident = of.kind is BlockKind.LAYER, block in plan.policy.resident_blocks
     comes_back = block >= plan.workload.first_trained
     n_left = dict.fromkeys((Kind.FORWARD, *LEAVING), groups.largest)  # of the first group, not yet counted

@@ -96,8 +96,8 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
 
 def _of_blocks(plan: Setup, of: Callable[[int], int]) -> list[int]:
     """A number of each block, asked of one of each sort."""
-    known = {blocks[0]: of(blocks[0]) for blocks in plan.workload.classes}
-    return [known[plan.workload.first_alike[b]] for b in range(len(plan.workload.blocks))]
+    known, first = {blocks[0]: of(blocks[0]) for blocks in plan.workload.classes}, plan.workload.first_alike
+    return [known[first[b]] for b in range(len(plan.workload.blocks))]
 
 
 def _largest(of_blocks: Sequence[int]) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def _largest_gradients(plan: Setup, without: Sequence[int] = ()) -> tuple[int, i
 
 
 def _activation_bytes(plan: Setup) -> list[int]:
-    return [_aligned(b.boundary_bytes) for b in plan.workload.blocks[:-1]]
+    return _of_blocks(plan, lambda b: _aligned(plan.workload.blocks[b].boundary_bytes))[:-1]
 
 
 def _host_arenas(plan: Setup) -> Iterator[Arena]:
@@ -142,10 +142,10 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * ITEM_BYTES["fp32"]))
     if policy.offload_blocks:
         saved = [_aligned(plan.recompute(b).slot_bytes) for b in policy.offload_blocks]
-        yield Arena("offloaded", Place.HOST, tuple(n_bytes for n_bytes in saved for _ in range(policy.accumulation_group)))
+        yield Arena("offloaded", Place.HOST, tuple([n_bytes for n_bytes in saved for _ in range(policy.accumulation_group)]))
     if policy.spill_blocks:
         sizes = _activation_bytes(plan)
-        yield Arena("spilled", Place.HOST, tuple(sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)))
-    n_numbers = _of_blocks(plan, plan.norm_numbers)
+        yield Arena("spilled", Place.HOST, tuple([sizes[b] for b in policy.spill_blocks for _ in range(policy.accumulation_group)]))
+    squares = _of_blocks(plan, lambda b: _aligned(SQUARE_BYTES * plan.norm_numbers(b)))
     n_clip = 1 if plan.semantics.ranks == 1 else plan.semantics.ranks * plan.shared_numbers()
-    yield Arena("norm", Place.HOST, tuple(_aligned(SQUARE_BYTES * n) for n in (*n_numbers, n_clip)))
+    yield Arena("norm", Place.HOST, (*squares, _aligned(SQUARE_BYTES * n_clip)))

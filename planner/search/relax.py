@@ -87,15 +87,14 @@ class Relaxation:
         lean = replace(family.policy(self._frames.semantics), gradient_slots=gradient_slots or 1)
         choices = Choices(self._frames, lean, family, prefetch_depth, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
-        n_variables = len(choices.program.cost) + MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys)
-        first = self._work(lean, choices, groups, 1 + 2 * n_variables, clipped=False)
-        rows = Rows(choices.program, 1 + 2 * n_variables, max(float(first["total"][:, 0].sum()), 1e-12))
-        for step, clipped in ((choices.step, False), (choices.clipped_step, True)):
-            if choices.program.cost[step]:
-                work = self._work(lean, choices, groups, rows.width, clipped)
-                subject = self._subject(choices, family, gradient_slots, groups, work, rows)
-                for _, _, quantity in reasons(subject, facets, rows):
-                    rows.at_least(step, quantity)
+        steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
+        n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
+        width = 1 + len(choices.program.cost) + n_longest
+        works = [self._work(lean, choices, groups, width, clipped=step == choices.clipped_step) for step in steps]
+        rows = Rows(choices.program, width, max(float(works[0]["total"][:, 0].sum()), 1e-12))
+        for step, work in zip(steps, works, strict=True):
+            for _, _, quantity in reasons(self._subject(choices, family, gradient_slots, groups, work, rows), facets, rows):
+                rows.at_least(step, quantity)
         choices.together(lacking)
         choices.within_memory()
         return choices, rows.scale
@@ -126,7 +125,7 @@ class Relaxation:
     def _work(self, lean: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
         """Work of the family: the lean policy's, plus each choice's difference times its count."""
         facets = self._facets_of(lean)
-        whole = Work.none(len(facets.keys), width)
+        whole = Work(len(facets.keys), width)
         for first, blocks in choices.plan.blocks_alike.items():
             whole.add(self._of_block(lean, first, groups, facets, clipped), len(blocks))
         for choice in choices.all():

@@ -57,11 +57,11 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         return 0
     item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
     pads = not on_cuda and of.compute_dtype == "bf16"
-    n_computed = padded_tokens(of.seq_len) if pads else of.seq_len
+    n_computed, keeping = padded_tokens(of.seq_len) if pads else of.seq_len, {*plan.policy.saving(Saved.ALL)}
     for alike in plan.workload.classes:
         if (attention := plan.workload.blocks[alike[0]].attention) is None:
             continue
-        n_keeping = sum(plan.policy.saved(b) is Saved.ALL for b in alike)
+        n_keeping = len(keeping.intersection(alike))
         n_heads, width = attention.n_heads, attention.head_dim
         said = config.get("num_key_value_heads")
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads

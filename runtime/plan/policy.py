@@ -77,7 +77,7 @@ class Semantics:
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""
-        return bool(self.n_left) and micro_batch == self.n_micro_batches - 1
+        return micro_batch == self.n_micro_batches - 1 and bool(self.n_left)
 
     def n_sequences(self, micro_batch: int) -> int:
         return self.n_left if self.is_smaller(micro_batch) else self.micro_batch

@@ -184,13 +184,13 @@ class Setup:
 
     def squares(self, block: int) -> bool:
         """Whether the device sums the squares of the block's gradient."""
-        is_whole_there = self.policy.square_on_device and block in can_square(self.workload, self.semantics)
-        return is_whole_there or block in self.policy.device_blocks
+        return block in self.squared
 
     @cached_property
     def squared(self) -> list[int]:
         """The blocks of whose gradients the device sums the squares."""
-        return [b for b in range(len(self.workload.blocks)) if self.squares(b)]
+        whole_there = can_square(self.workload, self.semantics) if self.policy.square_on_device else ()
+        return sorted({*whole_there, *self.policy.device_blocks})
 
     def norm_slot(self, block: int) -> Slot:
         """Where the host has the sums of squares of a block's gradient."""
@@ -277,7 +277,7 @@ class Setup:
     @cached_property
     def packed_slots(self) -> int:
         """Slots of `packed`, for layers that come and go."""
-        layers = range(1, self.workload.n_layers + 1)
+        layers = range(1, self.workload.n_layers + 1) if self.semantics.base != "bf16" else ()
         return self.policy.prefetch_depth + 1 if any(map(self.unpacks, layers)) else 0
 
     def weights_slot(self, block: int) -> Slot:
