@@ -1,6 +1,6 @@
 """Compilation of functions on arrays, by numba where it is installed; without it they are interpreted, to the same bits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,11 +25,11 @@ def compiled(function: F) -> F:
         return cast(F, numba.njit(function))
 
 
-def integers(values: Sequence[int]) -> Any:
+def integers(values: Any) -> Any:
     """Values that such functions read and write: an array of int64, or a list, which the interpreter reads faster."""
-    return np.array(values, dtype=np.int64) if IS_COMPILED else list(values)
+    return np.array(values, dtype=np.int64) if IS_COMPILED else np.asarray(values).tolist()
 
 
-def floats(values: Sequence[float]) -> Any:
+def floats(values: Any) -> Any:
     """The same of float64."""
-    return np.array(values, dtype=np.float64) if IS_COMPILED else list(values)
+    return np.array(values, dtype=np.float64) if IS_COMPILED else np.asarray(values, dtype=np.float64).tolist()

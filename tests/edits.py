@@ -1,16 +1,18 @@
 """Small plans for tests, and edits that make them wrong."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from planner.check.check import check
-from planner.lower.lower import lower
-from planner.lower.waits import waits_of
+from planner.lower.lower import lower, plan_of
+from planner.lower.sheet import Sheet, number_of
 from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Plan, Policy, Semantics, Slot, Update, Wait
+from runtime.plan import Kind, Op, Plan, Policy, Semantics, Setup, Slot, Update, Wait
+from runtime.plan.workload import Model, Workload
 from tests.strategies import MODEL, PROFILE, small_workload
 
 OF_POLICY = {field.name for field in fields(Policy)}
@@ -24,6 +26,12 @@ def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **cho
     semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1, **meant)
     workload = small_workload(n_layers, tied, saving=bool(policy.offload_blocks), train=semantics.train)
     return lower(MODEL, workload, semantics, policy, PROFILE)
+
+
+def plan_by(how: Any, model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Any:
+    """The plan whose ops are lowered in one way or another; None where they cannot be."""
+    ops = how(setup := Setup(semantics, policy, model, workload, ()))
+    return None if ops is None else plan_of(setup, ops, PROFILE)
 
 
 def index(plan: Plan, name: str) -> int:
@@ -79,9 +87,19 @@ def reordered(plan: Plan, order: Sequence[int]) -> Plan:
     return replace(plan, ops=tuple(replace(plan.ops[i], waits=of) for i, of in zip(order, waits, strict=True)))
 
 
-def with_waits(ops: Sequence[Op], after: Mapping[int, Wait]) -> tuple[Op, ...]:
+def with_waits(ops: Sequence[Op], after: dict[int, Wait]) -> tuple[Op, ...]:
     """The ops with the waits that lowering would give them."""
     return tuple(replace(op, waits=waits) for op, waits in zip(ops, waits_of(ops, after), strict=True))
+
+
+def waits_of(ops: Sequence[Op], after: dict[int, Wait], n_steps: int = 2) -> list[tuple[Wait, ...]]:
+    """The waits that lowering would give to ops."""
+    sheet = Sheet()
+    for i, op in enumerate(ops):
+        number = sheet.add(op.kind, np.array([i]), 0, op.block)
+        for name, slot in op.operands:
+            sheet.use(number, **{name: number_of(slot)})
+    return [op.waits for op in sheet.outline(n_steps, lambda ops: after).ops()]
 
 
 def rewaited(plan: Plan) -> Plan:

@@ -43,7 +43,7 @@ def policy_bound(plan: Setup, cost: CostModel) -> Bound:
 
 def policy_bounds(plan: Setup, works: Works) -> Iterator[Bound]:
     """Every reason for the plan's own policy. The plan needs neither arenas nor ops: these are counted, not read."""
-    facets = Facets((plan,), works.cost)
+    facets = works.facets((plan,))
     for name, binding, quantity in reasons(subject_of(plan, works, facets), facets, Numbers()):
         yield Bound(float(quantity[0]), binding, name)
 
@@ -69,11 +69,11 @@ def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
         buffers,
         np.array([float(policy.prefetch_depth + least_slots(plan))]),
         policy.gradient_slots == 1 and plan.semantics.ranks == 1 and plan.workload.trains_all,
-        (_missing(n_leaving > buffers.n_slots + buffers.n_staged), _missing(n_leaving > buffers.n_staged)),
+        (np.array([(n_leaving > buffers.n_slots + buffers.n_staged) - 1.0]), np.array([(n_leaving > buffers.n_staged) - 1.0])),
         bool(policy.device_blocks),
         whole,
         _early(plan, whole),
-        _one_block(plan, cost, [of_block[b] for b in range(len(plan.workload.blocks))]),
+        [_one_block(plan, cost, of_block)],
     )
 
 
@@ -92,10 +92,6 @@ def _layers(plan: Setup) -> list[int]:
     return [b for b, block in enumerate(plan.workload.blocks) if block.kind is BlockKind.LAYER]
 
 
-def _missing(is_counted: bool) -> Array:
-    return np.array([0.0 if is_counted else -1.0])
-
-
 def _early(plan: Setup, work: Work) -> Array:
     """Activations that may be back before the first loss."""
     group = plan.policy.accumulation_group
@@ -105,11 +101,13 @@ def _early(plan: Setup, work: Work) -> Array:
     return of[:, None]
 
 
-def _one_block(plan: Setup, cost: CostModel, works: list[Work]) -> list[Array]:
-    """Of each block: updates up to it and its load, less first forwards of earlier blocks."""
-    found, updates, forwards = list[Array](), np.zeros(1), np.zeros(1)
-    for b, work in enumerate(works):
-        updates = updates + work.scalars["update"]
-        found.append(updates + cost.demand(plan, Op(Kind.LOAD, b)).uncontended_s - forwards)
-        forwards = forwards + work.scalars["forwards"]
-    return found
+def _one_block(plan: Setup, cost: CostModel, of_block: dict[int, Work]) -> Array:
+    """Updates up to a block and its load, less first forwards of earlier blocks: of the block for which that is most."""
+    loads = [(blocks, cost.demand(plan, Op(Kind.LOAD, b)).uncontended_s) for b, blocks in plan.blocks_alike.items()]
+    load_s = {b: seconds for blocks, seconds in loads for b in blocks}
+    found_s, updates_s, forwards_s = list[float](), 0.0, 0.0
+    for b in range(len(plan.workload.blocks)):
+        updates_s += float(of_block[b].scalars["update"][0])
+        found_s.append(updates_s + load_s[b] - forwards_s)
+        forwards_s += float(of_block[b].scalars["forwards"][0])
+    return np.array([max(found_s)])

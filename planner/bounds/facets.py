@@ -6,7 +6,7 @@ facet (its ops cost their seconds), each shared resource (ops cost the share of 
 each other down: an op of the first costs its seconds, one of another what it takes away from the first.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple
@@ -54,16 +54,13 @@ MEETINGS = tuple(_meetings())
 
 
 class Facets:
-    """The facets of the first plan, valid for all of them: plans of one workload and semantics, ops not needed."""
+    """The facets of plans on these lanes whose ops use no more than this; those of the same uses are the same."""
 
-    def __init__(self, plans: Sequence[Setup], cost: CostModel) -> None:
-        region = Region(tuple(cost.capacity.items()))
-        # Facets of the same uses are the same
-        self.uses = tuple((kind, frozenset(d.uses for plan in plans for d in demands_of(plan, cost, kind))) for kind in Kind)
-        priced = _priced(self.uses, region)
-        self.keys: tuple[Key, ...] = (*plans[0].lanes, *Resource, *(meeting for meeting, _ in priced))
+    def __init__(self, uses: frozenset[tuple[Kind, Uses]], lanes: Sequence[Lane], cost: CostModel) -> None:
+        self.uses, priced = uses, _priced(uses, Region(tuple(cost.capacity.items())))
+        self.keys: tuple[Key, ...] = (*lanes, *Resource, *(meeting for meeting, _ in priced))
         # A lane and a direction of the link may have one name
-        self._of_lane = {lane: i for i, lane in enumerate(plans[0].lanes)}
+        self._of_lane = {lane: i for i, lane in enumerate(lanes)}
         self._of_resource = {resource: len(self._of_lane) + i for i, resource in enumerate(Resource)}
         self._capacity = cost.capacity
         self._prices: dict[Kind, list[tuple[int, float]]] = {kind: [] for kind in Kind}  # of a second of an op
@@ -88,34 +85,31 @@ class Facets:
         return load
 
 
-def demands_of(plan: Setup, cost: CostModel, kind: Kind) -> Iterator[Demand]:
-    """One demand of each sort that ops of a kind have in the plan: speculation asks for what updates ask for."""
-    if kind in (Kind.SPECULATE, Kind.SETTLE):
-        return
-    often, n = OPS[kind].often, plan.semantics.n_micro_batches
-    has_several = often is Often.MICRO_BATCH or (often is Often.GRADIENT and not plan.reduced)
-    micro_batches: Iterable[int | None] = [m for m, _ in plan.alike(range(n))] if has_several else [None]
-    for b in plan.blocks_alike:
-        if OPS[kind].where(plan, b) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, b)):
-            for micro_batch in micro_batches:
-                demand = cost.demand(plan, Op(kind, b, micro_batch))
-                if demand.uses:
-                    yield demand
+def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Uses]]:
+    """What a block's ops use, kind by kind: speculation asks for what updates ask for."""
+    alike = [m for m, _ in plan.alike(range(plan.semantics.n_micro_batches))]
+    for kind, row in OPS.items():
+        is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
+        if is_there and kind not in (Kind.SPECULATE, Kind.SETTLE):
+            has_several = row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.reduced)
+            demands = (cost.demand(plan, Op(kind, block, m)) for m in (alike if has_several else [None]))
+            yield from ((kind, demand.uses) for demand in demands if demand.uses)
 
 
 @lru_cache(maxsize=256)
-def _priced(uses: tuple[tuple[Kind, frozenset[Uses]], ...], region: Region) -> list[tuple[Meeting, list[tuple[Kind, float]]]]:
+def _priced(uses: frozenset[tuple[Kind, Uses]], region: Region) -> list[tuple[Meeting, list[tuple[Kind, float]]]]:
     """The price of a second of each kind, for every meeting of ops that the plans have."""
+    of_kind = {kind: [use for of, use in sorted(uses) if of is kind] for kind in Kind}
     # What each lane may be doing, or None: any of these at once with any of the others'.
     doing: dict[Lane, list[tuple[Kind, Uses] | None]] = {lane: [None] for lane in Lane}
-    for kind, found in uses:
-        doing[LANE_OF[kind]] += [(kind, use) for use in sorted(found)]
+    for kind, found in of_kind.items():
+        doing[LANE_OF[kind]] += [(kind, use) for use in found]
     moments: list[dict[Kind, float]] = []  # the speed of each that works
     for together in product(*doing.values()):
         working = [op for op in together if op is not None]
         speeds = shares(tuple(use for _, use in working), region)
         moments.append({kind: speed for (kind, _), speed in zip(working, speeds, strict=True)})
-    of_kind, result = dict(uses), []
+    result = []
     for meeting in MEETINGS:
         there = [kind for kind in meeting.kinds if of_kind[kind]]
         if not (meeting.any_of or len(there) == len(meeting.kinds)) or not there:

@@ -9,6 +9,7 @@ from math import inf
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
 from .facets import Array
 
@@ -43,9 +44,8 @@ class Program:
     def solve(self, integers: bool = True) -> tuple[float, list[float]] | None:
         """The dual bound, and the best solution found (all at their lowest if none was); None where there can be none. Without
         `integers` the bound of the linear program, which is lower."""
-        matrix = np.zeros((len(self.rows), len(self.cost)))
-        for i, row in enumerate(self.rows):
-            matrix[i, list(row)] = list(row.values())
+        values, columns = ([n for row in self.rows for n in of(row)] for of in (dict.values, dict.keys))
+        matrix = csr_array((values, columns, np.cumsum([0, *map(len, self.rows)])), (len(self.rows), len(self.cost)))
         with _nothing_printed():
             found = milp(
                 np.array(self.cost),

@@ -6,7 +6,7 @@ every inequality about them is written once (`reasons.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +15,10 @@ from planner.lower.arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, n_whole_sums, s
 from planner.predict.cost import CostModel
 from runtime.plan import OPS, Kind, Lane, Op, Setup
 from runtime.plan.ops import Often, Phase
-from runtime.plan.region import Demand
+from runtime.plan.region import Demand, Uses
 from runtime.plan.workload import BlockKind
 
-from .facets import Array, Facets
+from .facets import Array, Facets, uses_of
 
 # Of every facet, in seconds:
 VECTORS = (
@@ -144,14 +144,33 @@ class Works:
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost
         self._known: dict[object, Work] = {}
+        self._uses: dict[object, frozenset[tuple[Kind, Uses]]] = {}
+        self._facets: dict[object, Facets] = {}
+
+    def facets(self, plans: Sequence[Setup]) -> Facets:
+        """The facets of the first plan, valid for all of them: plans of one workload and semantics, ops not needed."""
+        uses = frozenset().union(*(self._uses_of(plan, b) for plan in plans for b in plan.blocks_alike))
+        if uses not in self._facets:
+            self._facets[uses] = Facets(uses, plans[0].lanes, self.cost)
+        return self._facets[uses]
+
+    def _uses_of(self, plan: Setup, block: int) -> frozenset[tuple[Kind, Uses]]:
+        key = _treated(plan, block)
+        if key not in self._uses:
+            self._uses[key] = frozenset(uses_of(plan, self.cost, block))
+        return self._uses[key]
 
     def of(self, plan: Setup, facets: Facets, block: int, groups: Groups) -> Work:
-        policy = plan.policy
-        of_all = policy.update, policy.accumulation_group, policy.square_on_device
-        key = facets.uses, groups, of_all, plan.treatment(block)
+        key = facets.uses, groups, _treated(plan, block)
         if key not in self._known:
             self._known[key] = work_of(plan, self.cost, facets, block, groups)
         return self._known[key]
+
+
+def _treated(plan: Setup, block: int) -> tuple[object, ...]:
+    """All of the policy that a block's work depends on."""
+    policy = plan.policy
+    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatment(block)
 
 
 def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Groups) -> Work:

@@ -68,7 +68,7 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     if proof.n_families:
         n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
         proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
-    return _held(claim, answer_of(trial, plan.policy, proven, {}), "certificate.n_simulated")
+    return _held(claim, answer_of(trial, plan, proven, {}), "certificate.n_simulated")
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:

@@ -5,69 +5,64 @@ last, which completes the gradients. So a step of a few groups shows what a step
 slots and in waits, stand for any number of them.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from itertools import pairwise
 
-from runtime.plan import Op, Plan, Repeat, Wait
+import numpy as np
+
+from runtime.plan import Repeat
+
+from .sheet import Outline
+from .waits import NONE, Column, in_order
 
 N_SHOWN = 3  # repetitions: the first may wait for what is before them, the others wait for one another
 
 
-def fold(short: Plan, start: int, n_ops: int, times: int, micro_batches: int) -> tuple[tuple[Op, ...], Repeat] | None:
+def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int) -> Outline | None:
     """The ops of a step of `times` repetitions, and which of them repeat; None where repetitions are not alike.
 
-    `short`: the plan of a step with three, of `n_ops` ops each from op number `start` on. Each is a group of micro-batches further
-    than the one before.
+    `short`: a step with three, of `n_ops` ops each from op number `start` on. Each is a group of micro-batches further than the one
+    before.
     """
-    repeat = Repeat(start, start + n_ops, times, micro_batches)
-    repeated = [_same(repeat, [short.ops[start + k * n_ops + j] for k in range(N_SHOWN)]) for j in range(n_ops)]
-    outside = [_renumbered(repeat, op) for i, op in enumerate(short.ops) if not start <= i < start + N_SHOWN * n_ops]
-    ops = [*outside[:start], *repeated, *outside[start:]]
-    if None in ops:
+    repeat, end = Repeat(start, start + n_ops, times, micro_batches), start + N_SHOWN * n_ops
+    of_no_one = short.micro_batches == NONE
+    shown = np.stack([short.kinds, short.blocks, short.micro_batches])[:, start:end].reshape(3, N_SHOWN, n_ops)
+    shown[2] -= np.where(of_no_one[start:end].reshape(N_SHOWN, n_ops), 0, micro_batches * np.arange(N_SHOWN)[:, None])
+    ends = short.first(short.operands)[start : end + 1 : n_ops]
+    operands = [short.operands[:, i:j] - [[k * n_ops], [0], [0]] for k, (i, j) in enumerate(pairwise(ends))]
+    waits = _waits(short.waits, repeat)
+    if waits is None or np.any(shown != shown[:, :1]) or not all(np.array_equal(operands[0], other) for other in operands[1:]):
         return None
-    n_more = (times - N_SHOWN) * micro_batches
-    folded = [
-        replace(op, micro_batch=op.micro_batch + n_more) if i >= start + n_ops and op.micro_batch is not None else op
-        for i, op in enumerate(op for op in ops if op is not None)
-    ]
-    return tuple(folded), repeat
+    keeps = np.r_[: start + n_ops, end : len(short.kinds)]
+    moved = np.where(of_no_one | (np.arange(len(of_no_one)) < end), 0, (times - N_SHOWN) * micro_batches)
+    kept = short.operands[:, (short.operands[0] < start + n_ops) | (short.operands[0] >= end)]
+    kept[0] -= np.where(kept[0] < end, 0, (N_SHOWN - 1) * n_ops)
+    return Outline(short.kinds[keeps], short.blocks[keeps], (short.micro_batches + moved)[keeps], kept, waits, repeat)
 
 
-def _folded(repeat: Repeat, wait: Wait, repetition: int | None) -> Wait | None:
-    """A wait as the folded plan has it, of an op in this repetition (None: of another part); None where it cannot be said."""
-    of = (wait.op - repeat.start) // repeat.n_ops
-    if wait.op < repeat.start:
-        return wait
-    if of >= N_SHOWN:
-        return Wait(wait.op - (N_SHOWN - 1) * repeat.n_ops, wait.distance)
-    number = wait.op - of * repeat.n_ops
-    if repetition is None or wait.distance:
-        return Wait(number, wait.distance) if of == N_SHOWN - 1 else None
-    return Wait(number, 0, repetition - of) if repetition - of in (0, 1) else None
-
-
-def _renumbered(repeat: Repeat, op: Op) -> Op | None:
-    """An op that does not repeat."""
-    waits = [_folded(repeat, wait, None) for wait in op.waits]
-    return None if None in waits else replace(op, waits=_in_order([w for w in waits if w is not None]))
-
-
-def _same(repeat: Repeat, ops: Sequence[Op]) -> Op | None:
-    """The op that all repetitions have, with what any of them waits for; None when they differ in more than micro-batches.
+def _waits(waits: Column, repeat: Repeat) -> Column | None:
+    """The waits of a folded step; None where one cannot be said, or repetitions differ in them.
 
     What only the first repetition waits for lies before it, and is done for ever after; what all but the first wait for in the
     repetition before says in the first one: in the step before.
     """
-    found = [[_folded(repeat, wait, k) for wait in op.waits] for k, op in enumerate(ops)]
-    alike = {(op.kind, op.block, op.operands) for op in ops}
-    moved = {op.micro_batch if op.micro_batch is None else op.micro_batch - k * repeat.micro_batches for k, op in enumerate(ops)}
-    if any(None in waits for waits in found) or len(alike) > 1 or len(moved) > 1:
+    (of, of_turn), distance, (op, turn) = _numbered(waits[0], repeat), waits[1], _numbered(waits[3], repeat)
+    is_inside, of_inside = turn != NONE, of_turn != NONE
+    within = is_inside & of_inside & (distance == 0)
+    back = np.where(within, of_turn - turn, 0)
+    if np.any(is_inside & ~within & (turn != N_SHOWN - 1)) or np.any((back != 0) & (back != 1)):
         return None
-    first, second, third = ({wait for wait in waits if wait is not None} for waits in found)
-    before = {Wait(w.op, 1) for w in second if w.back}
-    beyond = {w for w in second if w not in first and (w.distance or w.op < repeat.start)}
-    return replace(ops[0], waits=_in_order((first - before) | second)) if second == third and not beyond else None
+    found = np.stack([of, distance, back, op])
+    first, second, third = ({*map(tuple, found[:, of_turn == k].T.tolist())} for k in range(N_SHOWN))
+    before = {(of, 1, 0, op) for of, _, back, op in second if back}
+    beyond = {wait for wait in second - first if wait[1] or wait[3] < repeat.start}
+    if second != third or beyond:
+        return None
+    repeated = np.array([*(first - before | second)], dtype=np.int64).reshape(-1, 4).T
+    return in_order(np.concatenate([found[:, ~of_inside], repeated], axis=1))
 
 
-def _in_order(waits: Sequence[Wait] | set[Wait]) -> tuple[Wait, ...]:
-    return tuple(sorted(waits, key=lambda w: (w.distance, w.back, w.op)))
+def _numbered(op: Column, repeat: Repeat) -> tuple[Column, Column]:
+    """Ops as the folded step numbers them, and in which repetition they are; NONE: in none."""
+    turn = np.where(op < repeat.start, NONE, (op - repeat.start) // repeat.n_ops)
+    number = op - np.where(turn == NONE, 0, np.minimum(turn, N_SHOWN - 1) * repeat.n_ops)
+    return number, np.where(turn >= N_SHOWN, NONE, turn)

@@ -7,17 +7,21 @@ all in the middle (`fold.py`).
 """
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
-from runtime.plan import MAX_REPETITIONS, OPS, Kind, Plan, Policy, Semantics, Setup, Wait
+import numpy as np
+
+from runtime.plan import MAX_REPETITIONS, OPS, Kind, Plan, Policy, Semantics, Setup, Update, Wait
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.ops import Often
 from runtime.plan.workload import Model, Workload
 
 from .arenas import arenas_of
 from .fold import N_SHOWN, fold
-from .passes import drafts
-from .waits import waits_of
+from .passes import written
+from .sheet import NUMBER, Outline
 
 FEWEST_FOLDED_GROUPS = 8  # of micro-batches; a step of fewer is not much longer than what does not repeat of it
 FEWEST_FOLDED = 1000  # micro-batches times blocks, each of which is four ops or more: about what simulates in a tenth of a second
@@ -30,11 +34,21 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 
     What repeats in a long step is said once; a short one is written out.
     """
-    if is_long(workload, semantics, policy):
-        found = lower_folded(model, workload, semantics, policy, profile)
-        if found is not None:
-            return found
-    return lower_written_out(model, workload, semantics, policy, profile)
+    setup = Setup(semantics, policy, model, workload, ())
+    return plan_of(setup, outline(setup), profile)
+
+
+def plan_of(setup: Setup, ops: Outline, profile: dict[str, Any]) -> Plan:
+    """The plan that has these ops."""
+    of = setup.semantics, setup.policy, setup.model, setup.workload, tuple(arenas_of(setup))
+    return Plan(*of, profile, ops.ops(), repeat=ops.repeat)
+
+
+def outline(setup: Setup) -> Outline:
+    """The ops of the plan that performs the policy."""
+    refuse_illegal(setup.workload, setup.semantics, setup.policy)
+    is_worth_it = is_long(setup.workload, setup.semantics, setup.policy)
+    return (outline_folded(setup) if is_worth_it else None) or outline_written_out(setup)
 
 
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
@@ -60,61 +74,41 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: 
     return found
 
 
-def lower_written_out(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
-    """The plan with every op once a step."""
-    return _written(_frame(model, workload, semantics, policy, profile), rings_go_on=True)
+def outline_written_out(setup: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Outline:
+    """Every op once a step, in an order that is right one after the other, and the waits that keep it right."""
+    return written(setup, rings_go_on, weights_go_on).outline(after=partial(barrier, setup))
 
 
-def lower_folded(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan | None:
-    """The plan in which groups of micro-batches that do the same are said once; None when there are too few.
+def outline_folded(setup: Setup) -> Outline | None:
+    """Groups of micro-batches that do the same said once; None when there are too few.
 
     Where no backward comes to the lowest layers, weights are used in circles, and what Belady's algorithm leaves there for the next
     group may take many groups to recur: then each group begins with none.
     """
-    frame = _frame(model, workload, semantics, policy, profile)
-    return _folded(frame, weights_go_on=True) or _folded(frame, weights_go_on=False)
-
-
-def _folded(frame: Plan, weights_go_on: bool) -> Plan | None:
-    semantics, group = frame.semantics, frame.policy.accumulation_group
-    n_micro_batches = semantics.n_micro_batches
-    for n_alike in range(1, MOST_ALIKE_GROUPS + 1):
-        times, n_before = divmod(-(-n_micro_batches // group) - 1, n_alike)
+    semantics, group = setup.semantics, setup.policy.accumulation_group
+    for weights_go_on, n_alike in product((True, False), range(1, MOST_ALIKE_GROUPS + 1)):
+        times, n_before = divmod(-(-semantics.n_micro_batches // group) - 1, n_alike)
         if n_before == 0:  # the first group finds every slot empty
             times, n_before = times - 1, n_alike
         if times < N_SHOWN:
-            return None
+            continue
         n_fewer = (times - N_SHOWN) * n_alike * group
         fewer = replace(semantics, batch_size=semantics.batch_size - n_fewer * semantics.micro_batch)
-        short = _written(replace(frame, semantics=fewer), rings_go_on=False, weights_go_on=weights_go_on)
-        starts = _group_starts(short)
-        start, end = starts[n_before], starts[n_before + n_alike]
-        found = fold(short, start, end - start, times, n_alike * group)
-        if found is not None:
-            return replace(frame, ops=found[0], repeat=found[1])
+        short = outline_written_out(replace(setup, semantics=fewer), rings_go_on=False, weights_go_on=weights_go_on)
+        (starts,) = ((short.kinds == NUMBER[Kind.FORWARD]) & (short.blocks == 0) & (short.micro_batches % group == 0)).nonzero()
+        starts = starts - ((starts > 0) & (short.kinds[starts - 1] == NUMBER[Kind.LOAD]))  # or the load of what that needs
+        start, end = int(starts[n_before]), int(starts[n_before + n_alike])
+        if (found := fold(short, start, end - start, times, n_alike * group)) is not None:
+            return found
     return None
 
 
-def _frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy, profile: dict[str, Any]) -> Plan:
-    """The plan without its ops."""
-    refuse_illegal(workload, semantics, policy)
-    frame = Plan(semantics, policy, model, workload, (), profile, ())
-    return replace(frame, arenas=tuple(arenas_of(frame)))
-
-
-def _written(plan: Plan, rings_go_on: bool, weights_go_on: bool = True) -> Plan:
-    """The plan with its ops, in an order that is right one after the other, and the waits that keep it right."""
-    found = drafts(plan, rings_go_on, weights_go_on)
-    number = {id(draft): i for i, draft in enumerate(found)}
-    after = {i: Wait(number[id(d.after[0])], d.after[1]) for i, d in enumerate(found) if d.after is not None}
-    return replace(plan, ops=tuple([draft.op(waits) for draft, waits in zip(found, waits_of(found, after), strict=True)]))
-
-
-def _group_starts(plan: Plan) -> list[int]:
-    """Which op each group of micro-batches begins with: its first forward, or the load of what that needs."""
-    firsts = [
-        i
-        for i, op in enumerate(plan.ops)
-        if op.kind is Kind.FORWARD and op.block == 0 and (op.micro_batch or 0) % plan.policy.accumulation_group == 0
-    ]
-    return [i - (i > 0 and plan.ops[i - 1].kind is Kind.LOAD) for i in firsts]
+def barrier(setup: Setup, ops: Outline) -> dict[int, Wait]:
+    """Under `barrier` the next step's first load waits for this step's last update, and that for those on the device."""
+    if setup.policy.update is not Update.BARRIER:
+        return {}
+    last, (on_device,) = len(ops.kinds) - 1, (ops.kinds == NUMBER[Kind.UPDATE_ON_DEVICE]).nonzero()
+    after = {int(np.argmax(ops.kinds == NUMBER[Kind.LOAD])): Wait(last, 1)}
+    if len(on_device) and on_device[-1] != last:
+        after[last] = Wait(int(on_device[-1]))
+    return after

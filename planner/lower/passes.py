@@ -1,19 +1,20 @@
 """Passes of lowering, one per concern: compute, weights, activations, gradients, squares, updates.
 
 A step begins as what is computed (`computed`), in an order that would be right if ops ran one after the other. Each pass then adds
-what one concern needs: ops of its own and operands of those that are there. Overlap comes last, from the slots alone (`waits.py`).
+what one concern needs, to the whole step at once: ops of its own, before or after a computation, and operands of ops that are
+there. Overlap comes last, from the slots alone (`waits.py`).
 """
 
-import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, groupby
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from runtime.plan import OPS, Kind, Op, Semantics, Setup, Slot, Update, Wait
-from runtime.plan.ops import Operand
-from runtime.plan.workload import BlockKind
+import numpy as np
+
+from runtime.plan import Kind, Setup, Slot, Update
 
 from .arenas import (
+    N_EAGER_SLOTS,
     N_SAVED_SLOTS,
     N_STAGING_SLOTS,
     eager_ring,
@@ -23,60 +24,84 @@ from .arenas import (
     sums_layers,
     vocab_slot_is_sum,
 )
+from .sheet import NUMBER, Sheet, number_of, slots
+from .waits import NONE, Column
+
+# Turns of the ops that belong to a computation: before it, and after it
+LOADED, UNPACKED, GATHERED, ACTIVATION_FETCHED, SAVED_FETCHED, SHARED = range(6)
+COMPUTED, SAVED_LEFT, ACTIVATION_LEFT, WHOLE = range(20, 24)
+# And of those that follow when a gradient is whole: from SHARED on, of another block's that ranks exchange, or from WHOLE on
+SQUARED, LEFT, ADDED, NORMED, CLIPPED, UPDATED = range(6)
 
 
-@dataclass(slots=True)
-class Draft:
-    """An op that is being written."""
+class Step(NamedTuple):
+    """What is computed in a step, op by op, and the sheet on which its ops are written."""
 
-    kind: Kind
-    block: int
-    micro_batch: int | None = None
-    operands: list[Operand] = field(default_factory=list)
-    after: "tuple[Draft, int] | None" = None  # an op that it follows besides those its slots ask for, and how many steps before
+    plan: Setup
+    sheet: Sheet
+    kinds: Column
+    blocks: Column
+    micro_batches: Column
+    groups: Column
+    first: Column  # of the run of micro-batches that an op belongs to: their first
+    go_on: bool  # whether rings of slots go on from group to group, or begin anew
 
-    def uses(self, **operands: Slot | None) -> "Draft":
-        """Add operands, those that are there."""
-        self.operands += [(name, slot) for name, slot in operands.items() if slot is not None]
-        return self
+    def of(self, kind: Kind) -> Any:
+        return self.kinds == NUMBER[kind]
 
-    def uses_all(self, name: str, slots: Iterable[Slot]) -> "Draft":
-        """Add operands of one name."""
-        self.operands += [(name, slot) for slot in slots]
-        return self
-
-    def slot(self, name: str) -> Slot:
-        return next(slot for known, slot in self.operands if known == name)
-
-    def op(self, waits: tuple[Wait, ...] = ()) -> Op:
-        """Operands in the contract's order."""
-        order = OPS[self.kind].names
-        operands = sorted(self.operands, key=lambda operand: order.index(operand[0])) if self.operands[1:] else self.operands
-        return Op(self.kind, self.block, self.micro_batch, tuple(operands), waits)
+    def turns(self, taken: Any, n_slots: int) -> Column:
+        """Of a ring of slots the place that each of these computations takes, one after the other."""
+        before = np.cumsum(taken) - 1
+        if not self.go_on:
+            n_taken = np.bincount(self.groups, weights=taken).astype(np.int64)
+            before -= (np.cumsum(n_taken) - n_taken)[self.groups]
+        return before % n_slots
 
 
-def drafts(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> list[Draft]:
+class Whole(NamedTuple):
+    """Gradients that are whole, in the order in which they are: of which block, after which computation, where they lie."""
+
+    block: Column
+    place: Column
+    turn: Column
+    gradient: Column  # on the device
+    arrived: Column  # on the host; NONE: it stays on the device
+    op: Column  # by which it left
+
+    def those(self, which: Any) -> "Whole":
+        return Whole(*(column[which] for column in self))
+
+
+def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Sheet:
     """All ops of one step. Rings of slots, and what weights are there, go on from one group of micro-batches to the next, or each
     group begins anew, so that all take the same slots."""
-    ops: Iterable[Draft] = computed(plan)
-    ops = with_weights(plan, ops, weights_go_on)
-    ops = with_activations(plan, ops, rings_go_on)
-    ops = with_saved(plan, ops, rings_go_on)
-    ops = with_gradients(plan, ops, rings_go_on)
-    for one_pass in (with_squares, with_updates, with_barrier):
-        ops = one_pass(plan, ops)
-    return list(ops)
+    step = computed(plan, rings_go_on)
+    with_weights(step, weights_go_on)
+    with_activations(step)
+    with_saved(step)
+    whole = with_gradients(step)
+    with_squares(step, whole)
+    with_updates(step, whole)
+    return step.sheet
 
 
-def computed(plan: Setup) -> Iterator[Draft]:
+def computed(plan: Setup, rings_go_on: bool = True) -> Step:
     """Forward, loss and backward: group by group of micro-batches, layer by layer within a group."""
-    n, group, head = plan.semantics.n_micro_batches, plan.policy.accumulation_group, plan.workload.n_layers + 1
+    n, size, head = plan.semantics.n_micro_batches, plan.policy.accumulation_group, plan.workload.n_layers + 1
     back = [*_backward_walk(plan), (Kind.BACKWARD, 0)]
     walk = [*((Kind.FORWARD, b) for b in range(head)), (Kind.LOSS, head), *back]
-    walk = [(kind, b) for kind, b in walk if kind is not Kind.BACKWARD or b >= plan.workload.first_trained]
-    for first in range(0, n, group):
-        for kind, block in walk:
-            yield from (Draft(kind, block, m) for m in range(first, min(first + group, n)))
+    numbers = [(NUMBER[kind], b) for kind, b in walk if kind is not Kind.BACKWARD or b >= plan.workload.first_trained]
+    shape = -(-n // size), len(numbers), min(size, n)
+    micro_batches = np.arange(shape[0])[:, None, None] * size + np.arange(shape[2])
+    is_there = np.broadcast_to(micro_batches < n, shape)
+    kinds, blocks = (np.array(of)[None, :, None] for of in zip(*numbers, strict=True))
+    groups = np.arange(shape[0])[:, None, None]
+    kinds, blocks, micro_batches, groups = (np.broadcast_to(of, shape)[is_there] for of in (kinds, blocks, micro_batches, groups))
+    is_first = micro_batches == groups * size
+    first = is_first.nonzero()[0][np.cumsum(is_first) - 1]
+    sheet = Sheet()
+    sheet.add(kinds, np.arange(len(kinds)), COMPUTED, blocks, micro_batches)
+    return Step(plan, sheet, kinds, blocks, micro_batches, groups, first, rings_go_on)
 
 
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
@@ -90,324 +115,239 @@ def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
         yield from ((Kind.BACKWARD, b) for b in range(min(below + stride, top), below, -1))
 
 
-def with_weights(plan: Setup, ops: Iterable[Draft], weights_go_on: bool = True) -> Iterator[Draft]:
+def with_weights(step: Step, weights_go_on: bool = True) -> None:
     """A load before each use of weights that are not there."""
-    blocks = plan.workload.blocks
-    uses = [(key[1], list(run)) for key, run in groupby(ops, key=lambda op: (op.kind, op.block))]
-    placed = list(_placed(plan, [(b, run[0].kind) for b, run in uses], weights_go_on))
-    unpacked = [b for (b, _), (_, is_fresh) in zip(uses, placed, strict=True) if is_fresh and plan.unpacks(b)]
-    packed_slots = _WeightSlots(plan.packed_slots, unpacked)
-    for (block, run), (slot, is_fresh) in zip(uses, placed, strict=True):
-        if block == 0 and run[0].kind is Kind.FORWARD and not weights_go_on:
-            packed_slots.begin_anew()
-        if slot is None:
-            yield from run
-            continue
-        if is_fresh:
-            tied = Slot("state", 0) if block and blocks[block].tied else None
-            if plan.unpacks(block):
-                packed, is_new = packed_slots.use(block)
-                if is_new:
-                    yield Draft(Kind.LOAD, block).uses(state=plan.source_slot(block), weights=Slot("packed", packed))
-                yield Draft(Kind.DEQUANTISE, block).uses(packed=Slot("packed", packed), weights=slot)
-            else:
-                yield Draft(Kind.LOAD, block).uses(state=plan.source_slot(block), tied=tied, weights=slot)
-            if plan.semantics.ranks > 1:  # each has loaded its part
-                yield Draft(Kind.GATHER, block).uses(state=plan.state_slot(block), tied=tied, weights=slot)
-        for op in run:
-            yield op.uses(weights=slot, trained=plan.state_slot(block) if plan.is_apart(block) else None)
+    plan, sheet, blocks = step.plan, step.sheet, step.plan.workload.blocks
+    runs = np.unique(step.first)
+    runs = runs[(step.blocks[runs] > 0) | step.of(Kind.FORWARD)[runs]]  # a table's gradient needs no table
+    block, group = step.blocks[runs], step.groups[runs]
+
+    def in_turn(of: Any, n_slots: int) -> tuple[Any, Any]:
+        """The slots of the runs that use some in turn, and whether what they need must come first."""
+        anew = () if weights_go_on else tuple(np.searchsorted(group[of], np.arange(1, group[-1] + 1)).tolist())
+        return held_longest(n_slots, tuple(block[of].tolist()), anew)
+
+    resident = _listed(plan, plan.policy.resident_blocks)
+    streams = (_listed(plan, range(1, plan.workload.n_layers + 1)) & ~resident)[block]
+    is_fresh = ~resident[block]
+    is_fresh[np.unique(block, return_index=True)[1]] = True
+    weights, state, source = (_numbers(plan, of)[block] for of in (plan.weights_slot, plan.state_slot, plan.source_slot))
+    index, is_fresh[streams] = in_turn(streams, plan.n_streaming)
+    weights[streams] = slots("weights", index)
+    used = np.full((2, len(step.first)), NONE)
+    used[:, runs] = weights, np.where(_listed(plan, filter(plan.is_apart, plan.policy.device_blocks))[block], state, NONE)
+    sheet.use(np.arange(len(step.first)), weights=used[0, step.first], trained=used[1, step.first])
+    tied = np.where(_listed(plan, [b for b, of in enumerate(blocks) if b and of.tied])[block], slots("state", 0), NONE)
+    unpacks = _listed(plan, filter(plan.unpacks, range(len(blocks))))[block]
+    sheet.add(Kind.LOAD, runs, LOADED, block, where=is_fresh & ~unpacks, state=source, tied=tied, weights=weights)
+    if unpacks.any():
+        comes, packed, is_new = is_fresh & unpacks, np.full(len(runs), NONE), np.zeros(len(runs), bool)
+        index, is_new[comes] = in_turn(comes, plan.packed_slots)
+        packed[comes] = slots("packed", index)
+        sheet.add(Kind.LOAD, runs, LOADED, block, where=is_new, state=source, weights=packed)
+        sheet.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=comes, packed=packed, weights=weights)
+    if plan.semantics.ranks > 1:  # each has loaded its part
+        sheet.add(Kind.GATHER, runs, GATHERED, block, where=is_fresh, state=state, tied=tied, weights=weights)
 
 
-def _placed(plan: Setup, uses: Sequence[tuple[int, Kind]], weights_go_on: bool) -> Iterator[tuple[Slot | None, bool]]:
-    """For each use of a block its slot of weights, if it has any, and whether they must come first."""
-    resident, there = {*plan.policy.resident_blocks}, set[int]()
-    streamed = {*range(1, plan.workload.n_layers + 1)} - resident
-    slots = _WeightSlots(plan.n_streaming, [b for b, _ in uses if b in streamed])
-    for block, kind in uses:
-        if block == 0 and kind is Kind.FORWARD and not weights_go_on:
-            slots.begin_anew()
-        if block == 0 and kind is Kind.BACKWARD:
-            yield None, False  # a table's gradient needs no table
-        elif block in streamed:
-            index, is_fresh = slots.use(block)
-            yield Slot("weights", index), is_fresh
-        else:
-            yield plan.weights_slot(block), block not in there
-            there |= {block} & resident
+@lru_cache(maxsize=64)
+def held_longest(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> tuple[Column, Any]:
+    """Which slot each use of a block has, and whether the block must be loaded first: into the slot whose content is needed last
+    (Belady's algorithm). Before the uses numbered `anew` nothing that the slots hold is used again."""
+    n, next_use, later = len(uses), [0] * len(uses), dict[int, int]()
+    for at in range(n - 1, -1, -1):
+        next_use[at] = later.get(uses[at], n)
+        later[uses[at]] = at
+    chosen, is_fresh = list[int](), list[bool]()
+    for at, block in enumerate(uses):
+        if at == 0 or at in anew:
+            held, needed, last = [NONE] * n_slots, [n] * n_slots, [NONE] * n_slots
+        is_fresh.append(block not in held)
+        i = max(range(n_slots), key=lambda i: (needed[i], -last[i], -i)) if is_fresh[-1] else held.index(block)
+        held[i], needed[i], last[i] = block, next_use[at], at
+        chosen.append(i)
+    return np.array(chosen, dtype=np.int64), np.array(is_fresh, dtype=bool)
 
 
-class _WeightSlots:
-    """Which block each weight slot holds. A load takes the slot whose content is needed last (Belady's algorithm)."""
-
-    def __init__(self, n_slots: int, uses: list[int]) -> None:
-        self.held: list[int | None] = [None] * n_slots
-        self.last_use = [-1] * n_slots
-        self.n_uses, self.at = len(uses), 0
-        self.positions: dict[int, list[int]] = {}
-        for position, block in enumerate(uses):
-            self.positions.setdefault(block, []).append(position)
-
-    def use(self, block: int) -> tuple[int, bool]:
-        """The slot for the next use, which is of `block`, and whether it must be loaded first."""
-        is_fresh = block not in self.held
-        index = self._victim() if is_fresh else self.held.index(block)
-        self.held[index] = block
-        self.last_use[index] = self.at
-        self.at += 1
-        return index, is_fresh
-
-    def begin_anew(self) -> None:
-        """Nothing that the slots hold is used again."""
-        self.held, self.last_use = [None] * len(self.held), [-1] * len(self.held)
-
-    def _victim(self) -> int:
-        def needed_again(index: int) -> int:
-            block = self.held[index]
-            if block is None:
-                return self.n_uses
-            positions = self.positions[block]
-            later = bisect.bisect_left(positions, self.at)
-            return positions[later] if later < len(positions) else self.n_uses
-
-        return max(range(len(self.held)), key=lambda i: (needed_again(i), -self.last_use[i], -i))
-
-
-def with_activations(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> Iterator[Draft]:
+def with_activations(step: Step) -> None:
     """Each output in a slot of its own; in one that it shares until it is computed again; or, where it spills, in a ring, until it
     has left and when it is back."""
-    group, stride = plan.policy.accumulation_group, plan.policy.boundary_stride
-    stays, spilled = {b: i for i, b in enumerate(staying(plan))}, {b: i for i, b in enumerate(plan.policy.spill_blocks)}
-    ring, passing = _Ring("activations", len(stays) * group, spill_ring_slots(group)), dict[tuple[int, int], Slot]()
+    plan, sheet, b, m = step.plan, step.sheet, step.blocks, step.micro_batches
+    group, stride, n_blocks = plan.policy.accumulation_group, plan.policy.boundary_stride, len(plan.workload.blocks)
+    stays = staying(plan)
+    place, spilled = len(stays) + np.arange(n_blocks) % stride - 1, _places(plan, plan.policy.spill_blocks)
+    place[stays] = np.arange(len(stays))
+    forward, backward = step.of(Kind.FORWARD), step.of(Kind.BACKWARD)
+    leaves, comes = forward & (spilled[b] != NONE), backward & (b > 0) & (spilled[b - 1] != NONE)
+    ring = len(stays) * group + step.turns(leaves | comes, spill_ring_slots(group))
+    passing = np.full((2, n_blocks, plan.semantics.n_micro_batches), NONE)  # on the way up, and down
+    passing[0, b[leaves], m[leaves]] = ring[leaves]
+    passing[1, b[comes] - 1, m[comes]] = ring[comes]
 
-    def at(block: int, m: int) -> Slot | None:
-        if block < 0:
-            return None
-        if block in spilled:
-            return passing[block, m]
-        place = stays[block] if block in stays else len(stays) + block % stride - 1
-        return Slot("activations", place * group + m % group)
+    def at(block: Column) -> Any:
+        own = np.where(spilled[block] == NONE, place[block] * group + m % group, passing[backward.astype(np.int64), block, m])
+        return slots("activations", np.where(block < 0, NONE, own))
 
-    def comes(block: int, m: int) -> Slot | None:
-        if block in spilled:
-            passing[block, m] = ring.next()
-        return at(block, m)
+    def on_host(block: Column) -> Any:
+        return slots("spilled", spilled[block] * group + m % group)
 
-    def on_host(block: int, m: int) -> Slot:
-        return Slot("spilled", spilled[block] * group + m % group)
-
-    for (kind, block), of_kind in groupby(ops, key=lambda op: (op.kind, op.block)):
-        run = list(of_kind)
-        if kind is Kind.BACKWARD and block - 1 in spilled:
-            for m in [op.micro_batch or 0 for op in run]:
-                yield Draft(Kind.FETCH_ACTIVATION, block - 1, m).uses(spilled=on_host(block - 1, m), y=comes(block - 1, m))
-        for op in run:
-            m = op.micro_batch or 0
-            match kind:
-                case Kind.FORWARD | Kind.RECOMPUTE:
-                    if kind is Kind.FORWARD and block == 0 and m % group == 0 and not ring_goes_on:
-                        ring.begin_anew()
-                    yield op.uses(x=at(block - 1, m), y=comes(block, m))
-                    if kind is Kind.FORWARD and block in spilled:
-                        yield Draft(Kind.OFFLOAD_ACTIVATION, block, m).uses(y=at(block, m), spilled=on_host(block, m))
-                case Kind.LOSS:
-                    yield op.uses(x=at(block - 1, m))
-                case Kind.BACKWARD:
-                    yield op.uses(y=at(block, m), x=at(block - 1, m))
-                case _:
-                    yield op
+    numbers, y = np.arange(len(b)), at(b)
+    sheet.use(numbers, x=at(b - 1), y=np.where(step.of(Kind.LOSS), NONE, y))
+    sheet.add(Kind.OFFLOAD_ACTIVATION, numbers, ACTIVATION_LEFT, b, m, where=leaves, y=y, spilled=on_host(b))
+    sheet.add(Kind.FETCH_ACTIVATION, step.first, ACTIVATION_FETCHED, b - 1, m, where=comes, spilled=on_host(b - 1), y=at(b - 1))
 
 
-def with_saved(plan: Setup, ops: Iterable[Draft], ring_goes_on: bool) -> Iterator[Draft]:
+def with_saved(step: Step) -> None:
     """What a layer saves leaves after its forward, and is back for its backward, through slots that all such layers share."""
-    group, place = plan.policy.accumulation_group, {b: i for i, b in enumerate(plan.policy.offload_blocks)}
-    ring = _Ring("saved", 0, N_SAVED_SLOTS)
-    for op in ops:
-        b, m = op.block, op.micro_batch or 0
-        if op.kind is Kind.FORWARD and b == 0 and m % group == 0 and not ring_goes_on:
-            ring.begin_anew()
-        if b not in place or op.kind not in (Kind.FORWARD, Kind.BACKWARD):
-            yield op
-            continue
-        saved, offloaded = ring.next(), Slot("offloaded", place[b] * group + m % group)
-        if op.kind is Kind.BACKWARD:
-            yield Draft(Kind.FETCH_SAVED, b, m).uses(offloaded=offloaded, saved=saved)
-        yield op.uses(saved=saved)
-        if op.kind is Kind.FORWARD:
-            yield Draft(Kind.OFFLOAD_SAVED, b, m).uses(saved=saved, offloaded=offloaded)
+    group, place = step.plan.policy.accumulation_group, _places(step.plan, step.plan.policy.offload_blocks)
+    b, m, numbers, forward = step.blocks, step.micro_batches, np.arange(len(step.blocks)), step.of(Kind.FORWARD)
+    uses = (forward | step.of(Kind.BACKWARD)) & (place[b] != NONE)
+    saved, offloaded = slots("saved", step.turns(uses, N_SAVED_SLOTS)), slots("offloaded", place[b] * group + m % group)
+    step.sheet.use(numbers, saved=np.where(uses, saved, NONE))
+    for kind, turn, of in ((Kind.OFFLOAD_SAVED, SAVED_LEFT, forward), (Kind.FETCH_SAVED, SAVED_FETCHED, ~forward)):
+        step.sheet.add(kind, numbers, turn, b, m, where=uses & of, saved=saved, offloaded=offloaded)
 
 
-def with_gradients(plan: Setup, ops: Iterable[Draft], rings_go_on: bool) -> Iterator[Draft]:
+def with_gradients(step: Step) -> Whole:
     """Where each micro-batch's gradient goes on the device, and its way to the host, unless its block is updated on the device."""
-    blocks, head, last = plan.workload.blocks, plan.workload.n_layers + 1, plan.semantics.n_micro_batches - 1
-    on_device, staging = _Ring("gradients", 0, plan.policy.gradient_slots), _Ring("staging", 0, N_STAGING_SLOTS)
-    of_vocabulary, on_host = Slot("gradients", plan.policy.gradient_slots), _host_gradients(plan)
-    own = {b: Slot("gradients", plan.policy.gradient_slots + 1 + i) for i, b in enumerate(plan.policy.device_blocks)}
-    sum_of, of, is_shared = _sums(plan, of_vocabulary), plan.semantics, plan.semantics.ranks > 1
-    out: dict[int, Slot] = {}
-    exchanged: list[tuple[Draft, Draft]] = []  # a sum, and its way to the host: after the gather of what is computed meanwhile
-    for op in ops:
-        b, m = op.block, op.micro_batch
-        if op.kind not in (Kind.LOSS, Kind.BACKWARD) or m is None:
-            yield op
-            continue
-        while exchanged and exchanged[0][0].block >= b + n_whole_sums(plan):  # whose sum is begun now
-            yield from exchanged.pop(0)
-        if op.kind is Kind.LOSS and m % plan.policy.accumulation_group == 0 and not rings_go_on:
-            on_device.begin_anew()
-            staging.begin_anew()
-        if not blocks[b].trained:
-            yield op
-            continue
-        is_layer = blocks[b].kind is BlockKind.LAYER
-        if plan.is_apart(b):
-            yield op.uses(sum=own[b])
-            continue
-        if b in own:
-            out[b] = own[b]
-        elif not is_layer:
-            out[b] = of_vocabulary
-        elif m == 0 or not plan.reduced:
-            out[b] = on_device.next()
-        total, *into = sums = [sum_of(b, level) for level in _levels(of, m)]
-        is_its_own_sum = not is_layer and vocab_slot_is_sum(plan)
-        has_sum = plan.reduced and (last > 0 or b == head or is_its_own_sum or is_shared)
-        makes_gradient = not plan.reduced or (m == last and not is_its_own_sum and not is_shared)
-        op.uses(sum=total if has_sum else None, gradient=out[b] if makes_gradient else None)
-        yield op.uses_all("into", into if has_sum else ())
-        if not plan.reduced:
-            staged = staging.next() if is_layer else Slot("staging", N_STAGING_SLOTS)
-            yield Draft(Kind.OFFLOAD_GRADIENT, b, m).uses(gradient=out[b], arrived=staged)
-            to, *into = (Slot("host_gradients", level * len(blocks) + b) for level in _levels(of, m))
-            yield Draft(Kind.ACCUMULATE, b, m).uses(staged=staged, arrived=to).uses_all("into", into)
-        elif m == last and b not in own:
-            offload = Draft(Kind.OFFLOAD_GRADIENT, b).uses(gradient=out[b], arrived=on_host(b))
-            if is_shared:
-                exchange = Draft(Kind.EXCHANGE, b).uses(sum=sums[-1], received=Slot("received", 0), gradient=out[b])
-                exchanged.append((exchange, offload))
-            else:
-                yield offload
-    yield from chain.from_iterable(exchanged)
+    plan, sheet, of = step.plan, step.sheet, step.plan.semantics
+    last, head, n_slots = of.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
+    own = _places(plan, plan.policy.device_blocks)
+    apart = _listed(plan, filter(plan.is_apart, plan.policy.device_blocks))
+    trained = _listed(plan, [b for b, block in enumerate(plan.workload.blocks) if block.trained])
+    ends = (step.of(Kind.LOSS) | step.of(Kind.BACKWARD)) & trained[step.blocks]
+    numbers, b, m = ends.nonzero()[0], step.blocks[ends], step.micro_batches[ends]
+    is_layer, is_last = (b > 0) & (b < head), m == last
+    begins = ends & (step.blocks > 0) & (step.blocks < head) & (own[step.blocks] == NONE)
+    begins &= (step.micro_batches == 0) | (not plan.reduced)
+    ring = np.full((head + 1, last + 1), NONE)
+    ring[step.blocks[begins], step.micro_batches[begins]] = step.turns(begins, n_slots)[begins]
+    out = np.where(is_layer, ring[b, 0 if plan.reduced else m], n_slots)
+    out = slots("gradients", np.where(own[b] == NONE, out, n_slots + 1 + own[b]))
+    is_its_own = ~is_layer & vocab_slot_is_sum(plan)
+    has_sum = plan.reduced & ((last > 0) | (b == head) | is_its_own | (of.ranks > 1)) & ~apart[b]
+    makes_gradient = ((not plan.reduced) | (is_last & ~is_its_own & (of.ranks == 1))) & ~apart[b]
+    levels, n_joined = (np.array([tell(m) for m in range(last + 1)])[m] for tell in (of.sum_level, of.n_joined))
+    sums = _sums(plan)
+    sheet.use(numbers, sum=np.where(apart[b], out, np.where(has_sum, sums(b, levels), NONE)))
+    sheet.use(numbers, gradient=np.where(makes_gradient, out, NONE))
+    for more in range(1, max(n_joined, default=0) + 1):
+        sheet.use(numbers, into=np.where(has_sum & (n_joined >= more), sums(b, levels - more), NONE))
+    arrived = np.where(own[b] == NONE, _on_host(plan, b, is_layer & is_last), NONE)
+    whole = Whole(b, numbers, np.full(len(b), WHOLE), out, arrived, numbers)
+    if not plan.reduced:
+        _with_additions(step, whole, levels, n_joined)
+        return whole.those(is_last)
+    whole = whole.those(is_last)
+    if of.ranks > 1:
+        whole = _with_exchanges(step, whole, sums(b, levels - n_joined)[is_last])
+    b, place, turn, gradient, arrived, _ = whole
+    left = sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + LEFT, b, where=arrived != NONE, gradient=gradient, arrived=arrived)
+    return whole._replace(op=left)
 
 
-def _levels(of: Semantics, m: int) -> range:
-    """The sum that a micro-batch joins, and those that this one then joins."""
-    return range(of.sum_level(m), of.sum_level(m) - of.n_joined(m) - 1, -1)
+def _with_additions(step: Step, gradients: Whole, levels: Column, n_joined: Column) -> None:
+    """Each micro-batch's gradient leaves, and the host adds it to what it has."""
+    n_blocks, head = len(step.plan.workload.blocks), step.plan.workload.n_layers + 1
+    b, place, turn, gradient, arrived, _ = gradients
+    leaves, m, is_of_layer = arrived != NONE, step.micro_batches[place], np.zeros(len(step.blocks), bool)
+    is_of_layer[place] = leaves & (b > 0) & (b < head)
+    staged = slots("staging", np.where(is_of_layer[place], step.turns(is_of_layer, N_STAGING_SLOTS)[place], N_STAGING_SLOTS))
+    step.sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + LEFT, b, m, where=leaves, gradient=gradient, arrived=staged)
+    of_sum = slots("host_gradients", levels * n_blocks + b)
+    added = step.sheet.add(Kind.ACCUMULATE, place, turn + ADDED, b, m, where=leaves, staged=staged, arrived=of_sum)
+    for more in range(1, max(n_joined, default=0) + 1):
+        step.sheet.use(added, into=np.where(n_joined >= more, of_sum - more * n_blocks, NONE))
 
 
-def _sums(plan: Setup, of_vocabulary: Slot) -> Callable[[int, int], Slot]:
-    """The device's slot for a sum of a block's gradients: of a layer's, those that end whole in turn, then the others; after them
-    the embedding's and the head's."""
+def _with_exchanges(step: Step, whole: Whole, sums: Column) -> Whole:
+    """Ranks exchange a sum after the gather of what is computed meanwhile: before the backward whose sum takes the same slot."""
+    of_block = np.full(len(step.plan.workload.blocks), NONE)
+    is_first = step.of(Kind.BACKWARD) & (step.micro_batches == 0)
+    of_block[step.blocks[is_first]] = is_first.nonzero()[0]
+    later = whole.block - n_whole_sums(step.plan)
+    place = np.where(later < 0, len(step.blocks) - 1 - later, of_block[later])
+    whole = whole._replace(place=place, turn=np.full(len(place), SHARED))
+    step.sheet.add(Kind.EXCHANGE, place, SHARED, whole.block, sum=sums, received=slots("received", 0), gradient=whole.gradient)
+    return whole
+
+
+def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
+    """The device's slots for sums of blocks' gradients: of layers, those that end whole in turn, then the others; after them the
+    embedding's and the head's."""
     n_sums, n_whole, head = plan.semantics.n_sums, n_whole_sums(plan), plan.workload.n_layers + 1
     n_of_layers = (n_sums - 1 + n_whole) * sums_layers(plan)
+    in_its_own = vocab_slot_is_sum(plan)  # the slot through which it leaves
 
-    def sum_of(block: int, level: int) -> Slot:
-        if 0 < block < head:
-            return Slot("sums", block % n_whole if level == 0 else n_whole - 1 + level)
-        if vocab_slot_is_sum(plan):
-            return of_vocabulary if level == 0 else Slot("sums", n_of_layers + level - 1)
-        return Slot("sums", n_of_layers + level)
+    def sums(block: Column, level: Column) -> Any:
+        of_layers = np.where(level == 0, block % n_whole, n_whole - 1 + level)
+        found = slots("sums", np.where((block > 0) & (block < head), of_layers, n_of_layers + level - in_its_own))
+        is_own = in_its_own & (level == 0) & ((block == 0) | (block == head))
+        return np.where(is_own, slots("gradients", plan.policy.gradient_slots), found)
 
-    return sum_of
+    return sums
 
 
-def _host_gradients(plan: Setup) -> Callable[[int], Slot]:
-    """The slot for a block's gradient on the host: its own, or with eager updates one of a few that layers share."""
+def _on_host(plan: Setup, block: Column, takes_turns: Any) -> Any:
+    """The host's slots for gradients: of each block its own, or with eager updates for layers a few that they share."""
     if not eager_ring(plan):
-        return lambda block: Slot("host_gradients", block)
-    arena = plan.arena("host_gradients")
-    assert arena is not None
-    last = len(arena.slot_bytes) - 1
-    ring, own = _Ring("host_gradients", 1, last - 1), {0: 0, plan.workload.n_layers + 1: last}
-    return lambda block: Slot("host_gradients", own[block]) if block in own else ring.next()
+        return slots("host_gradients", block)
+    n = min(N_EAGER_SLOTS, plan.workload.n_layers)
+    return slots("host_gradients", np.where(takes_turns, 1 + (np.cumsum(takes_turns) - 1) % n, np.where(block == 0, 0, n + 1)))
 
 
-def with_squares(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+def with_squares(step: Step, whole: Whole) -> None:
     """The device squares a gradient that is whole there; the sums leave with it, or alone where it stays."""
-    place, last = {b: i for i, b in enumerate(plan.squared)}, plan.semantics.n_micro_batches - 1
-    for op in ops:
-        b = op.block
-        stays = b in plan.policy.device_blocks and op.kind in (Kind.LOSS, Kind.BACKWARD) and op.micro_batch == last
-        if b not in place or not (stays or op.kind is Kind.OFFLOAD_GRADIENT):
-            yield op
-            continue
-        squares, norm = Slot("squares", place[b]), plan.norm_slot(b)
-        if stays:
-            yield op
-        yield Draft(Kind.SQUARE, b).uses(gradient=op.slot("sum" if plan.is_apart(b) else "gradient"), squares=squares)
-        if stays:
-            yield Draft(Kind.OFFLOAD_SQUARES, b).uses(squares=squares, norm=norm)
-        else:
-            yield op.uses(squares=squares, norm=norm)
+    b, at, turn, gradient, arrived, left = whole
+    squares, norm = slots("squares", _places(step.plan, step.plan.squared)[b]), slots("norm", b)
+    is_squared, stays = squares != NONE, arrived == NONE
+    step.sheet.add(Kind.SQUARE, at, turn + SQUARED, b, where=is_squared, gradient=gradient, squares=squares)
+    step.sheet.add(Kind.OFFLOAD_SQUARES, at, turn + LEFT, b, where=is_squared & stays, squares=squares, norm=norm)
+    step.sheet.use(np.where(stays, NONE, left), squares=squares, norm=np.where(is_squared, norm, NONE))
 
 
-def with_updates(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
+def with_updates(step: Step, whole: Whole) -> None:
     """The squares of each gradient that is whole, and the norm of all; updates at once, early on a guess, or after the norm."""
-    policy, trained = plan.policy, [b for b, block in enumerate(plan.workload.blocks) if block.trained]
-    is_eager, last = policy.update is Update.EAGER, plan.semantics.n_micro_batches - 1
-    shadows = {b: Slot("state", len(plan.workload.blocks) + i) for i, b in enumerate(policy.speculate_blocks)}
-    arrived: dict[int, Slot] = {}  # by block whose gradient goes to the host
-    staying: dict[int, Slot] = {}  # by block whose gradient the device keeps
+    plan, sheet, n_blocks = step.plan, step.sheet, len(step.plan.workload.blocks)
+    early = _places(plan, plan.policy.speculate_blocks)
 
-    def of(kind: Kind, block: int) -> Draft:
-        """An op that needs the block's gradient: of a tied weight, the head's part too."""
-        return Draft(kind, block).uses(
-            arrived=arrived[block], tied=arrived[len(plan.workload.blocks) - 1] if block == 0 and plan.workload.tied else None
-        )
+    def asked(of: Whole) -> dict[str, Any]:
+        """An update's operands: of a tied weight the head's part of the gradient, too."""
+        arrived = whole.arrived[whole.block == n_blocks - 1] if plan.workload.tied else NONE
+        return {"arrived": of.arrived, "tied": np.where(of.block == 0, arrived, NONE), "state": slots("state", of.block)}
 
-    for op in ops:
-        yield op
-        b = op.block
-        match op.kind:
-            case Kind.SQUARE if b in policy.device_blocks:
-                staying[b] = op.slot("gradient")
-                continue
-            case Kind.OFFLOAD_GRADIENT if plan.reduced:
-                arrived[b] = op.slot("arrived")
-            case Kind.ACCUMULATE if op.micro_batch == last:
-                arrived[b] = Slot("host_gradients", b)
-            case Kind.OFFLOAD_SQUARES:
-                pass
-            case _:
-                continue
-        if not plan.squares(b):
-            yield of(Kind.NORM, b).uses(norm=plan.norm_slot(b))
-        if b == trained[0]:  # whose gradient is the last to be there
-            yield Draft(Kind.CLIP, 0).uses_all("norm", map(plan.norm_slot, trained)).uses(clip=plan.clip_slot)
-        if is_eager:
-            yield of(Kind.UPDATE, b).uses(norm=plan.norm_slot(b), state=Slot("state", b))
-        elif b in shadows:
-            yield of(Kind.SPECULATE, b).uses(state=Slot("state", b), shadow=shadows[b])
-    for b in policy.device_blocks:
-        yield Draft(Kind.UPDATE_ON_DEVICE, b).uses(gradient=staying[b], clip=plan.clip_slot, state=plan.state_slot(b))
-    if not is_eager:
-        for b in trained:  # the order in which the next forward needs them
-            if b not in staying:
-                kind = Kind.SETTLE if b in shadows else Kind.UPDATE
-                yield of(kind, b).uses(clip=plan.clip_slot, state=Slot("state", b), shadow=shadows.get(b))
+    b, at, turn, *_ = whole
+    clip, norm, of_all = slots("norm", n_blocks), slots("norm", b), asked(whole)
+    shadow = slots("state", np.where(early == NONE, NONE, n_blocks + early))
+    sheet.add(Kind.NORM, at, turn + NORMED, b, where=~_listed(plan, plan.squared)[b], norm=norm, **of_all | {"state": NONE})
+    clips = sheet.add(Kind.CLIP, at, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # whose gradient is the last to be there
+    sheet.use(np.repeat(max(clips), len(b)), norm=np.sort(norm))
+    if plan.policy.update is Update.EAGER:
+        sheet.add(Kind.UPDATE, at, turn + UPDATED, b, norm=norm, **of_all)
+        return
+    sheet.add(Kind.SPECULATE, at, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **of_all)
+    last = whole.those(np.argsort(b))  # in the order in which the next forward needs them
+    b, end, stays = last.block, np.full(len(last.block), len(step.blocks) + 2), last.arrived == NONE  # after the last exchanges
+    state = _numbers(plan, plan.state_slot)[b]
+    sheet.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=stays, gradient=last.gradient, clip=clip, state=state)
+    kinds = np.where(early[b] == NONE, NUMBER[Kind.UPDATE], NUMBER[Kind.SETTLE])
+    sheet.add(kinds, end, 1, b, where=~stays, clip=clip, shadow=shadow[b], **asked(last))
 
 
-def with_barrier(plan: Setup, ops: Iterable[Draft]) -> Iterator[Draft]:
-    """Under `barrier` the next step's first load waits for this step's last update, and that for those on the device."""
-    found = list(ops)
-    if plan.policy.update is Update.BARRIER:
-        last = found[-1]
-        on_device = [op for op in found if op.kind is Kind.UPDATE_ON_DEVICE]
-        if on_device and last.kind is not Kind.UPDATE_ON_DEVICE:
-            last.after = on_device[-1], 0
-        next(op for op in found if op.kind is Kind.LOAD).after = last, 1
-    yield from found
+def _listed(plan: Setup, blocks: Iterable[int]) -> Any:
+    """Of every block whether it is among these."""
+    found = np.zeros(len(plan.workload.blocks), bool)
+    found[list(blocks)] = True
+    return found
 
 
-class _Ring:
-    """Slots that are taken one after the other, and then again."""
+def _places(plan: Setup, blocks: Sequence[int]) -> Column:
+    """Of every block its place in a list; NONE where it has none."""
+    found = np.full(len(plan.workload.blocks), NONE)
+    found[list(blocks)] = np.arange(len(blocks))
+    return found
 
-    def __init__(self, arena: str, first: int, n_slots: int) -> None:
-        self.slots = [Slot(arena, first + i) for i in range(n_slots)]
-        self.n_taken = 0
 
-    def next(self) -> Slot:
-        self.n_taken += 1
-        return self.slots[(self.n_taken - 1) % len(self.slots)]
-
-    def begin_anew(self) -> None:
-        self.n_taken = 0
+def _numbers(plan: Setup, of: Callable[[int], Slot]) -> Column:
+    """Of every block a slot."""
+    return np.array([number_of(of(b)) for b in range(len(plan.workload.blocks))])

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
+import numpy as np
+
 from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Collective, Direction, Profile
 from planner.lower.arenas import SQUARE_BYTES
+from planner.lower.sheet import Outline
+from planner.lower.waits import NONE
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
 from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Saved, Tier, Workload
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier, Workload
 
 FP32_BYTES = 4
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
@@ -72,15 +76,7 @@ def loaded_bytes(plan: Setup, block: int) -> int:
     return all_bytes - of.state_elements * item * plan.is_apart(block)
 
 
-_OfBlock = tuple[int, Saved, bool, bool, bool]
 _OfMicroBatch = tuple[bool, int, bool]
-_Key = tuple[Kind, _OfBlock, _OfMicroBatch, tuple[bool, bool]]
-
-
-def _of_block(plan: Setup, b: int) -> _OfBlock:
-    """All of a block, and of what the policy says of it, that costs depend on."""
-    places = b in plan.policy.offload_blocks, b in plan.policy.device_blocks, plan.stays_loaded(b)
-    return plan.workload.first_alike.get(b, b), plan.policy.saved(b), *places
 
 
 def _of_micro_batch(plan: Setup, m: int | None) -> _OfMicroBatch:
@@ -103,7 +99,7 @@ class CostModel:
     outside: set[str] = field(default_factory=set)
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
     _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
-    _known: dict[_Key, Demand] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], Demand] = field(default_factory=dict)
     _known_for: tuple[Workload, Semantics] | None = None
 
     def __post_init__(self) -> None:
@@ -111,18 +107,21 @@ class CostModel:
 
     def demands(self, plan: Plan) -> list[Demand]:
         """What each op of the plan asks for, in plan order."""
-        blocks, micro_batches = dict[_OfBlock, int](), dict[_OfMicroBatch, int]()  # sorts of them, numbered
-        block = [blocks.setdefault(_of_block(plan, b), len(blocks)) for b in range(len(plan.workload.blocks))]
-        there = {op.micro_batch for op in plan.ops}
-        micro_batch = {m: micro_batches.setdefault(_of_micro_batch(plan, m), len(micro_batches)) for m in there}
-        known: dict[tuple[Kind, int, int], Demand] = {}
-        found = []
-        for op in plan.ops:
-            key = op.kind, block[op.block], micro_batch[op.micro_batch]
-            if key not in known:
-                known[key] = self.demand(plan, op)
-            found.append(known[key])
-        return found
+        return self.demands_of(plan, Outline.of(plan))
+
+    def demands_of(self, plan: Setup, ops: Outline) -> list[Demand]:
+        """The same of ops that are not the plan's, but would be."""
+        blocks, micro_batches = plan.workload.blocks, dict[_OfMicroBatch, int]()  # sorts of them, numbered
+        block = np.empty(len(blocks), np.int64)
+        for b, alike in plan.blocks_alike.items():
+            block[alike] = b
+        there, of_op = np.unique(ops.micro_batches, return_inverse=True)
+        asked = [None if m == NONE else m for m in there.tolist()]
+        micro_batch = [micro_batches.setdefault(_of_micro_batch(plan, m), len(micro_batches)) for m in asked]
+        sorts = (ops.kinds * len(blocks) + block[ops.blocks]) * len(there) + np.array(micro_batch)[of_op]
+        _, first, of_op = np.unique(sorts, return_index=True, return_inverse=True)
+        known = [self.demand(plan, ops.op(i)) for i in first.tolist()]
+        return [known[i] for i in of_op.tolist()]
 
     def demand(self, plan: Setup, op: Op) -> Demand:
         """What one op asks for. Remembered: plans of one workload differ only in what the key holds."""
@@ -131,7 +130,7 @@ class CostModel:
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
         of_all = plan.reduced, plan.policy.square_on_device
-        key = op.kind, _of_block(plan, op.block), _of_micro_batch(plan, op.micro_batch), of_all
+        key = op.kind, plan.treatment(op.block), _of_micro_batch(plan, op.micro_batch), of_all
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)

@@ -5,12 +5,17 @@ What the event loop (`event_loop.py`) needs to know of a plan's ops is laid out 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
+import numpy as np
+
+from planner.lower.sheet import LANE_NUMBERS, LANES, Outline
+from planner.lower.waits import Column
 from runtime.compiled import floats, integers
 from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, Repeat, Wait
-from runtime.plan.region import Demand, Region, Uses, capacity_of, draws
+from runtime.plan import Lane, Plan, Repeat
+from runtime.plan.region import Demand, Region, capacity_of, draws
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .event_loop import GOING_ON, IDLE, MAX_CYCLE, N_WHERE, STUCK, Ops, State, run_step, times_before
@@ -18,7 +23,6 @@ from .event_loop import GOING_ON, IDLE, MAX_CYCLE, N_WHERE, STUCK, Ops, State, r
 SAME_FRACTION = 1e-9  # two moments of two steps are the same when they differ by less than this share of a step
 SAME_REPETITION_FRACTION = 1e-11  # of a repetition: thousands follow that are taken to be the same
 MOST_REPETITIONS = 200  # performed before the rhythm of the last is taken for that of all the rest
-USUAL_REPETITIONS = 8  # of a section until its rhythm is known, with those that timelines keep
 NOTHING = Repeat(0, 0, 1, 1)  # repeats
 Moment = tuple[list[int], list[float]]  # where each lane is, and the seconds left of what it does
 
@@ -40,50 +44,41 @@ class Prediction:
         return {lane: median(busy_s.get(lane, 0.0) for busy_s in settled) for lane in plan.lanes}
 
 
-def n_simulated(plan: Plan) -> int:
-    """About how many ops of a step are performed one by one, to know how long it takes."""
-    repeat = plan.repeat
-    return len(plan.ops) + (0 if repeat is None else min(repeat.times - 1, USUAL_REPETITIONS) * repeat.n_ops)
-
-
 def simulate(plan: Plan, demands: Sequence[Demand], region: Region | None, max_steps: int = 32) -> Prediction:
     """Perform the plan on a machine that is only arithmetic, step after step, until the steps repeat.
 
     `demands` holds one entry per op of the plan. Without a `region` nothing is shared and every op takes its time alone.
     """
-    return Simulator(plan).run(demands, region, max_steps, has_timeline=True)
+    return Simulator(Outline.of(plan)).run(demands, region, max_steps, has_timeline=True)
 
 
 class Simulator:
     """The ops of a plan, laid out for the event loop. Plans that have the same ops can share it."""
 
-    def __init__(self, plan: Plan) -> None:
-        ops, repeat = plan.ops, plan.repeat or NOTHING
-        self.plan, self.repeat = plan, repeat
-        queues: dict[Lane, list[int]] = {lane: [] for lane in Lane}
-        for i, op in enumerate(ops):
-            queues[op.lane].append(i)
-        self.lanes = [lane for lane, queue in queues.items() if queue]
-        self.queues = [queues[lane] for lane in self.lanes]
+    def __init__(self, ops: Outline) -> None:
+        self.ops, self.n_ops, self.repeat = ops, len(ops.kinds), ops.repeat or NOTHING
+        n, repeat, lanes = self.n_ops, self.repeat, LANE_NUMBERS[ops.kinds]
+        sizes, first, end = (np.bincount(lanes[:limit], minlength=len(LANES)) for limit in (n, repeat.start, repeat.end))
+        (used,) = sizes.nonzero()
+        self.lanes = [LANES[i] for i in used]
         n_kept = min(repeat.times, FIRST_KEPT + LAST_KEPT)
-        self.n_spans_of = [n_kept if i in repeat else 1 for i in range(len(ops))]
-        self.first_span = _ends(self.n_spans_of)
-        first, end = ([sum(op < limit for op in queue) for queue in self.queues] for limit in (repeat.start, repeat.end))
+        self.n_spans_of = [n_kept if repeat.start <= i < repeat.end else 1 for i in range(n)]
+        self.first_span = [0, *accumulate(self.n_spans_of)]
         self._ops = Ops(
-            lane_first=integers(_ends(list(map(len, self.queues)))),
-            queue=integers([op for queue in self.queues for op in queue]),
-            part_first=integers(first),
-            part_end=integers(end),
-            wait_first=integers(_ends([len(op.waits) for op in ops])),
-            wait_op=integers([wait.op for op in ops for wait in op.waits]),
-            wait_times=integers([n for i, op in enumerate(ops) for wait in op.waits for n in _times_before(repeat, i, wait)]),
+            lane_first=integers(np.cumsum([0, *sizes[used]])),
+            queue=integers(np.argsort(lanes, kind="stable")),
+            part_first=integers(first[used]),
+            part_end=integers(end[used]),
+            wait_first=integers(ops.first(ops.waits)),
+            wait_op=integers(ops.waits[3]),
+            wait_times=integers(_times_before(repeat, ops.waits)),
             first_span=integers(self.first_span),
             repeat_first=repeat.start,
             repeat_end=repeat.end,
             times=repeat.times,
             same_fraction=SAME_REPETITION_FRACTION,
             most_repetitions=MOST_REPETITIONS,
-            n_performed=plan.n_performed,
+            n_performed=n + (repeat.times - 1) * repeat.n_ops,
         )
 
     def run(self, demands: Sequence[Demand], region: Region | None, max_steps: int, has_timeline: bool = False) -> Prediction:
@@ -105,28 +100,27 @@ class Simulator:
 
     def _asked(self, demands: Sequence[Demand], region: Region | None, max_steps: int, has_timeline: bool) -> Ops:
         """With what each op asks for. One that shares nothing is one stretch of time: its overhead needs no event of its own."""
-        shared = region or Region(())
-        sharing = [bool(region is not None and demand.uses) for demand in demands]
-        known: dict[Uses, list[float]] = {}
-        drawn: list[float] = []
-        for demand in demands:
-            if demand.uses not in known:
-                known[demand.uses] = draws(demand.uses, shared)
-            drawn += known[demand.uses]
-        both = list(zip(demands, sharing, strict=True))
+        shared, sorts = region or Region(()), {id(demand): demand for demand in demands}
+        numbers = {name: i for i, name in enumerate(sorts)}
+        of_op = np.array([numbers[id(demand)] for demand in demands], dtype=np.int64)
+        is_sharing = np.array([region is not None and bool(demand.uses) for demand in sorts.values()], dtype=bool)
+        overhead_s, alone_s, uncontended_s = np.array(
+            [(demand.overhead_s, demand.alone_s, demand.uncontended_s) for demand in sorts.values()]
+        ).reshape(-1, 3).T  # fmt: skip
+        drawn = np.array([draws(demand.uses, shared) for demand in sorts.values()])
         return self._ops._replace(
             n_spans=self.first_span[-1] if has_timeline else 0,
             last_step=max_steps + MAX_CYCLE,
-            overhead_s=floats([demand.overhead_s if shares else 0.0 for demand, shares in both]),
-            alone_s=floats([demand.alone_s if shares else demand.uncontended_s for demand, shares in both]),
-            draws=floats(drawn),
-            is_sharing=integers(sharing),
+            overhead_s=floats(np.where(is_sharing, overhead_s, 0.0)[of_op]),
+            alone_s=floats(np.where(is_sharing, alone_s, uncontended_s)[of_op]),
+            draws=floats(drawn[of_op].ravel()),
+            is_sharing=integers(is_sharing[of_op]),
             capacity=floats(capacity_of(shared)),
         )
 
     def _begun(self, of: Ops) -> State:
         """Nothing has been performed."""
-        n, steps, turns = len(self.queues), of.last_step + 1, MAX_CYCLE + 1
+        n, steps, turns = len(self.lanes), of.last_step + 1, MAX_CYCLE + 1
 
         def none(n: int, number: int = 0) -> list[int]:
             return integers([number] * n)  # type: ignore[no-any-return]
@@ -136,7 +130,7 @@ class Simulator:
 
         return State(
             none(n), none(n), none(n), none(n, IDLE), none(n), zeros(n), zeros(n), floats([1.0] * n), zeros(1),
-            none(len(self.plan.ops)), none(steps, of.n_performed), zeros(steps * n), zeros(steps), none(1), none(1),
+            none(self.n_ops), none(steps, of.n_performed), zeros(steps * n), zeros(steps), none(1), none(1),
             none(2, IDLE), none(1), none(1), zeros(turns), none(turns * n * N_WHERE), zeros(turns * n),
             zeros(turns * n), zeros(steps * of.n_spans), zeros(steps * of.n_spans),
         )  # fmt: skip
@@ -145,7 +139,7 @@ class Simulator:
         """All that the future depends on, relative to the step just ended: lane positions, and work left at full speed."""
         where: list[int] = []
         left_s: list[float] = []
-        for lane in range(len(self.queues)):
+        for lane in range(len(self.lanes)):
             is_idle = s.current[lane] == IDLE
             where += [s.step[lane] - n_done, s.turn[lane], s.at[lane], is_idle, s.is_working[lane]]
             left_s.append(0.0 if is_idle else (s.end_s[lane] - s.now_s[0]) * s.speed[lane])
@@ -168,35 +162,31 @@ class Simulator:
 
     def _stuck(self, of: Ops, s: State) -> str:
         """Which op waits for which, one phrase per lane."""
-        ops, phrases = self.plan.ops, list[str]()
-        for lane, queue in enumerate(self.queues):
-            op = queue[s.at[lane]]
+        phrases = list[str]()
+        for lane in range(len(self.lanes)):
+            op = of.queue[of.lane_first[lane] + s.at[lane]]
             for i in range(of.wait_first[op], of.wait_first[op + 1]):
                 if s.n_done[of.wait_op[i]] < times_before(of, i, s.step[lane], s.turn[lane]):
-                    phrases.append(f"{ops[op].name} waits for {ops[of.wait_op[i]].name}")
+                    phrases.append(f"{self.ops.op(op).name} waits for {self.ops.op(of.wait_op[i]).name}")
                     break
         return "the plan never finishes: " + ("; ".join(phrases) or "it has no ops")
 
     def _starved(self, s: State, demands: Sequence[Demand]) -> str:
         op = next(op for op in s.current if op != IDLE and demands[op].uses)
-        return f"{self.plan.ops[op].name} needs what the machine has none of"
+        return f"{self.ops.op(op).name} needs what the machine has none of"
 
 
-def _times_before(repeat: Repeat, i: int, wait: Wait) -> tuple[int, int, int]:
-    """a, b, c: an op is waited for until it has been performed a * step + b * repetition + c times since the start."""
-    if not repeat.start <= wait.op < repeat.end:
-        return 1, 0, 1 - wait.distance
-    if i in repeat and not wait.distance:
-        return repeat.times, 1, 1 - wait.back
-    return repeat.times, 0, (1 - wait.distance) * repeat.times
-
-
-def _ends(counts: Sequence[int]) -> list[int]:
-    """Where each of several runs of these lengths begins, and where the last one ends."""
-    found = [0]
-    for n in counts:
-        found.append(found[-1] + n)
-    return found
+def _times_before(repeat: Repeat, waits: Column) -> Column:
+    """a, b, c, one after the other: an op is waited for until it has been performed a * step + b * repetition + c times since the
+    start."""
+    of, distance, back, op = waits
+    found = np.stack([np.ones_like(of), np.zeros_like(of), 1 - distance], axis=1)
+    repeats = (repeat.start <= op) & (op < repeat.end)
+    found[repeats, 0] = repeat.times
+    found[repeats, 2] *= repeat.times
+    within = repeats & (repeat.start <= of) & (of < repeat.end) & (distance == 0)
+    found[within, 1], found[within, 2] = 1, 1 - back[within]
+    return found.ravel()
 
 
 def _same(a: Moment, b: Moment, within_s: float) -> bool:

@@ -14,12 +14,13 @@ from statistics import NormalDist
 from hwprofiles.curves import interpolated, rows_of
 from hwprofiles.laws import ProductLaw
 from hwprofiles.schema import Profile
+from planner.lower.sheet import Outline
 from runtime.plan import Plan
 from runtime.plan.workload import Dtype
 
 from .cost import CostModel, region_of
 from .faster import Group, group_of, scaled
-from .simulate import Simulator, n_simulated
+from .simulate import Simulator
 
 MOST_DRAWS, LEAST_DRAWS = 32, 8
 DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
@@ -40,13 +41,15 @@ class Interval:
 
 def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
     """P10, P50 and P90 of the plan's step over machines drawn from the profile's spreads; None: as many as are affordable."""
+    ops = Outline.of(plan)
     if n_draws is None:
-        n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, n_simulated(plan))))  # fewer for plans of many ops
+        n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, ops.n_simulated)))  # fewer for plans of many ops
     assert n_draws > 0, "an interval needs a draw"
-    ops, off, steps_s = Simulator(plan), off_by(profile, plan.semantics.compute_dtype), list[float]()
+    simulator, off, steps_s = Simulator(ops), off_by(profile, plan.semantics.compute_dtype), list[float]()
     for deviations in _deviations(n_draws, seed):
         drawn, longer = _drawn(profile, deviations), off ** (deviations[None] / P10_P90_DEVIATIONS)
-        steps_s.append(ops.run(CostModel(drawn, longer_outside=longer).demands(plan), region_of(drawn), MAX_STEPS).step_s)
+        demands = CostModel(drawn, longer_outside=longer).demands_of(plan, ops)
+        steps_s.append(simulator.run(demands, region_of(drawn), MAX_STEPS).step_s)
     steps_s.sort()
     p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)

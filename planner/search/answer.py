@@ -74,9 +74,9 @@ class Bounds:
     n_sizes: int = 1
 
 
-def answer_of(trial: Trial, best: Policy, proven: Bounds, known: dict[str, dict[str, Any]]) -> Answer:
+def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> Answer:
     """Prediction and certificate of a simulated policy. `known`: the steps of other systems' schedules."""
-    plan, step_s, profile = trial.plan(best), trial.step_s(best), trial.profile
+    best, step_s, profile = plan.policy, trial.step_s(plan.policy), trial.profile
     prediction = simulate(plan, trial.cost.demands(plan), trial.region, MAX_STEPS)
     machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
     # Steps that find no rhythm are a mean of the last, which may be any moment's.

@@ -74,7 +74,8 @@ class Tree:
             if family.boundary_stride == 1:
                 self._relax(family, 0.0)
             else:
-                self._push(self._computing_s(family), family, relaxed=False)
+                lean = self.trial.frames.of(family.policy(self.trial.semantics))  # layers that share boundaries save nothing else
+                self._push(busy_s(lean, self.trial.cost)[Lane.GPU], family, relaxed=False)
         while self.open and not self.open[0].relaxed:
             self._expand(heapq.heappop(self.open))
         return self.open[0].bound_s if self.open else inf
@@ -109,7 +110,7 @@ class Tree:
         while self.open:
             node = heapq.heappop(self.open)
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
-            may_expand = not out_of_budget or (self.relaxation.n_solved < MOST_RELAXED and not node.can_be_simulated)
+            may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
             if self._close_to_best(node.bound_s) or not may_expand:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
@@ -136,10 +137,6 @@ class Tree:
         bound_s = self.relaxation.linear_bound_s(family, n_slots)
         if bound_s < inf:
             self._push(max(bound_s, least_s), family, n_slots, relaxed=False)
-
-    def _computing_s(self, family: Family) -> float:
-        """Seconds of computing of a family that can choose nothing about it: layers that share boundaries save nothing else."""
-        return busy_s(self.trial.frames.of(family.policy(self.trial.semantics)), self.trial.cost)[Lane.GPU]
 
     @property
     def _shortest(self) -> Policy:

@@ -51,12 +51,8 @@ class Relaxation:
         self._frames = frames
         self._clipped_works = Works(CostModel(frames.profile, clipped=True))
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
-        self._known: dict[_Part, Relaxed | None] = {}
+        self.known: dict[_Part, Relaxed | None] = {}
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # of which only the linear bound is known
-
-    @property
-    def n_solved(self) -> int:
-        return len(self._known)
 
     def solve(
         self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None, lacking: Omission | None = None
@@ -64,14 +60,14 @@ class Relaxation:
         """The relaxation with these buffers (None: any number of slots); None where nothing fits. `lacking`: a kind of choice that
         is not made, for a suggestion."""
         key = (family, prefetch_depth, gradient_slots, lacking)
-        if key not in self._known:
+        if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
             found = choices.program.solve()
-            self._known[key] = None
+            self.known[key] = None
             if found is not None:
                 bound, x = found
-                self._known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
-        return self._known[key]
+                self.known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
+        return self.known[key]
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
         """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""
@@ -104,7 +100,7 @@ class Relaxation:
         plan = self._frames.of(lean)
         key = (plan.reduced, lean.device_blocks)
         if key not in self._facets:
-            self._facets[key] = Facets((plan, *self._others(plan)), self._frames.cost)
+            self._facets[key] = self._frames.works.facets((plan, *self._others(plan)))
         return self._facets[key]
 
     def _others(self, plan: Setup) -> Iterator[Setup]:
@@ -187,7 +183,7 @@ class Relaxation:
     def _one_block(self, choices: Choices, groups: Groups, work: Work, rows: Rows) -> Iterator[Array]:
         """Of each block: updates up to it and its load, less first forwards of earlier blocks, for any treatment of the others of
         their class: early updates and state on the device count as if all were of earlier blocks."""
-        lean, facets = self._frames.of(choices.lean), self._facets_of(choices.lean)
+        lean, facets, cost = self._frames.of(choices.lean), self._facets_of(choices.lean), self._frames.cost
         of_class = {b: self._of_block(choices.lean, blocks[0], groups, facets, False) for blocks in choices.classes for b in blocks}
         sooner, later = work.scalars["update"].copy(), work.scalars["forwards"].copy()
         sooner[0] = later[0] = 0.0
@@ -195,12 +191,8 @@ class Relaxation:
         for b in range(len(lean.workload.blocks)):
             updates_s += float(of_class[b].scalars["update"][0])
             quantity = sooner - later
-            quantity[0] += updates_s - forwards_s + self._load_s(choices, b)
+            # Where the block may stay, its load is nothing, for safety
+            load_s = 0.0 if b in choices.may_stay else cost.demand(choices.plan, Op(Kind.LOAD, b)).uncontended_s
+            quantity[0] += updates_s - forwards_s + load_s
             yield quantity
             forwards_s += float(of_class[b].scalars["forwards"][0])
-
-    def _load_s(self, choices: Choices, block: int) -> float:
-        """Seconds of a block's load; where the block may stay, nothing, for safety."""
-        if block in choices.may_stay:
-            return 0.0
-        return self._frames.cost.demand(choices.plan, Op(Kind.LOAD, block)).uncontended_s

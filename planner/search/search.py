@@ -98,7 +98,7 @@ def search(
     assert tree.best is not None, "it was found"
     _assert_bounded(tree, tree.best)
     proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
-    return answer_of(trials[chosen], tree.best, proven, trials[chosen].baselines())
+    return answer_of(trials[chosen], trials[chosen].plan(tree.best), proven, trials[chosen].baselines())
 
 
 def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | None:
@@ -159,4 +159,6 @@ def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str
     limit_s = min(step_s for step_s, *_ in found.values()) * (1 + NEAR_FRACTION)
     chosen = min(i for i, (step_s, *_) in found.items() if step_s <= limit_s)
     _, bound_s, policy = found[chosen]
-    return answer_of(trials[chosen], policy, Bounds(bound_s, inf, 0, tuple(sorted(free)), 1), trials[chosen].baselines())
+    return answer_of(
+        trials[chosen], trials[chosen].plan(policy), Bounds(bound_s, inf, 0, tuple(sorted(free)), 1), trials[chosen].baselines()
+    )

@@ -81,31 +81,23 @@ class Fill:
 def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
     """The schedule of a known system, one micro-batch after another as all of them do it (one rank); the rest of what makes it that
     system (dtypes, layout, copies within a memory) is left out. Facts: docs/accuracy.md, what the systems are taken to do."""
-    return replace(_schedule_of(name, semantics, workload), accumulation_group=semantics.least_group)
+    spills, update = can_spill(workload)[:-1], Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
+    of = {
+        # Every fourth boundary stays, so backward computes layers again to have their inputs, and then once more each.
+        "megatrain": Policy(1, 2, boundary_stride=min(MEGATRAIN_STRIDE, workload.n_layers)),
+        # Every boundary stays, and a third buffer.
+        "megatrain-plus": Policy(2, 2),
+        # Boundaries go to the host; each layer's optimizer as its gradient arrives, which is exact only without a global norm.
+        "slideformer": Policy(2, 2, update=update, spill_blocks=spills),
+        # One gradient buffer: the next backward waits until the last gradient has left.
+        "zero3-offload": Policy(1, 1),
+    }
+    return replace(of[name], accumulation_group=semantics.least_group)
 
 
 def policy_of(asked: Policy | str | None, semantics: Semantics, workload: Workload) -> Policy | None:
     """A policy that was asked for, itself or as the name of another system."""
     return baseline(asked, semantics, workload) if isinstance(asked, str) else asked
-
-
-def _schedule_of(name: str, semantics: Semantics, workload: Workload) -> Policy:
-    match name:
-        case "megatrain":
-            # Every fourth boundary stays, so backward computes layers again to have their inputs, and then once more each.
-            return Policy(prefetch_depth=1, gradient_slots=2, boundary_stride=min(MEGATRAIN_STRIDE, workload.n_layers))
-        case "megatrain-plus":
-            # Every boundary stays, and a third buffer.
-            return Policy(prefetch_depth=2, gradient_slots=2)
-        case "slideformer":
-            # Boundaries go to the host; each layer's optimizer as its gradient arrives, which is exact only without a global norm.
-            update = Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
-            return Policy(prefetch_depth=2, gradient_slots=2, update=update, spill_blocks=can_spill(workload)[:-1])
-        case "zero3-offload":
-            # One gradient buffer: the next backward waits until the last gradient has left.
-            return Policy(prefetch_depth=1, gradient_slots=1)
-        case _:
-            raise AssertionError(f"no baseline {name!r}")
 
 
 def eager_is_legal(semantics: Semantics) -> bool:

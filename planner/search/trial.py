@@ -4,22 +4,25 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from hwprofiles.schema import Profile
-from planner.lower.lower import lower, plan_ops
+from planner.lower.lower import lower, outline, plan_ops
+from planner.lower.sheet import Outline
 from planner.predict.cost import CostModel, region_of
 from planner.predict.memory import short_of
-from planner.predict.simulate import Prediction, Simulator, n_simulated
+from planner.predict.simulate import Prediction, Simulator
 from runtime.plan import Plan, Policy, Semantics
-from runtime.plan.legality import refuse_illegal
-from runtime.plan.workload import Model, Saved, Workload
+from runtime.plan.policy import RICHER
+from runtime.plan.workload import Model, Workload
 
 from .frames import Frames
 from .space import BASELINES, baseline
 
 MAX_STEPS = 24
 MOST_KEPT_OPS = 24_000  # of the plans that others may have the ops of
+MOST_BLOCK_OPS = 32  # of a block, for each micro-batch: more than there are
 LONGEST_SEARCHED_OPS = 48_000  # of a plan; of a longer one only the bound is known
 
 
@@ -43,58 +46,51 @@ class Trial:
     ) -> None:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
         self.clipped_fraction = clipped_fraction  # of the steps; None: unknown, so no block is updated before the norm
-        self.profile_json = profile.to_json()
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
         self.frames = Frames(model, workload, semantics, self.cost)
         self.tried: dict[Policy, Prediction] = {}  # without timelines
-        self.clipped: dict[Policy, float] = {}
+        # Seconds of a step in which what was updated on speculation is updated again
+        self.clipped_step_s = cache(lambda policy: self._simulated(policy, self.clipped_cost).step_s)
         self.n_ops = 0  # that were simulated
-        self._lowered: dict[Policy, tuple[Plan, Simulator]] = {}  # by all of a policy that decides on ops
+        self._laid_out: dict[Policy, Simulator] = {}  # by all of a policy that decides on ops
 
     def step_s(self, policy: Policy) -> float:
         """Seconds of a step, in the mean over those that are clipped and those that are not."""
         if policy not in self.tried:
-            self.adopt(self.plan(policy))
+            self.tried[policy] = self._simulated(policy, self.cost)
+            self.n_ops += self._laid_out[_ordered(policy)].ops.n_simulated
         step_s, often = self.tried[policy].step_s, self.clipped_fraction
         if not policy.speculate_blocks or not often:
             return step_s
         return (1 - often) * step_s + often * self.clipped_step_s(policy)
 
     def plan(self, policy: Policy) -> Plan:
-        """The policy's plan. Policies that differ in what layers save on the device have the same ops."""
-        known = self._lowered.get(_ordered(policy))
-        if known is None:
-            return lower(self.model, self.workload, self.semantics, policy, self.profile_json)
-        refuse_illegal(self.workload, self.semantics, policy)
-        return replace(known[0], policy=policy, arenas=self.frames.of(policy).arenas)
+        return lower(self.model, self.workload, self.semantics, policy, self.profile.to_json())
 
     def adopt(self, plan: Plan) -> None:
-        """Simulate a plan as the one of its policy."""
-        self.n_ops += n_simulated(plan)
-        self.tried[plan.policy] = self._simulated(plan, self.cost)
+        """Take a plan as the one of its policy."""
+        self._laid_out[_ordered(plan.policy)] = Simulator(Outline.of(plan))
 
-    def _simulated(self, plan: Plan, cost: CostModel) -> Prediction:
-        key = _ordered(plan.policy)
-        if key not in self._lowered:
-            while len(self._lowered) > MOST_KEPT_OPS // len(plan.ops):
-                del self._lowered[next(iter(self._lowered))]
-            self._lowered[key] = plan, Simulator(plan)
-        return self._lowered[key][1].run(cost.demands(plan), self.region, MAX_STEPS)
+    def _simulated(self, policy: Policy, cost: CostModel) -> Prediction:
+        """Policies that differ in what layers save on the device have the same ops."""
+        key = _ordered(policy)
+        if key not in self._laid_out:
+            ops = outline(self.frames.bare(policy))
+            while len(self._laid_out) > MOST_KEPT_OPS // len(ops.kinds):
+                del self._laid_out[next(iter(self._laid_out))]
+            self._laid_out[key] = Simulator(ops)
+        simulator = self._laid_out[key]
+        return simulator.run(cost.demands_of(self.frames.bare(policy), simulator.ops), self.region, MAX_STEPS)
 
     def forget(self) -> None:
         """Plans, and what is known of blocks: of this size no policy is asked for soon."""
-        self._lowered.clear()
+        self._laid_out.clear()
         self.frames.forget()
-
-    def clipped_step_s(self, policy: Policy) -> float:
-        """Seconds of a step in which what was updated on speculation is updated again."""
-        if policy not in self.clipped:
-            self.clipped[policy] = self._simulated(self.plan(policy), self.clipped_cost).step_s
-        return self.clipped[policy]
 
     def is_too_long(self, policy: Policy) -> bool:
         """Whether its plan has too many ops to be simulated in a search: groups too large to repeat often."""
-        return plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
+        most = len(self.workload.blocks) * self.semantics.n_micro_batches * MOST_BLOCK_OPS
+        return most > LONGEST_SEARCHED_OPS and plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
 
     def fits(self, policy: Policy) -> bool:
         """Whether the memory there is is enough, and one rank's share of the step may go through the layers so."""
@@ -127,11 +123,8 @@ def _ordered(policy: Policy) -> Policy:
     return replace(policy, save=())
 
 
-def _essence(policy: Policy) -> Policy:
+def _essence(policy: Policy) -> tuple[object, ...]:
     """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
-    named = ("resident_blocks", "spill_blocks", "offload_blocks", "device_blocks")
-    counts: dict[str, Any] = {name: (len(getattr(policy, name)),) for name in named}
-    counts["save"] = tuple(sorted(saved for saved in policy.save if saved is not Saved.INPUT))
-    counts["speculate_blocks"] = (0,) if policy.speculate_blocks else ()
-    buffers: dict[str, Any] = {"prefetch_depth": 1, "gradient_slots": 1}
-    return replace(policy, **buffers, square_on_device=False, **counts)
+    counts = [len(of) for of in (policy.resident_blocks, policy.spill_blocks, policy.offload_blocks, policy.device_blocks)]
+    counts += [policy.save.count(saved) for saved in RICHER] + [bool(policy.speculate_blocks)]
+    return policy.update, policy.accumulation_group, policy.boundary_stride, *counts

@@ -1,29 +1,21 @@
 """Lowering: the ops, slots and waits of a policy, and no more than it needs."""
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from planner.lower.passes import (
-    computed,
-    with_activations,
-    with_barrier,
-    with_gradients,
-    with_saved,
-    with_squares,
-    with_updates,
-    with_weights,
-)
-from planner.lower.waits import waits_of
+from planner.lower.lower import barrier
+from planner.lower.passes import computed, with_activations, with_gradients, with_saved, with_squares, with_updates, with_weights
+from planner.lower.sheet import KINDS, NAMES
 from runtime.plan import Kind, Op, Plan, Slot, Update, Wait
 from runtime.plan.packed import layout
 from runtime.plan.train import Train
-from tests.edits import rewaited, sizes_of, small
+from tests.edits import rewaited, sizes_of, small, waits_of
 from tests.mutants import ADAPTED
 from tests.strategies import Case, cases
 
@@ -44,7 +36,7 @@ def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> No
 
 
 def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
-    a, b = Slot("a", 0), Slot("b", 0)
+    a, b = Slot("weights", 0), Slot("activations", 0)
     ops = [
         Op(Kind.LOAD, 0, None, (("weights", a),)),
         Op(Kind.FORWARD, 0, 0, (("weights", a), ("y", b))),
@@ -61,18 +53,13 @@ def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
     ]
 
 
-PASSES = [  # each with the ops that it adds, or moves, and the operands that it gives to those that are there
+PASSES = [  # each with the ops that it adds, and the operands that it gives to those that are there
     (with_weights, {Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
-    (partial(with_activations, ring_goes_on=True), {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
-    (partial(with_saved, ring_goes_on=True), {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
-    (
-        partial(with_gradients, rings_go_on=True),
-        {Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE},
-        {"sum", "into", "gradient"},
-    ),
+    (with_activations, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
+    (with_saved, {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
+    (with_gradients, {Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "into", "gradient"}),
     (with_squares, {Kind.SQUARE, Kind.OFFLOAD_SQUARES}, {"squares", "norm"}),
     (with_updates, {Kind.NORM, Kind.CLIP, Kind.UPDATE, Kind.UPDATE_ON_DEVICE, Kind.SPECULATE, Kind.SETTLE}, set()),
-    (with_barrier, set(), set()),
 ]
 
 
@@ -80,20 +67,14 @@ PASSES = [  # each with the ops that it adds, or moves, and the operands that it
 @law
 @given(cases())
 def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
-    plan = case.plan
-
-    def written(ops: list[Any], without: Collection[str] = ()) -> list[Any]:
-        return [(op.kind, op.block, op.micro_batch, *(o for o in op.op().operands if o[0] not in without)) for op in ops]
-
-    ops = list(computed(plan))
+    step = computed(case.plan)
+    sheet, whole = step.sheet, None
     for one_pass, kinds, names in PASSES:
-        before = written(ops)
-        ops = list(one_pass(plan, ops))
-        after = written(ops, names)
-        assert [op for op in after if op[0] not in kinds] == [op for op in before if op[0] not in kinds]
-        assert Counter(before) <= Counter(after)
-        assert {op[0] for op in (Counter(after) - Counter(before))} <= kinds
-    assert [draft.op() for draft in ops] == [replace(op, waits=()) for op in plan.ops]
+        n_ops, n_parts, n_uses = sheet.n_ops, len(sheet.ops), len(sheet.operands)
+        whole = one_pass(step, *([whole] if whole else [])) or whole
+        assert {KINDS[kind] for part in sheet.ops[n_parts:] for kind in part[1]} <= kinds
+        assert {NAMES[name] for of, name, _ in np.concatenate(sheet.operands[n_uses:], axis=1).T if of < n_ops} <= names
+    assert sheet.outline(after=partial(barrier, case.plan)).ops() == case.plan.ops
 
 
 @pytest.mark.drawn

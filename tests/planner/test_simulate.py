@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from planner.predict.simulate import simulate
 from runtime.compiled import IS_COMPILED
 from runtime.errors import PlanError
-from runtime.plan import LANE_OF, Kind, Lane, Op, Plan, Policy, Semantics, Wait
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Wait
 from runtime.plan.region import Demand, Region, Resource, shares
 from runtime.plan.workload import Model, Workload
 from tests.edits import small
@@ -41,7 +41,7 @@ def plans(draw):
     for i, kind in enumerate(kinds):
         others = [j for j, k in enumerate(kinds) if k is not kind]
         waits = draw(st.lists(st.sampled_from(others), max_size=3, unique=True)) if others else []
-        ops.append(Op(kind, LANE_OF[kind], i, waits=tuple(Wait(j, 0 if j < i and draw(st.booleans()) else 1) for j in waits)))
+        ops.append(Op(kind, 0, i, waits=tuple(Wait(j, 0 if j < i and draw(st.booleans()) else 1) for j in waits)))
     return plan_of(ops)
 
 

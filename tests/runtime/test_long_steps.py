@@ -6,10 +6,10 @@ import time
 import pytest
 
 from planner.check.check import check
-from planner.lower.lower import lower_folded
+from planner.lower.lower import outline_folded
 from runtime.plan import PlanFile, Policy, Update, saves
+from tests.edits import plan_by
 from tests.running import lines_of, make_home, penstock, plan_in, train, weights_sha
-from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 from tests.training import Remembering, clip_some_steps, differences, plan_of, semantics_of, trained
 
@@ -23,6 +23,14 @@ class Delayed(Remembering):
         if self.rng.random() < 0.1:
             time.sleep(self.rng.random() * 0.003)
         super().perform(index, op, step)
+
+
+def folded_plan_of(config, semantics, policy):
+    written = plan_of(config, semantics, policy)
+    found = plan_by(outline_folded, written.model, written.workload, semantics, policy)
+    assert found is not None
+    check(found)
+    return found
 
 
 POLICIES = {
@@ -41,9 +49,7 @@ POLICIES = {
 def test_training_in_repetitions_is_the_plain_loop_bit_for_bit(model_type, name):
     overrides = (("num_hidden_layers", 4),)
     semantics = clip_some_steps(model_type, semantics_of(model_type, batch_size=18, seq_len=8), overrides)
-    written = plan_of(tiny_config(model_type, **dict(overrides)), semantics, POLICIES[name])
-    plan = lower_folded(written.model, written.workload, semantics, POLICIES[name], PROFILE)
-    check(plan)
+    plan = folded_plan_of(tiny_config(model_type, **dict(overrides)), semantics, POLICIES[name])
     assert plan.repeat.times >= 3
     assert differences(trained(plan, Delayed)) == []
 

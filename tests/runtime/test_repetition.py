@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from planner.check.check import _Clocks, _legal_order, check
-from planner.lower.lower import lower_folded, lower_written_out
+from planner.lower.lower import outline_folded, outline_written_out
 from planner.predict.event_loop import MAX_CYCLE
 from planner.predict.simulate import simulate
 from runtime.errors import PlanError
@@ -23,11 +23,11 @@ from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import is_kept
 from runtime.plan.train import Train
-from tests.edits import at, passes, rewaited
+from tests.edits import at, passes, plan_by, rewaited
 from tests.mutants import ADAPTED, Mutant
 from tests.mutants import MUTATIONS as ALL_MUTATIONS
 from tests.oracle import same_training
-from tests.strategies import MODEL, PROFILE, Case, cases, small_workload
+from tests.strategies import MODEL, Case, cases, small_workload
 
 REGION = Region(((Resource.H2D, 1.0), (Resource.DUPLEX, 1.5), (Resource.DRAM, 2.0), (Resource.CORES, 1.0)))
 law = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
@@ -50,17 +50,15 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
         one_group |= {"square_on_device": False, "device_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing, sum_groups=1)
-    found = lower_folded(MODEL, case.workload, semantics, replace(case.policy, **one_group), PROFILE)
+    found = plan_by(outline_folded, MODEL, case.workload, semantics, replace(case.policy, **one_group))
     assert found is not None
     return found
 
 
 def small(n_micro_batches: int = 12, n_layers: int = 3, **policy: Any) -> Plan:
     """A folded plan of `small_workload`."""
-    semantics = Semantics(seq_len=4, batch_size=n_micro_batches, micro_batch=1)
-    found = lower_folded(
-        MODEL, small_workload(n_layers, tied=False), semantics, Policy(**{"update": Update.DEFERRED} | policy), PROFILE
-    )
+    semantics, workload = Semantics(4, n_micro_batches, 1), small_workload(n_layers, tied=False)
+    found = plan_by(outline_folded, MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy))
     assert found is not None
     return found
 
@@ -135,7 +133,7 @@ def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
 @given(folded())
 def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
     """Slots may be others of the same arenas; the ops, their order and the arenas are the same."""
-    plain = lower_written_out(MODEL, plan.workload, plan.semantics, plan.policy, PROFILE)
+    plain = plan_by(outline_written_out, MODEL, plan.workload, plan.semantics, plan.policy)
     assert [op.name for op in unrolled(plan).ops] == [op.name for op in plain.ops]
     assert plan.arenas == plain.arenas
 
@@ -208,7 +206,7 @@ def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
 def test_a_long_step_is_folded_whatever_part_is_trained(train: Train, base: Any) -> None:
     """Layers that no backward comes to are used in circles: by Belady's algorithm other ones are there after each group."""
     semantics, policy = Semantics(4, 40, 1, train=train, base=base, gradient_dtype="fp32"), Policy(prefetch_depth=2)
-    plan = lower_folded(MODEL, small_workload(5, False, train=train), semantics, policy, PROFILE)
+    plan = plan_by(outline_folded, MODEL, small_workload(5, False, train=train), semantics, policy)
     assert plan is not None
     check(plan)
     check(unrolled(plan))

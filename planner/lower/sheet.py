@@ -1,0 +1,142 @@
+"""Ops of a step as columns of numbers: how they are written, and what time depends on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Plan, Repeat, Slot, Wait
+from runtime.plan.ops import Operand
+
+from .waits import NONE, Column, waits_of
+
+KINDS, LANES = tuple(Kind), tuple(Lane)
+NUMBER = {kind: i for i, kind in enumerate(KINDS)}
+LANE_NUMBERS = np.array([LANES.index(LANE_OF[kind]) for kind in KINDS])
+ARENAS = (
+    "weights", "packed", "activations", "saved", "gradients", "device_state", "sums", "received", "squares",
+    "state", "host_gradients", "staging", "offloaded", "spilled", "norm",
+)  # fmt: skip
+MOST_SLOTS = 1 << 40  # of an arena
+NAMES = tuple(dict.fromkeys(name for row in OPS.values() for name in row.names))
+# By kind and name of an operand: its place in the op's line, whether the op reads it, whether it writes it
+PLACES, READS, WRITES = np.array(
+    [[[name in r.names and r.names.index(name), name in r.reads, name in r.writes] for name in NAMES] for r in map(OPS.get, KINDS)]  # type: ignore[union-attr]
+).transpose(2, 0, 1)
+MOST_TURNS = 64  # of ops that belong to one
+USUAL_REPETITIONS = 8  # of a section until its rhythm is known, with those that timelines keep
+
+
+def slots(arena: str, index: Any) -> Any:
+    """Numbers of an arena's slots; NONE where there is no index."""
+    return np.where(np.equal(index, NONE), NONE, ARENAS.index(arena) * MOST_SLOTS + np.asarray(index))
+
+
+def number_of(slot: Slot) -> int:
+    return ARENAS.index(slot.arena) * MOST_SLOTS + slot.index
+
+
+class Sheet:
+    """Ops as they are written down, in any order: each has a place, that of the computation it belongs to, and its turn there."""
+
+    def __init__(self) -> None:
+        self.n_ops = 0
+        self.ops: list[Column] = []  # place, kind, block, micro-batch
+        self.operands: list[Column] = []  # op, name, slot
+
+    def add(
+        self, kind: Any, place: Column, turn: Any, block: Any, micro_batch: Any = NONE, where: Any = True, **operands: Any
+    ) -> Column:
+        """Ops of a kind, or of the kinds numbered, where there are any; their numbers. `operands`: slots, or NONE."""
+        found, is_there = np.empty((4, len(place)), np.int64), np.broadcast_to(where, len(place))
+        found[0], found[1] = place * MOST_TURNS + turn, NUMBER[kind] if isinstance(kind, Kind) else kind
+        found[2], found[3] = block, micro_batch
+        self.ops.append(found[:, is_there])
+        ops = np.full(len(place), NONE)
+        ops[is_there] = np.arange(self.n_ops, self.n_ops + np.count_nonzero(is_there))
+        self.n_ops = int(ops.max(initial=self.n_ops - 1)) + 1
+        self.use(ops, **operands)
+        return ops
+
+    def use(self, ops: Column, **operands: Any) -> None:
+        """Give operands to ops, those of them that are there."""
+        for name, of in operands.items():
+            found = np.empty((3, len(ops)), np.int64)
+            found[0], found[1], found[2] = ops, NAMES.index(name), of
+            self.operands.append(found[:, (found[0] != NONE) & (found[2] != NONE)])
+
+    def outline(self, n_steps: int = 2, after: Callable[["Outline"], Mapping[int, Wait]] = lambda ops: {}) -> "Outline":
+        """The ops in order, and the fewest waits that keep what is right one after the other right. `after`: what ops wait for
+        besides."""
+        place, *ops = np.concatenate(self.ops, axis=1)
+        order = np.argsort(place, kind="stable")
+        kinds, blocks, micro_batches = (column[order] for column in ops)
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        of, names, used = np.concatenate(self.operands, axis=1)
+        of = number[of]
+        operands = np.stack([of, names, used])[:, np.argsort(of * len(NAMES) + PLACES[kinds[of], names], kind="stable")]
+        found = Outline(kinds, blocks, micro_batches, operands, NOTHING)
+        return replace(found, waits=waits_of(LANE_NUMBERS[kinds], *found.uses(), after(found), n_steps))
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """The ops of a plan as columns."""
+
+    kinds: Column
+    blocks: Column
+    micro_batches: Column  # NONE: of no one
+    operands: Column  # of which op, name, slot
+    waits: Column  # of which op, distance, back, for which op: sorted
+    repeat: Repeat | None = None
+
+    @staticmethod
+    def of(plan: Plan) -> "Outline":
+        """All that time depends on: without operands."""
+        numbers = [(NUMBER[op.kind], op.block, NONE if op.micro_batch is None else op.micro_batch) for op in plan.ops]
+        kinds, blocks, micro_batches = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
+        waits = [(i, wait.distance, wait.back, wait.op) for i, op in enumerate(plan.ops) for wait in op.waits]
+        return Outline(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
+
+    def op(self, i: int) -> Op:
+        """Without operands and waits."""
+        return _op(int(self.kinds[i]), int(self.blocks[i]), int(self.micro_batches[i]))
+
+    def first(self, of: Column) -> Column:
+        """Where the operands, or waits, of each op begin, and the last ones end."""
+        return np.searchsorted(of[0], np.arange(len(self.kinds) + 1))
+
+    def uses(self) -> tuple[Column, Column]:
+        """Numbers of slots that ops use; and where those begin that op number i reads, 2 * i, and writes, 2 * i + 1."""
+        of, names, used = self.operands
+        slot, kinds = np.unique(used, return_inverse=True)[1], self.kinds[of]
+        reads, writes = (does[kinds, names].nonzero()[0] for does in (READS, WRITES))
+        of = np.concatenate([2 * of[reads], 2 * of[writes] + 1])
+        order = np.argsort(of, kind="stable")
+        return slot[np.concatenate([reads, writes])[order]], np.searchsorted(of[order], np.arange(2 * len(self.kinds) + 1))
+
+    def ops(self) -> tuple[Op, ...]:
+        used, of = np.unique(self.operands[2], return_inverse=True)
+        known = [Slot(ARENAS[number // MOST_SLOTS], number % MOST_SLOTS) for number in used.tolist()]
+        operands = [(NAMES[name], known[i]) for name, i in zip(self.operands[1].tolist(), of.tolist(), strict=True)]
+        waits = [Wait(op, distance, back) for distance, back, op in self.waits[1:].T.tolist()]
+        of_ops = (
+            [tuple(found[i:j]) for i, j in pairwise(self.first(of).tolist())]
+            for found, of in ((operands, self.operands), (waits, self.waits))
+        )
+        return tuple(map(_op, self.kinds.tolist(), self.blocks.tolist(), self.micro_batches.tolist(), *of_ops))
+
+    @property
+    def n_simulated(self) -> int:
+        """About how many ops of a step are performed one by one, to know how long it takes."""
+        return len(self.kinds) + (0 if self.repeat is None else min(self.repeat.times - 1, USUAL_REPETITIONS) * self.repeat.n_ops)
+
+
+NOTHING = np.empty((4, 0), np.int64)
+
+
+def _op(kind: int, block: int, micro_batch: int, operands: tuple[Operand, ...] = (), waits: tuple[Wait, ...] = ()) -> Op:
+    return Op(KINDS[kind], block, None if micro_batch == NONE else micro_batch, operands, waits)
