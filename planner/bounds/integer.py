@@ -69,12 +69,6 @@ class Rows:
         """`width`: one for the constant, and one for each variable that the program will ever have."""
         self.program, self.width, self.scale = program, width, scale
 
-    def variable(self, number: int) -> Array:
-        """A variable, in units of `scale`, as a quantity."""
-        found = np.zeros(self.width)
-        found[1 + number] = self.scale
-        return found
-
     def at_least(self, number: int, quantity: Array) -> None:
         """variable >= quantity."""
         (numbers,) = quantity[1:].nonzero()
@@ -83,10 +77,11 @@ class Rows:
         self.program.at_most(row, -float(quantity[0]) / self.scale)
 
     def longest(self, quantities: Iterable[Array]) -> Array:
-        number = self.program.variable(0, inf, integer=False)
+        number, found = self.program.variable(0, inf, integer=False), np.zeros(self.width)
         for quantity in quantities:
             self.at_least(number, quantity)
-        return self.variable(number)
+        found[1 + number] = self.scale
+        return found
 
     def positive(self, quantities: Array) -> Array:
         """Row by row. A row without positive coefficients is at most zero, as variables are not negative, and needs no variable."""

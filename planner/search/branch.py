@@ -69,15 +69,16 @@ class Tree:
         self.too_long: list[_Node] = []  # policies that were not simulated
 
     def relax(self) -> float:
-        """Bound every family; the lowest bound is that of the whole space. Infinite: nothing fits."""
-        for family in self.families:
+        """Bound every family by its linear program; and asked again, what is lowest by its integer program. The lowest bound, which
+        is that of the whole space; infinite: nothing fits."""
+        while self.open and not self.open[0].relaxed:
+            self._expand(heapq.heappop(self.open))
+        for family in () if self.n_nodes else self.families:
             if family.boundary_stride == 1:
                 self._relax(family, 0.0)
             else:
                 lean = self.trial.frames.of(family.policy(self.trial.semantics))  # layers that share boundaries save nothing else
                 self._push(busy_s(lean, self.trial.cost)[Lane.GPU], family, relaxed=False)
-        while self.open and not self.open[0].relaxed:
-            self._expand(heapq.heappop(self.open))
         return self.open[0].bound_s if self.open else inf
 
     @property

@@ -7,7 +7,7 @@ from planner.bounds.bounds import policy_bounds
 from planner.bounds.work import Works
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
-from runtime.plan import Policy, Semantics, Setup
+from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model, Workload
 
 
@@ -27,10 +27,6 @@ class Frames:
         """All but numbers."""
         self.of.cache_clear()
         self.works = Works(self.cost)
-
-    def bare(self, policy: Policy) -> Setup:
-        """Without arenas."""
-        return Setup(self.semantics, policy, self.model, self.workload, ())
 
     def peaks(self, policy: Policy) -> tuple[int, int]:
         """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""

@@ -123,10 +123,13 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
 def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Size:
     """The same micro-batch with the tiles that leave room, or come nearest to it."""
     memory_bytes = profile.device.memory_bytes.value
-    by_tiles = list(_by_tiles(model, semantics, free))
-    lean = Policy(accumulation_group=semantics.least_group)
+    by_tiles, lean = list[Size](), Policy(accumulation_group=semantics.least_group)
+    for tried, workload in _by_tiles(model, semantics, free):
+        if _device_bytes(model, tried, workload, lean, profile) <= LEAST_FRACTION * memory_bytes:
+            return tried, workload
+        by_tiles.append((tried, workload))
     spilled = replace(lean, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
-    for policy, fraction in ((lean, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+    for policy, fraction in ((spilled, LEAST_FRACTION), (spilled, 1.0)):
         for tried, workload in by_tiles:
             if _device_bytes(model, tried, workload, policy, profile) <= fraction * memory_bytes:
                 return tried, workload

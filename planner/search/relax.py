@@ -136,7 +136,8 @@ class Relaxation:
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
         works = self._clipped_works if clipped else self._frames.works
-        return works.of(self._frames.bare(policy), facets, block, groups)
+        of = self._frames
+        return works.of(Setup(of.semantics, policy, of.model, of.workload, ()), facets, block, groups)  # without arenas
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows

@@ -59,18 +59,19 @@ def search(
     for trial in trials:
         refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
     machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
-    ready = [(bound_s, False, i) for i, bound_s in enumerate(machine_s)]  # seconds, whether families are bounded, which
+    ready = [(bound_s, 0, i) for i, bound_s in enumerate(machine_s)]  # seconds, how often families were bounded, which
     heapq.heapify(ready)
     trees: dict[int, Tree] = {}
     first_s: dict[int, float] = {}  # steps of what is tried first
     bounds_s = dict.fromkeys(range(len(sizes)), inf)
     while ready:
-        bound_s, is_relaxed, i = heapq.heappop(ready)
+        bound_s, n_relaxed, i = heapq.heappop(ready)
         if min(first_s.values(), default=inf) <= bound_s * (1 + CLOSE_FRACTION):
             bounds_s[i] = bound_s
-        elif not is_relaxed:
-            trees[i] = Tree(trials[i])
-            heapq.heappush(ready, (max(bound_s, trees[i].relax()), True, i))
+        elif n_relaxed < 2:
+            if i not in trees:
+                trees[i] = Tree(trials[i])
+            heapq.heappush(ready, (max(bound_s, trees[i].relax()), n_relaxed + 1, i))
         elif bound_s < inf:
             bounds_s[i], first_s[i] = bound_s, trees[i].try_first(_starts(trials[i]), min(first_s.values(), default=inf))
         trials[i].forget()

@@ -75,12 +75,12 @@ class Trial:
         """Policies that differ in what layers save on the device have the same ops."""
         key = _ordered(policy)
         if key not in self._laid_out:
-            ops = outline(self.frames.bare(policy))
+            ops = outline(self.frames.of(policy))
             while len(self._laid_out) > MOST_KEPT_OPS // len(ops.kinds):
                 del self._laid_out[next(iter(self._laid_out))]
             self._laid_out[key] = Simulator(ops)
         simulator = self._laid_out[key]
-        return simulator.run(cost.demands_of(self.frames.bare(policy), simulator.ops), self.region, MAX_STEPS)
+        return simulator.run(cost.demands_of(self.frames.of(policy), simulator.ops), self.region, MAX_STEPS)
 
     def forget(self) -> None:
         """Plans, and what is known of blocks: of this size no policy is asked for soon."""

@@ -51,7 +51,7 @@ MOST_KINDS = 22  # of op; three of them are what several ranks do together, one 
 # Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000. `model` is to be traced.
 # Above the budgets: runtime by 29, what three rounds of cuts left; planner and penstock by what users met (tables that are right,
 # wider intervals; files that belong together, bad rows, runs that are lost); hwprofiles by the most memory that a machine takes.
-MOST_LINES = {"runtime": 8_029, "planner": 8_821, "hwprofiles": 2_210, "penstock": 7_504, "tests": 25_045}
+MOST_LINES = {"runtime": 8_029, "planner": 8_818, "hwprofiles": 2_210, "penstock": 7_504, "tests": 25_045}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
