@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 
 from planner.predict.cost import CostModel, update_bytes_per_param
@@ -57,11 +58,11 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # Every block forward and, as far as anything is trained, backward, no recompute; the head does both in one.
     compute_s, first = 0.0, plan.workload.first_trained
-    for m, count in plan.alike(range(semantics.n_micro_batches)):
-        *body, head = plan.blocks_of(m)
-        compute_s += count * sum(cost.forward_s(b, semantics) for b in body)
-        compute_s += count * sum(cost.backward_s(b, semantics) for b in body[first:])
-        compute_s += count * cost.loss_s(head, semantics)
+    for (m, count), (b, *others) in product(plan.alike(range(semantics.n_micro_batches)), plan.workload.classes):
+        block, n = plan.blocks_of(m)[b], count * (1 + len(others))
+        is_head = block.kind is BlockKind.HEAD
+        compute_s += n * (cost.loss_s if is_head else cost.forward_s)(block, semantics)
+        compute_s += n * (0.0 if is_head or b < first else cost.backward_s(block, semantics))
     gradient = ITEM_BYTES[semantics.gradient_dtype]
     squares_s = sum(blocks[b].n_trained for b in squared) * gradient / cost.square_bytes_per_s
     yield "device compute", compute_s + squares_s + sum(cost.update_on_device_s(plan, blocks[b]) for b in staying)

@@ -69,8 +69,7 @@ class Tree:
         self.too_long: list[_Node] = []  # policies that were not simulated
 
     def relax(self) -> float:
-        """Bound every family by its linear program; and asked again, what is lowest by its integer program. The lowest bound, which
-        is that of the whole space; infinite: nothing fits."""
+        """Bound every family by its linear program; asked again, what is lowest by its integer program. Infinite: nothing fits."""
         while self.open and not self.open[0].relaxed:
             self._expand(heapq.heappop(self.open))
         for family in () if self.n_nodes else self.families:
