@@ -38,7 +38,7 @@ MACHINES = ("gh200", "h200-pcie5")
 def plan_of(seq_len: int, tile: int | None, policy: Policy) -> Plan:
     """One sequence in a micro-batch, in fp32: with bf16 a CPU's products and sums lay operands aside that a GPU's do not."""
     model = Model(tiny_config("llama", **SHAPE, num_hidden_layers=N_LAYERS))
-    of = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile, experts="eager")
+    of = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile)
     plan = lower(model, build_workload(model, of), of, policy, PROFILE)
     check(plan)
     return plan

@@ -91,7 +91,7 @@ def row(model: str, machine: str, millions: int, micro_batch: int | None, more: 
 
 def tiny(n_micro_batches: int) -> Plan:
     model = Model(tiny_config("llama", num_hidden_layers=2, vocab_size=64))
-    semantics = Semantics(16, n_micro_batches, 1, loss_tile_tokens=16, experts="eager")
+    semantics = Semantics(16, n_micro_batches, 1, loss_tile_tokens=16)
     policy = Policy(update=Update.DEFERRED, gradient_slots=2, spill_blocks=(0, 1))
     return lower(model, build_workload(model, semantics), semantics, policy, PROFILE)
 

@@ -51,7 +51,7 @@ class Case:
 
     @property
     def semantics(self) -> Semantics:
-        attention = {"attention": "sdpa", "experts": "eager"}
+        attention = {"attention": "sdpa"}
         sizes = {"seq_len": self.seq_len, "batch_size": self.batch_size, "micro_batch": self.micro_batch}
         gradients = {"gradient_dtype": self.compute_dtype, "compute_dtype": self.compute_dtype}
         return Semantics(**(sizes | gradients | attention))  # type: ignore[arg-type]

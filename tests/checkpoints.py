@@ -28,7 +28,7 @@ def save(
         files = CheckpointWriter(partial)
         for file in sorted({*map(of_file, weights)}):
             found = {name: weight for name, weight in weights.items() if of_file(name) == file}
-            files.write_weights(file, str(config["model_type"]), found, found.__getitem__)
+            files.write_weights(file, config, found, found.__getitem__)
         files.write_config(config, next(iter(weights.values())).dtype)
         if tokenizer_from is not None:
             files.copy_tokenizer(tokenizer_from)

@@ -10,9 +10,10 @@ from fnmatch import fnmatch
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from runtime.layers.meta_models import model_of
 from runtime.plan import Semantics
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -38,9 +39,7 @@ class Reference:
 def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Module:
     fields = {k: v for k, v in config.items() if k != "model_type"}
     hf_config = AutoConfig.for_model(config["model_type"], **fields)
-    model = AutoModelForCausalLM.from_config(
-        hf_config, dtype=dtype, attn_implementation=semantics.attention, experts_implementation=semantics.experts
-    ).train()
+    model = model_of(hf_config, semantics, dtype).train()
     if semantics.norm == "fused":
         for module in model.modules():
             if "RMSNorm" in type(module).__name__:

@@ -56,7 +56,7 @@ def semantics_of(model_type: str, **fields) -> Semantics:
     """Small semantics that are legal for the type: 16 tokens a sequence, tiles that do not divide them."""
     attention = "eager" if model_type in EAGER_ONLY else "sdpa"
     defaults = {"seq_len": 16, "batch_size": 4, "micro_batch": 1, "clip_norm": 0.5, "loss_tile_tokens": 5, "attention": attention}
-    return Semantics(**(defaults | {"experts": "eager"} | fields))
+    return Semantics(**(defaults | fields))
 
 
 def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:

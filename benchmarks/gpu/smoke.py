@@ -101,7 +101,6 @@ def _plan(model_type: str, policy: Policy, kernels: dict[str, Any]) -> Plan:
         micro_batch=1,
         clip_norm=0.5,
         loss_tile_tokens=24,
-        experts="eager",
         attention_kernel="deterministic",
         **kernels,
     )

@@ -11,14 +11,14 @@ from typing import Any
 from hwprofiles.laws import AttentionLaw
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
-from planner.model import forward as fw
-from planner.model.tape import FP32, Tape, Tensor, Weights
+from planner.model.tape import FP32, Tape, Tensor
 from planner.model.workload import build_workload, log_softmax_bytes, read_model
 from planner.predict.cost import CostModel
 from runtime.errors import PenstockError
 from runtime.plan import Kernel, Semantics
 from runtime.plan.workload import Block, BlockKind, Matmul
 
+from . import op_steps
 from .op_rows import RATE, OpRow
 
 BF16 = 2
@@ -114,25 +114,25 @@ def _block_s(row: OpRow, profile: Profile) -> float:
 def block_of(row: OpRow) -> Block:
     """What a row asks for, as a block of nothing else."""
     d, tape = row.sizes, Tape(BF16)
-    fused: Kernel = "fused" if row.kernel.endswith(("-fused", "-compile")) else "eager"
+    kernel: Kernel = "fused" if row.kernel.endswith(("-fused", "-compile")) else "eager"
     tokens, width = d.get("tokens", 0), d.get("width", 0)
     match row.kind.removesuffix("_forward").removesuffix("_backward"):
         case "matmul":
             return _of(matmuls=(Matmul(d["m"], d["k"], d["n"]),), n_kernels=1)
         case "rms_norm":
-            fw.rms_norm(tape, Tensor(tokens * width, BF16, ours=False), width, "plain", fused)
+            op_steps.rms_norm(tape, Tensor(tokens * width, BF16, ours=False), width, kernel)
         case "rope":
             table = Tensor(tokens * d["head_dim"], BF16, ours=False, differentiable=False)
             for heads in (d["heads"], d["kv_heads"]):
                 x = Tensor(tokens * heads * d["head_dim"], BF16, ours=False)
-                fw.rotate(tape, x, table, "full", fused)
+                op_steps.rotation(tape, x, table, kernel)
         case "swiglu":
             gate, up = (Tensor(tokens * d["inner"], BF16, ours=False) for _ in range(2))
-            act = gate if fused == "fused" else tape.step([gate], gate.n_elements)
-            tape.step([act, up], gate.n_elements, fused=fused == "fused")
+            act = gate if kernel == "fused" else tape.step([gate], gate.n_elements)
+            tape.step([act, up], gate.n_elements, fused=kernel == "fused")
         case "mlp":
             x = Tensor(tokens * width, BF16, ours=False)
-            fw.gated_mlp(tape, x, tokens, width, d["inner"], lambda name: Weights(), fused)
+            op_steps.gated_mlp(tape, x, tokens, width, d["inner"], kernel)
         case "add":
             tape.step([Tensor(tokens * width, BF16, ours=False) for _ in range(2)], tokens * width, fused=True)
         case "cross_entropy":

@@ -169,10 +169,12 @@ class CheckpointWriter:
         """As `tensor_files.write_tensors`."""
         self._files[file] = write_tensors(self._folder / file, outlines, contents)
 
-    def write_weights(self, file: str, model_type: str, outlines: Mapping[str, Tensor], weight_of: Callable[[str], Tensor]) -> None:
+    def write_weights(
+        self, file: str, config: Mapping[str, Any], outlines: Mapping[str, Tensor], weight_of: Callable[[str], Tensor]
+    ) -> None:
         """Weights of a module, all of one dtype, under their published names; one is held at a time."""
-        published = dict(pair for name, outline in outlines.items() for pair in publish(model_type, name, outline))
-        each = (map(itemgetter(1), publish(model_type, name, weight_of(name))) for name in outlines)
+        published = dict(pair for name, outline in outlines.items() for pair in publish(config, name, outline))
+        each = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
         self.write_tensors(file, published, chain.from_iterable(each))
         self._file_of |= dict.fromkeys(published, file)
         self._n_bytes += sum(outline.nbytes for outline in published.values())

@@ -16,6 +16,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
 
+from .conversion import conversion_of
 from .tensor_files import Shapes, Shards
 
 MAX_JSON_BYTES = 256 * 2**20
@@ -31,15 +32,22 @@ _UNREAD = "scales are not read; convert the model to bf16 first, or give the one
 _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 
 # In transformers' modules an expert weight is one tensor for all experts; published files of these types have one for each:
-# {type: (folder of the experts, gate, up, down)}.
+# {type: (folder of the experts, gate, up, down)}. Of others, transformers itself is asked (`conversion.py`).
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
-def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A module's weight under its published names, as views."""
+_AS_MODULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "ernie4_5", "smollm3", "internlm3", "gpt_oss")
+
+
+def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A module's weight under its published names; as views, where its experts are stored one by one."""
+    model_type = str(config.get("model_type"))
     layer, dot, last = name.rpartition(".mlp.")
-    if not dot or model_type not in _EXPERTS:
+    if model_type in _AS_MODULES or (model_type in _EXPERTS and not dot):
         yield name, tensor
+        return
+    if model_type not in _EXPERTS:
+        yield from conversion_of(config).published(name, tensor).items()
         return
     folder, gate, up, down = _EXPERTS[model_type]
     match last:
@@ -55,7 +63,7 @@ def publish(model_type: str, name: str, tensor: Tensor) -> Iterator[tuple[str, T
             yield f"{layer}.{folder}.{last}", tensor
 
 
-def load_weights(folder: Path, model_type: str, names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in.
 
     Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor
@@ -70,13 +78,21 @@ def load_weights(folder: Path, model_type: str, names: Iterable[str], shapes: Sh
             raise CheckpointError(f"{folder}: {name} is {found}, the configuration says {expected}; give this model's weights")
         return tensor
 
+    known = str(config.get("model_type")) in (*_AS_MODULES, *_EXPERTS)
+    sources = {} if known else conversion_of(config).sources(stored)
     for name in names:
         outline = torch.empty(shapes[name], device="meta")
-        pieces = [(name, outline)] if name in stored else list(publish(model_type, name, outline))
+        if not known and sources.get(name, [(name, None)]) != [(name, None)]:
+            whole = conversion_of(config).read(name, sources[name], stored.__getitem__)
+            if whole.shape != outline.shape:
+                raise CheckpointError(f"{folder}: {name} is {tuple(whole.shape)}, the configuration says {tuple(outline.shape)}")
+            yield name, whole
+            continue
+        pieces = [(name, outline)] if name in stored or not known else list(publish(config, name, outline))
         whole = read(*pieces[0])
         if whole.shape != outline.shape:  # of one expert: each is copied to its place as it is read
             whole = torch.empty(shapes[name], dtype=whole.dtype)
-            for piece, place in publish(model_type, name, whole):
+            for piece, place in publish(config, name, whole):
                 if (tensor := read(piece, place)).dtype != whole.dtype:
                     raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
                 place.copy_(tensor)

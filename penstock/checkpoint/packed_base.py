@@ -38,16 +38,16 @@ _PACKED, _SUMS = "packed.safetensors", "about.json"
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
     """A function that reads packed weights by name, as flat bytes. Weights published in bf16 are packed into `cache` first."""
-    published, model_type = published_base(folder, config), str(config.get("model_type"))
+    published = published_base(folder, config)
     if published == base:
-        return _Published(folder, model_type, shapes, base).read
+        return _Published(folder, config, shapes, base).read
     if published != "bf16":
         raise CheckpointError(f"{folder}: its weights are packed in {published}, not in {base}; plan with --base {published}")
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with writing(cache), alone(cache, "base.lock"):
         if not _is_whole(place, shapes):
-            _pack(place, folder, model_type, shapes, base)
+            _pack(place, folder, config, shapes, base)
         stored, sums = Shards([place / _PACKED]), _sums(place)
 
     def read(name: str) -> Tensor:
@@ -77,7 +77,7 @@ def _sha256(packed: Tensor) -> str:
     return hashlib.sha256(packed.numpy().data).hexdigest()
 
 
-def _pack(place: Path, folder: Path, model_type: str, shapes: Shapes, base: Base) -> None:
+def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base) -> None:
     """Pack one weight after another into the cache; the lock is held, so a folder that is there is stale."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
@@ -87,7 +87,7 @@ def _pack(place: Path, folder: Path, model_type: str, shapes: Shapes, base: Base
     sums = dict[str, str]()
 
     def packed_weights() -> Iterator[Tensor]:
-        for name, weight in load_weights(folder, model_type, shapes, shapes):
+        for name, weight in load_weights(folder, config, shapes, shapes):
             try:
                 packed = pack(weight, base)
             except ValueError as error:
@@ -119,10 +119,10 @@ class _Published:
     Unpacked they are, bit for bit, what bitsandbytes or transformers would compute with.
     """
 
-    def __init__(self, folder: Path, model_type: str, shapes: Shapes, base: Base) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base) -> None:
         self._folder, self._shapes, self._base = folder, shapes, base
         self._stored = Shards(weight_files(folder))
-        self._pieces = {name: self._pieces_of(model_type, name) for name in shapes}
+        self._pieces = {name: self._pieces_of(config, name) for name in shapes}
         self._refuse_others({name for pieces in self._pieces.values() for name, _ in pieces})
 
     def read(self, name: str) -> Tensor:
@@ -137,12 +137,12 @@ class _Published:
             at, scales_at = at + more.numel(), scales_at + more_scales.numel()
         return packed
 
-    def _pieces_of(self, model_type: str, name: str) -> list[tuple[str, tuple[int, ...]]]:
+    def _pieces_of(self, config: Mapping[str, Any], name: str) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of the stored tensors that a parameter consists of, in order: itself, or its experts' own."""
         shape = self._shapes[name]
         if name in self._stored:
             return [(name, shape)]
-        pieces = [(piece, tuple(t.shape)) for piece, t in publish(model_type, name, torch.empty(shape, device="meta"))]
+        pieces = [(piece, tuple(t.shape)) for piece, t in publish(config, name, torch.empty(shape, device="meta"))]
         for piece, piece_shape in pieces:
             # A block must not go on in the next piece; in fp8 the last one may be cut short where the matrix ends.
             is_cut = prod(piece_shape) % NF4_BLOCK if self._base == "nf4" else piece_shape[-2] % FP8_BLOCK

@@ -164,6 +164,10 @@ class Saver:
             if plan.semantics.train.lora is not None:
                 files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
             else:
+                constants = self._state.constants
+                outlines = {name: torch.empty_like(value, device="meta") for name, value in constants.items()}
+                if constants:
+                    files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
                 files.write_config(plan.model.config, DTYPE[plan.semantics.compute_dtype])
             if self._tokenizer_from is not None:
                 files.copy_tokenizer(self._tokenizer_from)
@@ -193,8 +197,10 @@ class Saver:
         else:
             owned = {p.name: p for p in blocks[block].parameters if p.tied_to is None}
             outlines = _outlines(owned.values(), semantics.compute_dtype)
-            file, model_type = f"model-{block + 1:05d}-of-{len(blocks):05d}.safetensors", str(self._plan.model.config["model_type"])
-            files.write_weights(file, model_type, outlines, lambda name: self._looked().compute_weight(owned[name], copy))
+            file = f"model-{block + 1:05d}-of-{len(blocks):05d}.safetensors"
+            files.write_weights(
+                file, self._plan.model.config, outlines, lambda name: self._looked().compute_weight(owned[name], copy)
+            )
         if trained and not self._settings.weights_only:
             kinds = sorted(semantics.saved_state.items(), key=lambda kind: -DTYPE[kind[1]].itemsize)
             outlines = {f"{kind}.{name}": of for kind, dtype in kinds for name, of in _outlines(trained, dtype).items()}

@@ -79,6 +79,7 @@ def fill(
             packed = Path(settings.out) / PACKED_FOLDER if settings.packed is None else Path(settings.packed)
             load_model(store, weights, packed, report)
             store.initialise_adapters(settings.seed)
+    load_constants(store, weights if weights is not None or state is None else state.path)
     if state is not None:
         report("putting back the state")
         put_back(state, store.host, data)
@@ -100,9 +101,19 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
         for name in owned.keys() & packed_shapes.keys():
             host.set_weight(owned.pop(name), read_packed(name))
         shapes = {name: p.shape for name, p in owned.items()}
-        for name, weight in load_weights(folder, str(plan.model.config.get("model_type")), owned, shapes):
+        for name, weight in load_weights(folder, plan.model.config, owned, shapes):
             host.set_weight(owned[name], weight)
     give_back_freed()
+
+
+def load_constants(store: TorchMachine, folder: Path | None) -> None:
+    """Put what a model's folder holds of layers though it is no weight into the store; None: what it is at first stays."""
+    templates = store.compute.templates
+    shapes = {name: tuple(buffer.shape) for name, buffer in templates.constants().items()}
+    if shapes and folder is not None:
+        for name, value in load_weights(folder, store.plan.model.config, shapes, shapes):
+            templates.set_constant(name, value)
+    store.host.constants = templates.constants()
 
 
 def load_adapter(store: TorchMachine, folder: Path) -> None:

@@ -7,8 +7,7 @@ from hwprofiles.schema import Profile
 from runtime.plan import AttentionKernel, Kernel, Semantics
 from runtime.plan.workload import Model
 
-from .config import config_of
-from .workload import fusible
+from .workload import attentions, fusible
 
 CUDNN_HEAD_DIM = 128  # its backward takes heads up to this width, in multiples of eight
 PARTS = ("norm", "loss", "pointwise")
@@ -39,6 +38,5 @@ def _attention_kernel(
 
 def _takes(model: Model, seq_len: int) -> bool:
     """Whether cuDNN attends as the model does: heads that it takes, and no window, whose mask would be as large as its square."""
-    config = config_of(model)
-    windows = [window for i in range(config.n_layers) if (window := config.window(i)) is not None]
-    return config.head_dim <= CUDNN_HEAD_DIM and config.head_dim % 8 == 0 and all(seq_len < window for window in windows)
+    found = attentions(model, seq_len)
+    return all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in found)

@@ -1,103 +1,126 @@
 """A model as blocks: sizes and work of one micro-batch.
 
-The embedding, the decoder layers and the head, with the weights' names and shapes as transformers has them, and the work
-and memory of one micro-batch. With eager attention `Attention.flop` is still the causal half: the model's work, not the
-square that is really computed.
+The embedding with all that comes before the layers, the decoder layers, and the head: norm, output matrix and loss. What they
+compute is read off outlines (`outline.py`) that were recorded of transformers' own modules. Of attention that is spelled out
+`Attention.flop` is still the causal half: the model's work, not the square that is really computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any, NoReturn
 
+from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.train import TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
-from . import forward as fw
-from .config import Config, config_of, read_model, shipped_models, supported_attention
-from .tape import FP32, INT64, Tape, Tensor, Weights
+from .config import outlines, read_model, shipped_models, supported_attention
+from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
+from .tape import FP32, INT64, Tape, Weights
 
-__all__ = ["build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
+__all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-AFTER_ATTENTION = "post_attention_layernorm"
 LOG_SOFTMAX_READS = 3
+SMALL = (1, 16)  # a micro-batch of which it is asked what modules there are
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
     """The model's blocks, with FLOP and bytes of one micro-batch under these semantics, and of a smaller last one.
 
-    WorkloadError for a configuration that is not supported, or semantics that transformers does not let the model run with.
+    WorkloadError for a model that cannot be cut into layers, or semantics that transformers does not let it run with.
     """
-    config = config_of(model)
-    if semantics.attention not in config.architecture.attention:
-        legal = " or ".join(config.architecture.attention)
-        config.fail(f"attention {semantics.attention} is not possible for {config.model_type}; use {legal}")
+    legal = supported_attention(model)
+    if semantics.attention not in legal:
+        _fail(model, f"attention {semantics.attention} is not possible for this model; use {' or '.join(legal)}")
     if semantics.mlp_tile_tokens is not None and not can_tile_mlp(model):
-        config.fail("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
+        _fail(model, "mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
     if semantics.mlp_tile_tokens is not None and not semantics.train.all:
-        config.fail("mlp_tile_tokens: an MLP by tiles is trained whole; leave it out, or --train")
+        _fail(model, "mlp_tile_tokens: an MLP by tiles is trained whole; leave it out, or --train")
     if semantics.base != "bf16" and semantics.train.lora is None:  # a checkpoint of the whole model would have to be unpacked
-        config.fail(f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
+        _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
-            config.fail(
-                f"no fused kernel computes the {part} of {config.model_type}; plan with --kernels eager, or name no kernels"
-            )
+            _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
     n_left = semantics.n_left
-    found = Workload(_blocks(config, semantics, semantics.micro_batch), _blocks(config, semantics, n_left) if n_left else ())
-    _refuse_untrained(config, semantics.train, [p.name for b in found.blocks for p in b.parameters if not p.frozen])
+    found = Workload(_blocks(model, semantics, semantics.micro_batch), _blocks(model, semantics, n_left) if n_left else ())
+    _refuse_untrained(model, semantics.train, found)
     return found
 
 
-def _refuse_untrained(config: Config, train: Train, trained: Sequence[str]) -> None:
+def _fail(model: Model, what: str) -> NoReturn:
+    raise WorkloadError(f"{model.name or model.path or 'the model'}: {what}")
+
+
+def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
     """WorkloadError where something is to be trained that the model has not."""
     missing: list[str] = []
+    trained = [p.name for b in found.blocks for p in b.parameters if not p.frozen]
     if train.lora is not None and train.lora.targets != TARGETS:  # all: as many as there are
         missing = [t for t in train.lora.targets if not any(f".{t}.lora_A." in name for name in trained)]
     elif train.names:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
-    elif train.layers is not None and train.layers[1] >= config.n_layers:
-        config.fail(f"there is no layer {train.layers[1]} to train; the last one is {config.n_layers - 1}")
-    if missing and train.lora is not None and config.architecture.router is not None:
-        config.fail(f"experts of {config.model_type} cannot have adapters, and nothing else is called {missing[0]}; leave it out")
+    elif train.layers is not None and train.layers[1] >= found.n_layers:
+        _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
+    if missing and train.lora is not None and not can_tile_mlp(model):
+        _fail(model, f"experts cannot have adapters, and nothing else is called {missing[0]}; leave it out")
     if missing or not trained:
-        config.fail(f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
-
-
-def _blocks(config: Config, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
-    """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
-    embedding, head = _embedding(config, semantics, n_sequences), _head(config, semantics, n_sequences)
-    # Layers of one structure, of which the same is trained, differ in nothing but their names
-    kinds: dict[tuple[int | None, bool, bool, frozenset[str]], Block] = {}
-    layers = []
-    for i in range(config.n_layers):
-        names = [p.name for p in _layer_parameters(config, config.sparse(i))]
-        trained = frozenset(name for name in names if semantics.train.trains(f"model.layers.{i}.{name}"))
-        key = (config.window(i), config.sparse(i), config.rotated[i], trained)
-        if key not in kinds:
-            kinds[key] = _layer(config, semantics, n_sequences, *key)
-        layers.append(_renamed(kinds[key], f"model.layers.{i}"))
-    return embedding, *layers, head
+        _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
 
 
 def fusible(model: Model) -> frozenset[str]:
-    """Which of `norm`, `loss` and `pointwise` fused kernels compute as the model's type means them."""
-    config = config_of(model)
-    a = config.architecture
+    """Which of `norm`, `loss` and `pointwise` fused kernels compute as the model means them."""
+    tree = outlines(model, supported_attention(model)[0], *SMALL)
+    kinds = {group[0] for kind in tree["kinds"] for group in kind["groups"]}
     can = {
-        "norm": a.norm != "centred",  # 1 + weight would be rounded before it is used
-        "loss": not config.final_softcap,
-        "pointwise": a.rotary == "full" and a.activation[1] == "silu",
+        "norm": any(group[0] == "norm" for group in tree["norm"]["groups"]),
+        "loss": tree["logits"][0] == 0,
+        "pointwise": "rotary" in kinds and ("gated" in kinds or tree["has_experts"]),
     }
     return frozenset(part for part, possible in can.items() if possible)
 
 
 def can_tile_mlp(model: Model) -> bool:
     """Whether every layer's MLP runs by tiles: experts would see other shares of tokens."""
-    config = config_of(model)
-    return not any(map(config.sparse, range(config.n_layers)))
+    tree = outlines(model, supported_attention(model)[0], *SMALL)
+    return all(mlp_of(kind["groups"]) is not None for kind in tree["kinds"])
+
+
+def attentions(model: Model, seq_len: int) -> list[Attention]:
+    """Attention of each kind of layer that has it, of one sequence."""
+    tree = outlines(model, supported_attention(model)[0], 1, seq_len)
+    return [found for kind in tree["kinds"] if (found := _attention(kind["attention"], 1, seq_len)) is not None]
+
+
+def _attention(said: list[Any] | None, n_sequences: int, seq_len: int) -> Attention | None:
+    if said is None:
+        return None
+    n_heads, n_kv_heads, head_dim, window = said
+    return Attention(n_sequences, n_heads, head_dim, seq_len, window, n_kv_heads)
+
+
+def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
+    """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
+    tree = outlines(model, semantics.attention, n_sequences, semantics.seq_len)
+    left = outlines(model, semantics.attention, semantics.n_left, semantics.seq_len) if semantics.n_left else None
+    whole = outlines(model, semantics.attention, semantics.micro_batch, semantics.seq_len)
+    item_bytes = ITEM_BYTES[semantics.compute_dtype]
+    # What all layers of a micro-batch share lies there too (tables, masks), and that of a smaller last one beside it
+    shared_bytes = sum(
+        n * (item_bytes if each == RECORDED_ITEM_BYTES else each) for of in (whole, left) if of for n, each in of["shared"]
+    )
+    layout = _Layout(tree, semantics, n_sequences, item_bytes)
+    # Layers of one structure, of which the same is trained, differ in nothing but their names
+    kinds: dict[tuple[int, frozenset[str]], Block] = {}
+    layers = []
+    for i, kind in enumerate(tree["layers"]):
+        name = f"{tree['names']['layers']}.{i}"
+        trained = frozenset(p for p in tree["kinds"][kind]["parameters"] if semantics.train.trains(f"{name}.{p}"))
+        if (kind, trained) not in kinds:
+            kinds[kind, trained] = layout.layer(Outline.of(tree["kinds"][kind]), trained, shared_bytes)
+        layers.append(_renamed(kinds[kind, trained], name))
+    return layout.embedding(), *layers, layout.head()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +129,12 @@ class _Part:
 
     train: Train
     trained: frozenset[str]  # by their names within the layer
-    has_experts: bool  # as other layers of the type: then PEFT takes the names of an MLP for those of experts, here too
+    has_experts: bool  # as other layers of the model: then PEFT takes the names of an MLP for those of experts, here too
 
     def rank(self, name: str) -> int:
         """Of the adapter beside the product of that name; 0: it has none."""
-        stands = name.startswith("self_attn.") or (name.startswith("mlp.") and not self.has_experts)
+        stands = not (self.has_experts and name.startswith("mlp."))
         return self.train.rank(name.rpartition(".")[2]) if stands else 0
-
-    def norm(self, name: str) -> bool:
-        return f"{name}.weight" in self.trained
 
     def linear(self, name: str, bias: bool) -> Weights:
         """What the product of that name has."""
@@ -123,99 +143,112 @@ class _Part:
         return Weights(bias, f"{name}.weight" in self.trained, f"{name}.bias" in self.trained, rank, dropout)
 
 
-def _layer(
-    config: Config, semantics: Semantics, n_seq: int, window: int | None, sparse: bool, rotated: bool, trained: frozenset[str]
-) -> Block:
-    """A decoder layer, named for renaming: its recording is that of the module's forward, call by call."""
-    of = _Part(semantics.train, trained, config.architecture.router is not None)
-    a, seq_len, head_dim = config.architecture, semantics.seq_len, config.head_dim
-    tokens, width = n_seq * seq_len, config.hidden
-    masked = semantics.attention == "eager" or (window is not None and seq_len >= window)
-    norm, pointwise = semantics.norm, semantics.pointwise
-    shape = fw.AttentionShape(n_seq, seq_len, config.n_heads, config.n_kv_heads, head_dim, masked, semantics.attention_kernel)
-    tape = Tape(ITEM_BYTES[semantics.compute_dtype])
-    x = Tensor(tokens * width, tape.item_bytes, ours=False)
-    table_width = head_dim // 2 if a.rotary == "halves" else head_dim
-    table_item_bytes = FP32 if a.rotary == "interleaved" else tape.item_bytes
-    table = Tensor(seq_len * table_width, table_item_bytes, ours=False, differentiable=False)
-    y = _attend(tape, config, semantics, x, table if rotated else None, shape, of)
-    x = tape.step([x, y], tokens * width, scratch_bytes=0)
-    # By its name in the module; where a norm follows attention too, another one is that of what comes next
-    normed = fw.rms_norm(tape, x, width, a.norm, norm, of.norm("pre_feedforward_layernorm" if a.sandwich else AFTER_ATTENTION))
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Blocks of a micro-batch of `n_sequences`, from the outlines of one."""
 
-    def rest(tape: Tape, inputs: Sequence[Tensor], n_rows: int) -> None:
-        """From the norm's output on: every row for itself."""
-        x, normed = inputs
-        if sparse and a.router is not None:
-            grouped = semantics.experts == "grouped_mm"
-            y = fw.experts(tape, normed, fw.ExpertsShape(
-                n_rows, width, config.expert_inner, config.n_experts, config.top_k, a.router, a.sinks, config.normalised, grouped,
-                of.linear(f"mlp.{a.router_name}", a.sinks),
-                frozenset(name.removeprefix("mlp.experts.") for name in trained if name.startswith("mlp.experts.")),
-            ))  # fmt: skip
+    tree: Mapping[str, Any]
+    semantics: Semantics
+    n_sequences: int
+    item_bytes: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_sequences * self.semantics.seq_len
+
+    @property
+    def boundary_bytes(self) -> int:
+        return self.n_tokens * self.tree["width"] * self.item_bytes  # type: ignore[no-any-return]
+
+    def layer(self, outline: Outline, trained: frozenset[str], shared_bytes: int) -> Block:
+        """A decoder layer, named for renaming."""
+        of = _Part(self.semantics.train, trained, self.tree["has_experts"])
+        tape = Tape(self.item_bytes)
+        play(outline, tape, self.semantics, of.linear, trained, self.n_tokens)
+        return Block(
+            name="layer",
+            kind=BlockKind.LAYER,
+            parameters=tuple(_with_adapters([Parameter(n, tuple(s)) for n, s in outline.parameters.items()], of)),
+            matmuls=tuple(tape.matmuls),
+            attention=_attention(outline.attention, self.n_sequences, self.semantics.seq_len),
+            pointwise_bytes=tape.pointwise_bytes,
+            fused_bytes=tape.fused_bytes,
+            norm_bytes=tape.norm_bytes,
+            n_kernels=tape.n_kernels,
+            boundary_bytes=self.boundary_bytes,
+            kept_bytes=tape.kept_bytes,
+            transient_bytes=tape.backward_peak_bytes() + shared_bytes,
+            tile_sum_bytes=tape.tile_sum_bytes,
+            tiers=tape.tiers(shared_bytes),
+        )
+
+    def embedding(self) -> Block:
+        """Rows of the table, one per token, and what is done to them; its backward makes a dense gradient of each table."""
+        outline, trains = Outline.of(self.tree["embedding"]), self.semantics.train.trains
+        parameters = tuple(Parameter(n, tuple(s), frozen=not trains(n)) for n, s in outline.parameters.items())
+        moved = [call.moved for call in outline.calls]
+        ids_bytes = self.n_tokens * INT64
+        return Block(
+            name=self.tree["names"]["embedding"],
+            kind=BlockKind.EMBEDDING,
+            parameters=parameters,
+            pointwise_bytes=sum(n * self.item_bytes + others for n, others in moved),
+            n_kernels=len(outline.calls),
+            boundary_bytes=self.boundary_bytes,
+            kept_bytes=ids_bytes,
+            # The recomputed output, the gradient before a scale, and the tables' gradients
+            transient_bytes=sum(p.n_elements for p in parameters if not p.frozen) * self.item_bytes
+            + 2 * self.boundary_bytes
+            + ids_bytes,
+        )
+
+    def head(self) -> Block:
+        """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
+        semantics, names, tokens, width = self.semantics, self.tree["names"], self.n_tokens, self.tree["width"]
+        tile, weight_name, vocab = min(semantics.loss_tile_tokens, tokens), f"{names['head']}.weight", self.tree["vocab"]
+        tied_to, (n_after, n_kept) = self.tree["tied"], self.tree["logits"]
+        tape, norm = Tape(self.item_bytes), Outline.of(self.tree["norm"])
+        trained = frozenset(name for name in norm.parameters if semantics.train.trains(f"{names['norm']}.{name}"))
+        play(norm, tape, semantics, lambda _, bias: Weights(bias), trained, tokens)
+        trains = semantics.train.trains(tied_to or weight_name)  # a tied weight is trained with the embedding
+        n_tiles, rest = divmod(tokens, tile)
+        tiles = [Matmul(tile, width, vocab, n_tiles, not trains), *([Matmul(rest, width, vocab, 1, not trains)] if rest else [])]
+        narrow = self.item_bytes < FP32
+        if semantics.loss == "fused":
+            # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
+            logit_bytes = self.item_bytes + 2 * FP32
+            # Of forward and backward together, a third: the largest logit, probabilities (read twice), the gradient
+            moved_bytes = softmax_bytes = tokens * vocab * (3 * self.item_bytes + FP32 + FP32 + self.item_bytes) // 3
+            n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
         else:
-            linear = partial(of.linear, bias=config.mlp_bias)
-            y = fw.gated_mlp(tape, normed, n_rows, width, config.inner, linear, pointwise)
-        y = fw.rms_norm(tape, y, width, a.norm, norm, of.norm("post_feedforward_layernorm")) if a.sandwich else y
-        tape.step([x, y], n_rows * width, scratch_bytes=0)
-
-    tile = semantics.mlp_tile_tokens
-    if tile is None or tile >= semantics.tokens_per_micro_batch:
-        rest(tape, (x, normed), tokens)
-    else:
-        tape.tile((x, normed), tokens, min(tile, tokens), rest)
-    # What all layers of a micro-batch share lies there too: rotary tables, and a mask for each kind of layer that has one; and
-    # those of a smaller last micro-batch beside them
-    n_masks = len({config.window(i) for i in range(config.n_layers)}) if masked else 0
-    mask_bytes = (semantics.micro_batch + semantics.n_left) * seq_len**2 * (1 if semantics.attention == "sdpa" else tape.item_bytes)
-    shared_bytes = (2 + 2 * bool(semantics.n_left)) * table.n_bytes + n_masks * mask_bytes
-    return Block(
-        name="layer",
-        kind=BlockKind.LAYER,
-        parameters=tuple(_with_adapters(list(_layer_parameters(config, sparse)), of)),
-        matmuls=tuple(tape.matmuls),
-        attention=Attention(
-            n_seq, config.n_heads, head_dim, seq_len, window if window and window < seq_len else None, config.n_kv_heads
-        ),
-        pointwise_bytes=tape.pointwise_bytes,
-        fused_bytes=tape.fused_bytes,
-        norm_bytes=tape.norm_bytes,
-        n_kernels=tape.n_kernels,
-        boundary_bytes=tokens * width * tape.item_bytes,
-        kept_bytes=tape.kept_bytes,
-        transient_bytes=tape.backward_peak_bytes() + shared_bytes,
-        tile_sum_bytes=tape.tile_sum_bytes,
-        tiers=tape.tiers(shared_bytes),
-    )
-
-
-def _attend(
-    tape: Tape, config: Config, semantics: Semantics, x: Tensor, table: Tensor | None, shape: fw.AttentionShape, of: _Part
-) -> Tensor:
-    """The first half of a decoder layer, from its input to what is added to it. Without a `table` nothing is rotated."""
-    a, head_dim, norm = config.architecture, config.head_dim, semantics.norm
-    tokens, width = shape.n_tokens, config.hidden
-    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
-    normed = fw.rms_norm(tape, x, width, a.norm, norm, of.norm("input_layernorm"))
-
-    def project(name: str, n: int) -> Tensor:
-        return tape.linear(normed, tokens, width, n, of.linear(f"self_attn.{name}_proj", config.qkv_bias))
-
-    q = project("q", q_width)
-    q = fw.rms_norm(tape, q, head_dim, a.norm, norm, of.norm("self_attn.q_norm")) if a.head_norms else q
-    k = project("k", kv_width)
-    k = fw.rms_norm(tape, k, head_dim, a.norm, norm, of.norm("self_attn.k_norm")) if a.head_norms else k
-    v = project("v", kv_width)
-    if table is not None and a.rotary == "interleaved":
-        q, k = fw.rotate_interleaved(tape, (q, k), table)
-    elif table is not None:
-        q, k = (fw.rotate(tape, x, table, a.rotary, semantics.pointwise) for x in (q, k))
-    if semantics.attention == "sdpa":
-        mixed = fw.fused_attention(tape, q, k, v, shape)
-    else:
-        mixed = fw.eager_attention(tape, q, k, v, shape, config.softcap, a.sinks)
-    y = tape.linear(mixed, tokens, q_width, width, of.linear("self_attn.o_proj", config.out_bias))
-    return fw.rms_norm(tape, y, width, a.norm, norm, of.norm(AFTER_ATTENTION)) if a.sandwich else y
+            # Live per logit at the peak, in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients
+            logit_bytes = self.item_bytes * (1 + n_kept) + 3 * FP32
+            # Moved per logit in the forward: what is done to logits, widening, and log-probabilities
+            softmax_bytes = log_softmax_bytes(tokens, vocab)
+            each_bytes = 2 * self.item_bytes * n_after + (self.item_bytes + FP32 if narrow else 0)
+            moved_bytes = tokens * vocab * each_bytes + softmax_bytes
+            n_calls = n_after + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
+        own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
+        of_norm = (Parameter(f"{names['norm']}.{n}", tuple(s), frozen=n not in trained) for n, s in norm.parameters.items())
+        return Block(
+            name=names["head"],
+            kind=BlockKind.HEAD,
+            parameters=(*of_norm, Parameter(weight_name, (vocab, width), tied_to, not trains)),
+            matmuls=tuple(tiles),
+            pointwise_bytes=tape.pointwise_bytes + moved_bytes,
+            fused_bytes=tape.fused_bytes + softmax_bytes,
+            norm_bytes=tape.norm_bytes,
+            n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
+            boundary_bytes=0,
+            kept_bytes=0,
+            own_sum_bytes=own_sum_bytes,
+            transient_bytes=tile * vocab * logit_bytes
+            + (vocab * trains + 2 * tile) * width * self.item_bytes  # the tile's weight gradient, its rows and their gradient
+            # a later micro-batch sums its own tiles before they join the running sum
+            + own_sum_bytes
+            + tape.backward_peak_bytes()
+            + 2 * self.boundary_bytes,  # normed rows and their gradient
+        )
 
 
 def _with_adapters(parameters: Sequence[Parameter], of: _Part) -> Iterator[Parameter]:
@@ -223,114 +256,10 @@ def _with_adapters(parameters: Sequence[Parameter], of: _Part) -> Iterator[Param
     yield from (replace(p, frozen=p.name not in of.trained) for p in parameters)
     for p in parameters:
         name, _, last = p.name.rpartition(".")
-        if last == "weight" and (rank := of.rank(name)):
+        if last == "weight" and len(p.shape) == 2 and (rank := of.rank(name)):
             n_out, n_in = p.shape
             yield Parameter(f"{name}.lora_A.weight", (rank, n_in))
             yield Parameter(f"{name}.lora_B.weight", (n_out, rank))
-
-
-def _layer_parameters(config: Config, sparse: bool) -> Iterator[Parameter]:
-    """Weights of a layer in the order of transformers' `named_parameters`, named from within the layer."""
-    a, width, head_dim = config.architecture, config.hidden, config.head_dim
-    q_width, kv_width = config.n_heads * head_dim, config.n_kv_heads * head_dim
-
-    def linear(name: str, n_out: int, n_in: int, bias: bool) -> Iterator[Parameter]:
-        yield Parameter(f"{name}.weight", (n_out, n_in))
-        if bias:
-            yield Parameter(f"{name}.bias", (n_out,))
-
-    if a.sinks:
-        yield Parameter("self_attn.sinks", (config.n_heads,))
-    yield from linear("self_attn.q_proj", q_width, width, config.qkv_bias)
-    yield from linear("self_attn.k_proj", kv_width, width, config.qkv_bias)
-    yield from linear("self_attn.v_proj", kv_width, width, config.qkv_bias)
-    yield from linear("self_attn.o_proj", width, q_width, config.out_bias)
-    if a.head_norms:
-        yield from (Parameter(f"self_attn.{name}.weight", (head_dim,)) for name in ("q_norm", "k_norm"))
-    if sparse:
-        router = list(linear(f"mlp.{a.router_name}", config.n_experts, width, a.sinks))
-        e, inner = config.n_experts, config.expert_inner
-        # The type with sinks stores its experts' weights input first, and gives them biases
-        shapes: dict[str, tuple[int, ...]] = {"gate_up_proj": (e, 2 * inner, width), "down_proj": (e, width, inner)}
-        if a.sinks:
-            shapes = {"gate_up_proj": (e, width, 2 * inner), "gate_up_proj_bias": (e, 2 * inner),
-                      "down_proj": (e, inner, width), "down_proj_bias": (e, width)}  # fmt: skip
-        weights = [Parameter(f"mlp.experts.{name}", shape) for name, shape in shapes.items()]
-        yield from (*router, *weights) if a.router_first else (*weights, *router)
-    else:
-        yield from linear("mlp.gate_proj", config.inner, width, config.mlp_bias)
-        yield from linear("mlp.up_proj", config.inner, width, config.mlp_bias)
-        yield from linear("mlp.down_proj", width, config.inner, config.mlp_bias)
-    between = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if a.sandwich else ()
-    for name in ("input_layernorm", "post_attention_layernorm", *between):
-        yield Parameter(f"{name}.weight", (width,))
-
-
-def _embedding(config: Config, semantics: Semantics, n_sequences: int) -> Block:
-    """Rows of the table, one per token; its backward makes a dense gradient of the whole table."""
-    tokens, item_bytes = n_sequences * semantics.seq_len, ITEM_BYTES[semantics.compute_dtype]
-    boundary_bytes, trains = tokens * config.hidden * item_bytes, semantics.train.trains(EMBEDDING)
-    scaled = config.architecture.scaled_embedding  # gemma multiplies embeddings by the square root of their width
-    return Block(
-        name="model.embed_tokens",
-        kind=BlockKind.EMBEDDING,
-        parameters=(Parameter(EMBEDDING, (config.vocab, config.hidden), frozen=not trains),),
-        pointwise_bytes=tokens * INT64 + (4 if scaled else 2) * boundary_bytes,
-        n_kernels=2 if scaled else 1,
-        boundary_bytes=boundary_bytes,
-        kept_bytes=tokens * INT64,
-        # The recomputed output, the gradient before the scale, and the table's gradient
-        transient_bytes=config.vocab * config.hidden * item_bytes * trains + 2 * boundary_bytes + tokens * INT64,
-    )
-
-
-def _head(config: Config, semantics: Semantics, n_sequences: int) -> Block:
-    """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
-    tokens, width, vocab = n_sequences * semantics.seq_len, config.hidden, config.vocab
-    tile = min(semantics.loss_tile_tokens, tokens)
-    tape = Tape(ITEM_BYTES[semantics.compute_dtype])
-    x = Tensor(tokens * width, tape.item_bytes, ours=False)
-    # A tied weight is trained with the embedding
-    trains_norm, trains = (semantics.train.trains(name) for name in (NORM, EMBEDDING if config.tied else HEAD))
-    fw.rms_norm(tape, x, width, config.architecture.norm, semantics.norm, trains_norm)
-    n_tiles, rest = divmod(tokens, tile)
-    tiles = [Matmul(tile, width, vocab, n_tiles, not trains), *([Matmul(rest, width, vocab, 1, not trains)] if rest else [])]
-    narrow, capped = tape.item_bytes < FP32, config.final_softcap
-    if semantics.loss == "fused":
-        # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
-        logit_bytes = tape.item_bytes + 2 * FP32
-        # Of forward and backward together, of which this is a third: the largest logit, probabilities (read twice), the gradient
-        moved_bytes = softmax_bytes = tokens * vocab * (3 * tape.item_bytes + FP32 + FP32 + tape.item_bytes) // 3
-        n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
-    else:
-        # Live per logit at the peak, in the tile's backward: rounded logits, the tanh of a cap, log-probabilities, two gradients
-        logit_bytes = tape.item_bytes * (2 if capped else 1) + 3 * FP32
-        # Moved per logit in the forward: scaling, tanh and scaling back of a cap, widening, and log-probabilities
-        softmax_bytes = log_softmax_bytes(tokens, vocab)
-        each_bytes = 2 * tape.item_bytes * (3 if capped else 0) + (tape.item_bytes + FP32 if narrow else 0)
-        moved_bytes = tokens * vocab * each_bytes + softmax_bytes
-        n_calls = (3 if capped else 0) + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
-    own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
-    weight = Parameter(HEAD, (vocab, width), EMBEDDING if config.tied else None, not trains)
-    return Block(
-        name="lm_head",
-        kind=BlockKind.HEAD,
-        parameters=(Parameter(NORM, (width,), frozen=not trains_norm), weight),
-        matmuls=tuple(tiles),
-        pointwise_bytes=tape.pointwise_bytes + moved_bytes,
-        fused_bytes=tape.fused_bytes + softmax_bytes,
-        norm_bytes=tape.norm_bytes,
-        n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
-        boundary_bytes=0,
-        kept_bytes=0,
-        own_sum_bytes=own_sum_bytes,
-        transient_bytes=tile * vocab * logit_bytes
-        + (vocab * trains + 2 * tile) * width * tape.item_bytes  # the tile's weight gradient, its rows and their gradient
-        # a later micro-batch sums its own tiles before they join the running sum
-        + own_sum_bytes
-        + tape.backward_peak_bytes()
-        + 2 * x.n_bytes,  # normed rows and their gradient
-    )
 
 
 def log_softmax_bytes(tokens: int, vocab: int) -> int:

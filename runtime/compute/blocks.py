@@ -1,7 +1,6 @@
 """Templates of blocks: transformers' own modules on the meta device, computed with weights that are views of a slot.
 
-What the model's own forward passes to its layers (masks, rotary embeddings) is recorded by running that forward with stand-ins in
-the layers' places, so every architecture keeps its own mathematics.
+The model's own forward is run around its layers (`layers/split.py`), so every architecture keeps its own mathematics.
 """
 
 # B sequences, T tokens, N = B * T, D width, V vocabulary
@@ -9,6 +8,7 @@ import copy
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,28 +23,13 @@ from runtime.layers.documents import BY_DOCUMENT, supports_documents
 from runtime.layers.kernels import fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
 from runtime.layers.pointwise import fastest
+from runtime.layers.split import Call, Split
 from runtime.layers.tiles import TiledLayer
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Workload
 
-HEAD = "lm_head.weight"
-LayerInputs = dict[str, Any]  # keyword arguments of one decoder layer for one micro-batch
-
-
-class _StandIn(nn.Module):
-    """Takes a layer's place in the model's own forward and notes what it was given."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.inputs: LayerInputs | None = None
-        self.hidden_BTD: torch.Tensor | None = None
-        for name in {"attention_type", "layer_type"} & vars(layer).keys():  # some models read these from the layer
-            setattr(self, name, vars(layer)[name])
-
-    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        self.hidden_BTD, self.inputs = hidden_states, inputs
-        return hidden_states
+LayerInputs = Call  # what one decoder layer is given for one micro-batch
 
 
 class Templates:
@@ -64,32 +49,30 @@ class Templates:
         (frequencies, scales) will be on `device`; on the CPU, without one.
         """
         self.workload, self.semantics = workload, semantics
-        self.model = meta_model(config, semantics)
+        self.split = Split(meta_model(config, semantics))
+        self.split.look()
+        self.model, self.layers = self.split.model, self.split.layers
+        self.head_weight, self._norm_prefix = f"{self.split.head_name}.weight", f"{self.split.norm_name}."
         self._no_documents = supports_documents(config, semantics)
         if self._no_documents is None:
             self.model.config._attn_implementation = BY_DOCUMENT
-        self.body: Any = self.model.model
-        self.layers: list[nn.Module] = list(self.body.layers)
         self._refuse_surprises()
         self._trained = {p.name for block in workload.blocks for p in block.trained}
         pointwise = fastest(device or torch.device("cpu"), DTYPE[semantics.compute_dtype])
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
-                adapt(layer, f"model.layers.{block - 1}.", self._adapters(block), semantics.train.lora)
+                adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora)
             use_kernels(layer, semantics, pointwise)
-        self.norm: nn.Module = fused_norm(self.body.norm) if semantics.norm == "fused" else self.body.norm
+        self.norm: nn.Module = self.split.norm
+        if semantics.norm == "fused":
+            self.norm = fused_norm(self.norm)
         self._tiled: list[TiledLayer] | None = None  # where the semantics have tiles, and one would not hold all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
             self._tiled = [TiledLayer(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
-        self.stand_ins = [_StandIn(layer) for layer in self.layers]
-        self.body.layers, self.body.norm = nn.ModuleList(self.stand_ins), nn.Identity()
-        for part in list(self.body.modules()):
-            buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta}
-            for name, buffer in buffers.items():  # computed, not stored (inverse frequencies, scales): make them real
-                part.register_buffer(name, torch.empty_like(buffer, device=device or "cpu"), persistent=False)
-            if buffers:
-                self.model._init_weights(part)
-        self.logit_soft_cap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+        self.split.make_buffers(device or "cpu", of_layers=True)
+
+    def _prefix(self, block: int) -> str:
+        return f"{self.split.layers_name}.{block - 1}."
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -97,11 +80,9 @@ class Templates:
         for block in range(len(self.workload.blocks)):
             for name in self._adapters(block):
                 del planned[name]
-        if found != planned or list(found) != list(planned):
-            odd = sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name))
+        if odd := sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)):
             raise WorkloadError(
-                f"the installed transformers builds other parameters than the plan counted (first: {(odd or ['their order'])[0]}); "
-                "make the plan again"
+                f"the installed transformers builds other parameters than the plan counted (first: {odd[0]}); make the plan again"
             )
 
     def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
@@ -113,14 +94,16 @@ class Templates:
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[LayerInputs]]:
         """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
-        short = {name.removeprefix("model."): w for name, w in weights.items()}
-        functional_call(self.body, short, (), {"input_ids": tokens_BT, "use_cache": False}, strict=False)
-        hidden_BTD = self.stand_ins[0].hidden_BTD
-        inputs = [s.inputs for s in self.stand_ins]
-        for stand_in in self.stand_ins:
-            stand_in.inputs = stand_in.hidden_BTD = None
-        assert hidden_BTD is not None
-        return hidden_BTD, [i for i in inputs if i is not None]
+        prefix = f"{self.split.body_name}."
+        short = {name.removeprefix(prefix): w for name, w in weights.items()}
+        self.split.around(short, input_ids=tokens_BT, use_cache=False)
+        return self.split.noted()
+
+    def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding's table (B, T, D), as its module has them."""
+        prefix = f"{self.split.embedding_name}."
+        short = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
+        return functional_call(self.model.get_input_embeddings(), short, (tokens_BT,))  # type: ignore[no-any-return]
 
     def by_document(self, inputs: LayerInputs, packed: Batch) -> LayerInputs:
         """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
@@ -128,11 +111,12 @@ class Templates:
             raise WorkloadError(f"{self._no_documents}; choose another packing")
         assert packed.positions_BT is not None
         like = packed.positions_BT.new_empty(0, dtype=DTYPE[self.semantics.compute_dtype])
-        return inputs | {
+        body: Any = self.split.body
+        return replace(inputs, others={
             "position_ids": packed.positions_BT,
-            "position_embeddings": self.body.rotary_emb(like, position_ids=packed.positions_BT),
+            "position_embeddings": body.rotary_emb(like, position_ids=packed.positions_BT),
             "document_tokens": packed.document_tokens,
-        }
+        })  # fmt: skip
 
     def layer(
         self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs, again: bool = False
@@ -141,14 +125,12 @@ class Templates:
 
         With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
         """
-        prefix = f"model.layers.{block - 1}."
+        prefix = self._prefix(block)
         short = {name.removeprefix(prefix): w for name, w in weights.items()}
-        out: torch.Tensor | tuple[torch.Tensor, ...]
+        args, kwargs = inputs.arguments(hidden_BTD)
         if self._tiled is not None:
-            out = self._tiled[block - 1](short, hidden_BTD, inputs, again)
-        else:
-            out = functional_call(self.layers[block - 1], short, (hidden_BTD,), inputs, strict=True)
-        return out[0] if isinstance(out, tuple) else out
+            return inputs.output(self._tiled[block - 1](short, args, kwargs, again))
+        return inputs.output(functional_call(self.layers[block - 1], short, args, kwargs))
 
     # -- the head ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +147,8 @@ class Templates:
         Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the loss,
         summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters.
         """
-        norm_weights = {n: w.detach().requires_grad_(f"model.norm.{n}" in self._trained) for n, w in _of_norm(weights).items()}
+        own, prefix = self._of_norm(weights), self._norm_prefix
+        norm_weights = {n: w.detach().requires_grad_(prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
@@ -174,7 +157,7 @@ class Templates:
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         n_rows, trains = self.semantics.loss_tile_tokens, head_gradient_VD is not None
         for rows_ND, out_ND, targets in zip(*(t.split(n_rows) for t in (normed_ND, gradient_ND, targets_N)), strict=True):
-            loss, out_ND[:], dw_VD = self._tile(weights[HEAD], rows_ND, targets, n_supervised, trains)
+            loss, out_ND[:], dw_VD = self._tile(weights[self.head_weight], rows_ND, targets, n_supervised, trains)
             if head_gradient_VD is not None and dw_VD is not None:
                 head_gradient_VD += dw_VD
             del dw_VD  # or two tiles' would be alive at a time
@@ -182,7 +165,7 @@ class Templates:
         names = [name for name, weight in norm_weights.items() if weight.requires_grad]
         inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
         gradients = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
-        return loss_sum, gradients[0], {f"model.norm.{n}": g for n, g in zip(names, gradients[1:], strict=True)}
+        return loss_sum, gradients[0], {prefix + n: g for n, g in zip(names, gradients[1:], strict=True)}
 
     def _tile(
         self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
@@ -204,10 +187,7 @@ class Templates:
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
 
     def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
-        logits_NV = nn.functional.linear(normed_ND, head_VD)
-        if self.logit_soft_cap is not None:
-            logits_NV = torch.tanh(logits_NV / self.logit_soft_cap) * self.logit_soft_cap
-        return logits_NV.float()
+        return self.split.logits({self.head_weight: head_VD}, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time; without gradients."""
@@ -215,15 +195,30 @@ class Templates:
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         n = self.semantics.loss_tile_tokens
         for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
-            loss_sum += self._summed_loss(weights[HEAD], rows_ND, targets_N)
+            loss_sum += self._summed_loss(weights[self.head_weight], rows_ND, targets_N)
         return loss_sum
 
     def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Of some rows, (N, V) fp32; without gradients."""
-        return self._logits(weights[HEAD], self._normed(weights, hidden_ND))
+        return self._logits(weights[self.head_weight], self._normed(weights, hidden_ND))
 
     def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.norm, _of_norm(weights), (hidden,), strict=True)  # type: ignore[no-any-return]
+        return functional_call(self.norm, self._of_norm(weights), (hidden,), strict=True)  # type: ignore[no-any-return]
+
+    def _of_norm(self, weights: Weights) -> Weights:
+        """The head's weights but for the output matrix, by the names that the norm gives them."""
+        return {name.removeprefix(self._norm_prefix): w for name, w in weights.items() if name.startswith(self._norm_prefix)}
+
+    def constants(self) -> Weights:
+        """What files hold of layers though it is no weight, by its names in the model."""
+        own = [(self._prefix(i), dict(layer.named_buffers())) for i, layer in enumerate(self.layers, start=1)]
+        return {prefix + name: found[name] for prefix, found in own for name in self.split.stored_buffers.get(prefix, [])}
+
+    def set_constant(self, name: str, value: torch.Tensor) -> None:
+        """Put one there, in the precision that it has."""
+        parent, _, child = name.rpartition(".")
+        own = self.constants()[name]
+        self.model.get_submodule(parent).register_buffer(child, value.to(own.device))
 
     # -- modes ------------------------------------------------------------------------------------------------------
 
@@ -255,30 +250,25 @@ class Templates:
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """A block's own random weights as transformers makes them, and adapters as PEFT does, fp32; the same for a seed."""
+        split = self.split
         if block == 0:
-            modules = {"model.embed_tokens.": self.body.embed_tokens}
-        elif block <= len(self.layers):
-            modules = {f"model.layers.{block - 1}.": self.layers[block - 1]}
+            names = list(dict.fromkeys(name.rpartition(".")[0] for name in split.outside))
         else:
-            modules = {"model.norm.": self.norm, "lm_head.": self.model.get_output_embeddings()}
+            names = [self._prefix(block)[:-1]] if block <= len(self.layers) else [split.norm_name, split.head_name]
         torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
         weights: Weights = {}
-        for prefix, module in modules.items():
+        for prefix in names:
+            module = self.norm if prefix == split.norm_name else self.model.get_submodule(prefix)
             real = copy.deepcopy(module).float().to_empty(device="cpu")
             for part in real.modules():
                 self.model._init_weights(part)
-            weights |= {prefix + name: p.detach() for name, p in real.named_parameters()}
+            weights |= {f"{prefix}.{name}": p.detach() for name, p in real.named_parameters()}
         weights |= self.initial_adapters(block, seed)
         return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
 
     def initial_adapters(self, block: int, seed: int) -> Weights:
         """Those of a block, as `initial_weights` has them."""
         return initial_factors(self._adapters(block), op_seed(seed, 0, 1, block))
-
-
-def _of_norm(weights: Weights) -> Weights:
-    """The head's weights but for the output matrix, by the names that the norm gives them."""
-    return {name.removeprefix("model.norm."): weight for name, weight in weights.items() if name != HEAD}
 
 
 def _tile_at_once(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.func import functional_call
 
 from runtime.batch import Batch, positions_of
 from runtime.host.memory import Arenas
@@ -16,9 +15,7 @@ from runtime.layers.views import Shelf, Views, Weights
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.workload import Saved
 
-from .blocks import HEAD, LayerInputs, Templates, op_seed
-
-EMBEDDING = "model.embed_tokens."  # as models name it
+from .blocks import LayerInputs, Templates, op_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +181,8 @@ class Compute:
         self._begin(step)
         hidden_BTD, losses, targets_BT = self._at(op, op["x"]), self.losses[step], self.inputs.of(op.micro_batch).targets
         running, begins = self._running(op)
-        head = running.get(HEAD)
+        name = self.templates.head_weight
+        head = running.get(name)
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
         own = head if head is None or begins else torch.zeros_like(head)
         loss_sum, hidden_gradient, found = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
@@ -193,7 +191,7 @@ class Compute:
             losses.each.append(loss_sum)
         hidden_BTD.copy_(hidden_gradient)
         if own is not None and not begins:
-            found[HEAD] = own
+            found[name] = own
         self._add(op, running, found)
 
     def _running(self, op: Op) -> tuple[Weights, bool]:
@@ -275,19 +273,15 @@ class Inputs:
         self.packed[m] = batch if batch.document_tokens is not None else None
         if n_sequences in self.alike:
             self.passed[m] = self.first[n_sequences]
-            return self._looked_up(weights, tokens_BT)
+            return self.templates.looked_up(weights, tokens_BT)
         hidden_BTD, passed = self.templates.embed(weights, tokens_BT)
         first = self.first.setdefault(n_sequences, passed)
         if first is not passed and _same(passed, first):
             passed = first
-            if torch.equal(hidden_BTD, self._looked_up(weights, tokens_BT)):
+            if torch.equal(hidden_BTD, self.templates.looked_up(weights, tokens_BT)):
                 self.alike.add(n_sequences)
         self.passed[m] = passed
         return hidden_BTD
-
-    def _looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
-        short = {name.removeprefix(EMBEDDING): weight for name, weight in weights.items()}
-        return functional_call(self.templates.body.embed_tokens, short, (tokens_BT,))  # type: ignore[no-any-return]
 
     def of_layer(self, block: int, m: int) -> LayerInputs:
         """What layer number `block` is passed for the micro-batch that was embedded last under this number."""
@@ -300,6 +294,8 @@ def _same(new: Any, old: Any) -> bool:
     match new, old:
         case torch.Tensor(), torch.Tensor():
             return new is old or (new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old))
+        case LayerInputs(), LayerInputs():
+            return _same(new.leaves, old.leaves)
         case dict(), dict():
             return new.keys() == old.keys() and all(_same(new[key], old[key]) for key in new)
         case ((list() | tuple()), (list() | tuple())):

@@ -50,6 +50,7 @@ class HostState:
         self.gate: Gate | None = None
         self.owned: list[list[Parameter]] = []  # of each block the parameters that it owns and trains
         self.frozen: list[list[Parameter]] = []  # the others that it owns
+        self.constants: dict[str, torch.Tensor] = {}  # what files hold of layers though it is no weight
         self._frozen_at: dict[str, int] = {}  # by frozen parameter: its first byte in the slot of `state`
         self._places: dict[str, tuple[int, int]] = {}  # by parameter: its block, and element there
         item_bytes = DTYPE[plan.semantics.compute_dtype].itemsize

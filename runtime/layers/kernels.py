@@ -6,8 +6,9 @@ is replaced in place, by one with the same weights under the same names.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,18 +29,50 @@ ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
+@cache
+def rotates(function: Callable[..., Any]) -> bool:
+    """Whether a rotary embedding is that of halves, as `rotary` computes it."""
+    q, k, cos, sin = (torch.randn(shape) for shape in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8)))
+    try:
+        found = function(q, k, cos, sin)
+    except Exception:  # whatever it makes of other arguments than its own
+        return False
+    turn = cos.unsqueeze(1), sin.unsqueeze(1)
+    return all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), found, strict=True))
+
+
+def is_gated(part: nn.Module) -> bool:
+    """Whether a module is down(silu(gate(x)) * up(x))."""
+    return {name for name, _ in part.named_children()} == PLAIN_MLP and type(part.act_fn) is type(ACT2FN["silu"])
+
+
+def is_rms_norm(part: nn.Module) -> bool:
+    """Whether a module computes what `torch.nn.functional.rms_norm` does."""
+    weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
+    named = type(part).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and isinstance(eps, float)
+    return named and not isinstance(part, FusedRMSNorm) and _is_rms_norm(type(part).forward)
+
+
+@cache
+def _is_rms_norm(forward: Callable[..., Any]) -> bool:
+    part = SimpleNamespace(weight=torch.randn(8), variance_epsilon=0.1, eps=0.1)
+    x = torch.randn(3, 8)
+    try:
+        return torch.allclose(forward(part, x), F.rms_norm(x, (8,), part.weight, 0.1), rtol=1e-5)
+    except Exception:  # whatever it reads of itself that is not there
+        return False
+
+
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
-    """Have a decoder layer compute with the kernels of the semantics. WorkloadError where it cannot."""
-    if semantics.norm == "fused":
-        for parent in list(layer.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child).__name__.endswith("RMSNorm") and not isinstance(child, FusedRMSNorm):
-                    setattr(parent, name, fused_norm(child))
-    if semantics.pointwise == "fused":
-        _rotate_at_once(layer.get_submodule("self_attn"), pointwise)
-        mlp = layer.get_submodule("mlp")
-        if {name for name, _ in mlp.named_children()} == PLAIN_MLP:  # experts compute as they do
-            layer.mlp = GatedMlp(mlp, pointwise)
+    """Have a decoder layer compute with the kernels of the semantics, where they are known to compute the same."""
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if semantics.norm == "fused" and is_rms_norm(child):
+                setattr(parent, name, fused_norm(child))
+            elif semantics.pointwise == "fused" and is_gated(child):
+                setattr(parent, name, GatedMlp(child, pointwise))
+        if semantics.pointwise == "fused":
+            _rotate_at_once(parent, pointwise)
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -115,8 +148,6 @@ class GatedMlp(nn.Module):
         self.pointwise = pointwise
         for name, child in mlp.named_children():
             self.add_module(name, child)
-        if type(self.act_fn) is not type(ACT2FN["silu"]):
-            raise WorkloadError(f"no fused kernel computes the activation {type(self.act_fn).__name__}; plan with --kernels eager")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts: Any = self
@@ -131,11 +162,10 @@ class GatedMlp(nn.Module):
 def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
     """Let this module's own forward find another function under the name of the rotary embedding. No other module sees it."""
     own: Any = type(attention).forward
-    if ROTARY not in own.__globals__ or ROTARY not in own.__code__.co_names:
-        raise WorkloadError(
-            f"no fused kernel computes the rotary embedding of {type(attention).__name__}; plan with --kernels eager"
-        )
-    known = own.__globals__ | {ROTARY: partial(rotary, pointwise)}
+    known = getattr(own, "__globals__", {})
+    if ROTARY not in known or ROTARY not in own.__code__.co_names or not rotates(known[ROTARY]):
+        return
+    known = known | {ROTARY: partial(rotary, pointwise)}
     forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     attention.forward = MethodType(forward, attention)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
@@ -58,19 +58,21 @@ def _any_length(config: dict[str, Any]) -> bool:
 
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
     """transformers' own model; WorkloadError when transformers refuses the configuration."""
-    has_experts = any(key in config for key in ("num_experts", "num_local_experts"))  # a dense model refuses the option
     as_read = read_config(config)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-                as_read,
-                dtype=DTYPE[semantics.compute_dtype],
-                attn_implementation=semantics.attention,
-                **({"experts_implementation": semantics.experts} if has_experts else {}),
-                trust_remote_code=False,
-            )
+            return model_of(as_read, semantics, DTYPE[semantics.compute_dtype])
     except Exception as error:
         raise _refused(error) from None
+
+
+def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers' own model of its own configuration, with random weights on the device at hand."""
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is not None and kind._can_set_experts_implementation():
+        options["experts_implementation"] = semantics.experts
+    return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
 
 
 def _refused(error: Exception) -> WorkloadError:

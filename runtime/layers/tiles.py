@@ -44,13 +44,11 @@ class TiledLayer(nn.Module):
             setattr(self._module, name, nn.Identity())
         self._module.mlp = self._mlp
 
-    def forward(
-        self, weights: dict[str, torch.Tensor], hidden_BTD: torch.Tensor, inputs: dict[str, Any], again: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(self, weights: dict[str, torch.Tensor], args: tuple[Any, ...], inputs: dict[str, Any], again: bool) -> Any:
         """What the layer returns; with `again` only its graph counts, and what the MLP makes is not computed."""
         named = {f"mlp.rows.{name}" if name.partition(".")[0] in self._parts else name: w for name, w in weights.items()}
         self._mlp.again = again
-        return functional_call(self._module, named, (hidden_BTD,), inputs, strict=True)  # type: ignore[no-any-return]
+        return functional_call(self._module, named, args, inputs, strict=True)
 
 
 class TiledMlp(nn.Module):

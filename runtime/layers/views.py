@@ -30,7 +30,7 @@ class Views:
         self._plan = plan
         if plan.semantics.base == "nf4":  # the first to be unpacked shall not wait for it
             prepare(arenas.raw(Slot("weights", 0)).device)
-        self._width = self._blocks[0].parameters[0].shape[1]
+        self._width = self._blocks[-1].parameters[-1].shape[1]  # of the output matrix
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
         """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""

@@ -39,7 +39,7 @@ class Semantics:
     loss_tile_tokens: Count = 1024
     mlp_tile_tokens: Count | None = None  # None: the MLP is not tiled
     attention: Literal["sdpa", "eager"] = "sdpa"
-    experts: Literal["eager", "grouped_mm"] = "grouped_mm"
+    experts: Literal["grouped_mm"] = "grouped_mm"
     # Which kernels compute. What a plan file does not say is as it was before there was a choice.
     norm: Kernel = "eager"
     loss: Kernel = "eager"

@@ -17,7 +17,7 @@ from .workload import FILE, Dtype, Natural
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
-_LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
+_LAYER = re.compile(r"[a-z_.]+\.([0-9]+)\.")  # the first number in a name: layers are in a list, and that in no other
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 

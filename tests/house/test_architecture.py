@@ -20,7 +20,6 @@ import pytest
 from setuptools import find_packages
 
 from penstock.cli.main import COMMANDS
-from planner.model.config import ARCHITECTURES
 from runtime.plan import OPS, Kind, Policy
 from tests.running import penstock
 from tests.tour import API, FLOORS, PAGE, READING, ROOT, api, first_line, floors, imports, is_package, needs, sources, tour
@@ -36,6 +35,11 @@ MAY_IMPORT = {
         *("runtime.plan", "runtime.compiled"),
         *GROUND,
     },
+    # Outlines of models that are not shipped are recorded from the modules that the runtime trains
+    "planner.model": {
+        *("hwprofiles.schema", "runtime.plan", "runtime.layers.kernels", "runtime.layers.meta_models", "runtime.layers.split"),
+        *("runtime.errors", "runtime.files"),
+    },
     "hwprofiles": GROUND,
     # What is timed is the runtime's own work, on the cores that it would use.
     "hwprofiles.probe": {
@@ -48,10 +52,10 @@ MAY_IMPORT = {
 MOST_FILES = 13  # of a folder; raised only in a commit that says why
 MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
-# Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000. `model` is to be traced.
-# Above the budgets: runtime by 29, what three rounds of cuts left; planner and penstock by what users met (tables that are right,
-# wider intervals; files that belong together, bad rows, runs that are lost); hwprofiles by the most memory that a machine takes.
-MOST_LINES = {"runtime": 8_029, "planner": 8_818, "hwprofiles": 2_210, "penstock": 7_504, "tests": 25_045}
+# Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 of `planner/model`.
+# Above the budgets: runtime by the split of any model around its layers, and what files hold of layers though it is no weight;
+# penstock by names of files that transformers converts; tests by every type of transformers; planner by what users met.
+MOST_LINES = {"runtime": 8_361, "planner": 8_818, "hwprofiles": 2_210, "penstock": 7_614, "tests": 25_300}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -72,14 +76,15 @@ HOME = {
     "torch": {
         *(f"runtime/{room}" for room in ("host", "layers", "compute", "machines")),
         *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
-        *("runtime/batch.py", "runtime/ranks.py", "hwprofiles/probe"),
+        *("runtime/batch.py", "runtime/ranks.py", "hwprofiles/probe", "planner/model/record.py"),
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
     "numba": {"runtime/compiled.py"},
     "transformers": {
-        *(f"runtime/layers/{name}.py" for name in ("documents", "kernels", "meta_models")),
+        *(f"runtime/layers/{name}.py" for name in ("documents", "kernels", "meta_models", "split")),
         *(
+            "penstock/checkpoint/conversion.py",
             "penstock/data/chat.py",
             "penstock/data/tokenizer.py",
             "penstock/data/documents.py",
@@ -352,7 +357,7 @@ def test_the_page_of_the_interface_is_that_of_today() -> None:
 
 
 def test_planning_does_not_wake_torch() -> None:
-    files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE)]
+    files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name != "record.py"]
     assert len(files) > 50
     code = (
         f"import importlib, sys\nfor name in {[_module(path) for path in files]}: importlib.import_module(name)\n"
@@ -435,12 +440,10 @@ def test_every_number_in_the_readme_links_to_its_page() -> None:
     assert [place for place in others if _FIGURE.search(place) and "](docs/" not in place] == []
 
 
-def test_the_readme_names_every_command_and_model_type() -> None:
+def test_the_readme_names_every_command() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     commands = {line.split()[1] for line in readme.splitlines() if line.startswith("penstock ")}
     assert commands == set(COMMANDS)
-    row = next(line for line in readme.splitlines() if line.startswith("| models |"))
-    assert sorted(row.partition("models |")[2].partition(";")[0].replace(",", "").split()) == sorted(ARCHITECTURES)
 
 
 def test_no_file_knows_the_machine_it_was_written_on() -> None:

@@ -62,10 +62,9 @@ def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
     assert n_tensors() == before
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_experts_without_a_token_have_gradients_of_zero(experts):
+def test_experts_without_a_token_have_gradients_of_zero():
     """Two tokens choose two experts each: of eight at least four get none, and others in every micro-batch."""
-    semantics = semantics_of("mixtral", seq_len=2, experts=experts, clip_norm=None, on_nonfinite="stop")
+    semantics = semantics_of("mixtral", seq_len=2, clip_norm=None, on_nonfinite="stop")
     overrides = {"num_local_experts": 8}
     machine = streamed(tiny_config("mixtral", **overrides), semantics, Policy(accumulation_group=4))
     expected = plain("mixtral", semantics, tuple(overrides.items()))
@@ -160,7 +159,7 @@ def test_nothing_forks():
 
 # -- fields that nothing reads ------------------------------------------------------------------------------------------
 
-SEMANTICS = semantics_of("qwen3_moe", experts="grouped_mm")
+SEMANTICS = semantics_of("qwen3_moe")
 OTHER_SEMANTICS = {
     "seq_len": 32,
     "batch_size": 8,
@@ -173,7 +172,6 @@ OTHER_SEMANTICS = {
     "base": "int8",
     "mlp_tile_tokens": 4,
     "attention": "eager",
-    "experts": "eager",
     "norm": "fused",
     "loss": "fused",
     "pointwise": "fused",
@@ -182,7 +180,7 @@ OTHER_SEMANTICS = {
     "ranks": 2,
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
-OF_ONE_VALUE = {"weight_rounding"}
+OF_ONE_VALUE = {"weight_rounding", "experts"}
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
     "prefetch_depth": 2,

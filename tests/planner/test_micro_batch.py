@@ -50,7 +50,10 @@ CELLS = [
     (SMALL, "gh200", 3 * GB, 256, 4),
     (read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5),
 ]
-SOME = (0, 1, 4)  # in which every size is searched
+SOME = (0, 4)  # in which every size is searched
+
+
+MANY = 12  # sizes, of which one in three is searched alone
 
 
 def on(machine: str, device_bytes: int) -> Profile:
@@ -103,7 +106,7 @@ def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.M
     proof = answer.certificate
     assert (proof.n_sizes, proof.free) == (len(sizes), tuple(sorted(SIZES)))
     assert proof.policy_bound_s <= proof.size_bound_s <= answer.step_s * (1 + 1e-9)
-    for size in sizes:
+    for size in sizes if len(sizes) < MANY else [*sizes[::3], *(size for size in sizes if size[0] == answer.plan.semantics)]:
         alone = search(model, [size], profile)
         assert proof.policy_bound_s <= alone.step_s * (1 + 1e-9)
         if size[0] == answer.plan.semantics:

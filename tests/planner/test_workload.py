@@ -85,7 +85,7 @@ def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     model = hf_model(config, attn_implementation="eager", **options)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.randint(0, config["vocab_size"], (batch, seq_len)), use_cache=False)
-    how = semantics(batch, seq_len, attention="eager", experts="eager", loss_tile_tokens=10)
+    how = semantics(batch, seq_len, attention="eager", loss_tile_tokens=10)
     blocks = build_workload(Model(config), how).blocks
     squares = [4 * a.n_sequences * a.n_heads * a.head_dim * seq_len**2 for b in blocks if (a := b.attention)]
     assert len(squares) == config["num_hidden_layers"]
@@ -137,7 +137,6 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
     """Calls and traffic are those of the layer, too, and its backward stays within the transient bytes, and not far below."""
-    looped = case[0] in EXPERT_TYPES and case[3] == "eager"  # such a loop also passes over masks of rows, which are left out
     for size in SIZES:
         for block, layer, x, kwargs in layers_of(case, *size):
             weights = list(layer.parameters())
@@ -145,9 +144,8 @@ def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> 
             assert block.boundary_bytes == x.numel() * x.element_size()
             with Traffic() as traffic:
                 layer(x, **kwargs)
-            n_calls = traffic.calls.total()
-            assert abs(block.n_kernels - n_calls) <= (0.1 * n_calls if looped else 1)
-            assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.2 if looped else 0.07)
+            assert abs(block.n_kernels - traffic.calls.total()) <= 1
+            assert block.pointwise_bytes == pytest.approx(traffic.n_bytes, rel=0.07)
             gradient = torch.randn_like(x)
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
             assert peak <= block.transient_bytes <= 1.5 * peak
@@ -176,8 +174,7 @@ def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, st
             assert block.kept_bytes == pytest.approx(measured, rel=0.02), (how, block.name)
             gradient, weights = torch.randn_like(x), [p for p in layer.parameters() if p.requires_grad]
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
-            most = 2.0 if case[3] == "eager" else 1.6  # the gradient of an expert's weight is only where it is trained
-            assert peak * 0.997 <= block.transient_bytes <= most * peak, (how, block.name, peak, block.transient_bytes)
+            assert peak * 0.997 <= block.transient_bytes <= 1.6 * peak, (how, block.name, peak, block.transient_bytes)
 
 
 @pytest.mark.fast("pairs")
@@ -293,15 +290,9 @@ def test_a_model_is_a_folder_a_file_or_a_shipped_name(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba"}, "'mamba' is not supported"),
-    ({"hidden_size": ...}, "`hidden_size` is missing"),
-    ({"num_hidden_layers": True}, "`num_hidden_layers` is True"),
+    ({"model_type": ...}, "`model_type` is missing"),
     ({"num_hidden_layers": 10**6}, "at most 10000"),
-    ({"hidden_size": 33, "head_dim": ...}, "no multiple of `num_attention_heads`"),
-    ({"num_key_value_heads": 3}, "no multiple of `num_key_value_heads`"),
-    ({"num_experts_per_tok": 5}, "is more than"),
-    ({"hidden_act": "relu"}, "only silu is supported"),
-    ({"attention_dropout": 0.1}, "only 0 is supported"),
+    ({"hidden_size": 2**31}, "at most 2147483647"),
     ({"architectures": ["Qwen3MoeForSequenceClassification"]}, "not a causal language model"),
 ]
 
@@ -321,15 +312,17 @@ def test_a_wrong_configuration_is_refused_with_its_key(tmp_path: Path, change: d
 @pytest.mark.parametrize(
     ("model_type", "change", "complaint"),
     [
-        ("internlm3", {"qkv_bias": True}, "`qkv_bias` and `bias` differ"),
-        ("smollm3", {"no_rope_layers": [1]}, "`no_rope_layers` must say of 2 layers"),
-        ("gemma", {"hidden_act": "silu"}, "only gelu_pytorch_tanh is supported"),
+        ("nobodys", {}, "transformers cannot build this model"),
+        ("qwen3", {"hidden_size": "wide"}, "transformers cannot build this model"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("llama", {"attention_dropout": 0.1}, "draws random numbers"),
     ],
 )
-def test_keys_of_one_model_type_are_validated(model_type: str, change: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(WorkloadError, match=complaint):
-        build_workload(Model(tiny_config(model_type, **change)), semantics(attention=attention_of(model_type)))
+def test_what_transformers_refuses_or_draws_is_refused_in_one_line(model_type: str, change: dict[str, Any], complaint: str) -> None:
+    config = tiny_config("qwen3" if model_type == "nobodys" else model_type, **change) | {"model_type": model_type}
+    with pytest.raises(WorkloadError, match=complaint) as caught:
+        build_workload(Model(config), semantics(attention=attention_of(model_type)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"model_type": NaN}', "\ud800", "[" * 10**5])

@@ -19,7 +19,7 @@ from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
 from runtime.plan.workload import Model, Saved
 from tests.edits import with_waits
 from tests.strategies import policies
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import (
     N_STEPS,
     Hostile,
@@ -64,7 +64,6 @@ def test_any_policy_trains_the_bits_of_the_plain_loop(model_type, data):
         micro_batch=micro_batch,
         sum_groups=sum_groups,
         clip_norm=0.5 if clipped == "every step" else None,
-        experts=data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
         **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
     )
     overrides = {"tie_word_embeddings": tied, "num_hidden_layers": n_layers}
@@ -97,7 +96,7 @@ REMEMBERING = [
     ("model_type", "tile", "policy"),
     [
         *(("llama", None, policy) for policy in REMEMBERING),
-        *((*of, p) for of in (("gpt_oss", None), ("llama", 5)) for p in REMEMBERING[2:4]),
+        *((*of, p) for of in (("mixtral", None), ("llama", 5)) for p in REMEMBERING[2:4]),
     ],
 )
 def test_a_backward_finds_weights_in_whichever_slots_they_are(model_type, tile, policy):

@@ -11,7 +11,7 @@ from hwprofiles.schema import Profile, read_profile
 from penstock.training.device import refuse_what_does_not_fit
 from planner.check.check import check
 from planner.lower.lower import lower
-from planner.model.forward import AttentionShape, fused_attention
+from planner.model import fused
 from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload, fusible
 from planner.predict.memory import footprint
@@ -105,9 +105,8 @@ def test_deterministic_attention_books_a_sum_per_processor() -> None:
     for n_sequences, n_sums in ((1, 48), (24, 2), (48, 1), (1000, 1)):
         scratch_bytes = {}
         for kernel in ("flash", "deterministic", "cudnn"):
-            tape, shape = Tape(2), AttentionShape(n_sequences, 32, 4, 2, 8, masked=False, kernel=kernel)
-            q, k, v = (Tensor(n_sequences * 32 * heads * 8, 2) for heads in (4, 2, 2))
-            fused_attention(tape, q, k, v, shape)
+            tape, shape = Tape(2), fused.AttentionShape(n_sequences, 32, 4, 2, 8, kernel)
+            fused.attention(tape, [Tensor(n_sequences * 32 * heads * 8, 2) for heads in (4, 2, 2)], shape)
             scratch_bytes[kernel] = tape.steps[-1].scratch_bytes
         one_sum_bytes = n_sequences * 32 * 4 * 8 * 4
         assert scratch_bytes["deterministic"] == scratch_bytes["flash"] + (n_sums - 1) * one_sum_bytes

@@ -13,7 +13,7 @@ from runtime.plan import Kind, Policy, Semantics, Update, saves
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved, Workload, aligned_elements
 from tests.strategies import policies
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
+from tests.tiny import MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import asked, differences, frozen_of, fused, initial_masters, plain, plan_of, same_bits, semantics_of, streamed
 
 LORA = Train(lora=Lora(rank=4, alpha=8.0))
@@ -113,7 +113,6 @@ def test_any_policy_gives_the_same_bits(model_type: str, data: st.DataObject) ->
         "gradient_dtype": data.draw(st.sampled_from(["fp32", "fp32", "bf16"]), label="gradient_dtype"),
         "base": data.draw(st.sampled_from(["bf16", "nf4", "fp8"]), label="base") if way.lora is not None else "bf16",
         "micro_batch": data.draw(st.sampled_from([1, 2, 3]), label="micro_batch"),
-        "experts": data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager",
     }
     fields |= data.draw(st.sampled_from([{}, {}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}]), label="dtypes")
     if fields.get("compute_dtype") == "fp32":

@@ -87,11 +87,11 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
 
     def embed_noting_tokens(weights, tokens_BT):
         hidden_BTD, inputs = embed(weights, tokens_BT)
-        return hidden_BTD, [given | {"note": int(tokens_BT.sum())} for given in inputs]
+        return hidden_BTD, [replace(given, leaves=(*given.leaves, int(tokens_BT.sum()))) for given in inputs]
 
     def layer_without_note(block, weights, hidden_BTD, inputs, again=False):
-        given_to.add(inputs["note"])
-        return layer(block, weights, hidden_BTD, {k: v for k, v in inputs.items() if k != "note"}, again)
+        given_to.add(inputs.leaves[-1])
+        return layer(block, weights, hidden_BTD, replace(inputs, leaves=inputs.leaves[:-1]), again)
 
     monkeypatch.setattr(templates, "embed", embed_noting_tokens)
     monkeypatch.setattr(templates, "layer", layer_without_note)

@@ -28,7 +28,7 @@ def config_of(inner: int, n_layers: int = 2) -> dict[str, Any]:
 
 
 def semantics_of(seq_len: int, tile: int | None, dtype: str = "fp32") -> Semantics:
-    return Semantics(seq_len, 1, 1, compute_dtype=dtype, mlp_tile_tokens=tile, loss_tile_tokens=256, experts="eager")  # type: ignore[arg-type]
+    return Semantics(seq_len, 1, 1, compute_dtype=dtype, mlp_tile_tokens=tile, loss_tile_tokens=256)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=16)

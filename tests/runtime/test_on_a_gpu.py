@@ -27,7 +27,7 @@ from tests import reference
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
 from tests.penstock.training.test_generation import PROMPTS, said_by_transformers
 from tests.strategies import policies
-from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
+from tests.tiny import MODEL_TYPES, tiny_config
 from tests.tour import ROOT
 from tests.training import (
     EVERYTHING,
@@ -109,10 +109,7 @@ def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, 
 def test_no_plan_changes_a_bit_on_a_gpu(model_type, data):
     """Slots poisoned on release, streams asleep at random, dropout, grouped products of experts."""
     dropout = data.draw(st.sampled_from([0.0, 0.2]), label="dropout")
-    experts = data.draw(st.sampled_from(["eager", "grouped_mm"]), label="experts") if model_type in EXPERT_TYPES else "eager"
-    semantics = semantics_of(
-        model_type, experts=experts, compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype")
-    )
+    semantics = semantics_of(model_type, compute_dtype=data.draw(st.sampled_from(["bf16", "bf16", "fp32"]), label="compute_dtype"))
     n_layers = data.draw(st.integers(1, 4), label="n_layers")
     config = tiny_config(model_type, num_hidden_layers=n_layers)
     policy = data.draw(policies(semantics, build_workload(Model(config), semantics)), label="policy")
@@ -203,7 +200,7 @@ class NeverWaits(CudaStreams):
 @pytest.mark.parametrize("policy", [Policy(), EVERYTHING, Policy(save=saves(all=(1, 2))), Policy(boundary_stride=2)])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_after_its_first_step_no_lane_waits_for_the_device(model_type, policy):
-    semantics = semantics_of(model_type, experts="grouped_mm" if model_type in EXPERT_TYPES else "eager")
+    semantics = semantics_of(model_type)
     if model_type in ("gpt_oss",) and Saved.PRODUCTS in policy.save:
         pytest.skip("it adds biases to products in place, so none is saved")
     n_layers = 4 if policy is EVERYTHING else 2

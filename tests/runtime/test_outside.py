@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.model import config as model_config
-from planner.model.config import ARCHITECTURES, Architecture
+from planner.model.workload import supported_attention
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import execute
@@ -18,6 +17,7 @@ from runtime.host.norms import clip_factor, sum_of_squares
 from runtime.host.optimizer import Master, ParamState
 from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
+from runtime.plan.workload import Model
 from tests import reference
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import batches_of, machine_for, plan_of, same_bits, scheduled, semantics_of, state_of
@@ -52,6 +52,9 @@ def faults(config, **fields) -> list[str]:
     weights = dict(model.named_parameters())
     for number in range(len(machine.plan.workload.blocks)):
         machine.host.set_weights(number, {p.name: weights[p.name].detach().float() for p in machine.host.owned[number]})
+    templates = machine.compute.templates
+    for name in templates.constants():
+        templates.set_constant(name, model.get_buffer(name))
     execute(machine.plan, machine, 1)
     labels = torch.cat([torch.full((4, 1), -100), batch.targets[:, :-1]], dim=1)  # transformers shifts them itself
     loss = model(input_ids=batch.input_ids, labels=labels, use_cache=False).loss
@@ -66,7 +69,7 @@ def faults(config, **fields) -> list[str]:
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    ("model_type", "compute_dtype"), [*product(sorted(ARCHITECTURES), ["fp32"]), *product(["llama", "gemma2", "gpt_oss"], ["bf16"])]
+    ("model_type", "compute_dtype"), [*product(sorted(MODEL_TYPES), ["fp32"]), *product(["llama", "gemma2", "gpt_oss"], ["bf16"])]
 )
 def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dtype):
     """The parametrisation is the table's: a type cannot enter it without being held here."""
@@ -74,29 +77,24 @@ def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dty
     configs = [tiny_config(model_type, **some) for some in overrides]
     if model_type not in MODEL_TYPES:
         pytest.skip("this transformers does not know the type")
-    for attention in ARCHITECTURES[model_type].attention:
+    for attention in supported_attention(Model(configs[0])):
         for config in configs:
             assert faults(config, attention=attention, compute_dtype=compute_dtype) == [], (attention, config)
 
 
 GRANITE = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0, "attention_multiplier": 0.35}
-SEED_OSS = {"model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "head_dim": 16}  # drops of residuals, by default
 
 
-@pytest.mark.parametrize(
-    ("own", "entry"),
-    [(GRANITE, Architecture()), (SEED_OSS, Architecture(head_dim=128, qkv_bias=True))],
-    ids=["granite", "seed_oss"],
-)
-def test_a_type_that_computes_outside_of_its_modules_is_found(own, entry, monkeypatch):
-    config = tiny_config("llama") | own
-    monkeypatch.setitem(ARCHITECTURES, config["model_type"], entry)
-    if "logits_scaling" in config:
-        with pytest.raises(WorkloadError, match=r"`logits_scaling` is 8\.0; only 1 is supported"):
-            faults(config)
-        monkeypatch.setattr(model_config, "NEUTRAL", {})
-        assert faults(config | {"logits_scaling": 1.0}, compute_dtype="fp32") == []
-    assert "loss" in faults(config, compute_dtype="fp32")
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+def test_what_a_type_computes_outside_of_its_modules_is_computed(compute_dtype):
+    """Granite scales embeddings, residuals and logits by numbers of its configuration."""
+    scales = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+    assert faults(tiny_config("llama") | GRANITE | scales, compute_dtype=compute_dtype) == []
+
+
+def test_a_type_that_draws_random_numbers_is_refused():
+    with pytest.raises(WorkloadError, match="draws random numbers"):
+        faults(tiny_config("llama") | {"model_type": "seed_oss", "residual_dropout": 0.1, "head_dim": 16})
 
 
 def test_norm_and_clip_factor_are_those_of_clip_grad_norm_():

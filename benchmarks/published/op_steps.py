@@ -1,0 +1,42 @@
+"""Steps of single kernels as transformers' modules make them, eager and fused, for the ledger of ops."""
+
+from planner.model import fused
+from planner.model.tape import FP32, Tape, Tensor, Weights
+from runtime.plan import Kernel
+
+
+def rms_norm(tape: Tape, x: Tensor, width: int, kernel: Kernel) -> None:
+    """Root-mean-square norm over rows of `width`, rounded before the weight."""
+    if kernel == "fused":
+        fused.norm(tape, x, width, True)
+        return
+    n, rows = x.n_elements, x.n_elements // width
+    x32 = tape.cast(x, FP32)
+    squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])
+    mean = tape.step([squares], rows, item_bytes=FP32)
+    shifted = tape.step([mean], rows, item_bytes=FP32)
+    scale = tape.step([shifted], rows, item_bytes=FP32, saves_out=True)
+    y = tape.cast(tape.step([x32, scale], n, item_bytes=FP32, saves=[x32, scale]), tape.item_bytes)
+    tape.step([y], n, saves=[y], weight_elements=width)
+
+
+def rotation(tape: Tape, x: Tensor, table: Tensor, kernel: Kernel) -> None:
+    """Rotary embedding of queries or keys, by halves."""
+    if kernel == "fused":
+        fused.rotation(tape, x, table)
+        return
+    n, half = x.n_elements, x.n_elements // 2
+    half_bytes = half * x.item_bytes
+    straight = tape.step([x, table], n)
+    negated = tape.step([x], half, moved_bytes=2 * half_bytes)
+    turned = tape.step([negated, x], n, moved_bytes=4 * half_bytes)
+    tape.step([straight, tape.step([turned, table], n)], n)
+
+
+def gated_mlp(tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, kernel: Kernel) -> None:
+    """down(silu(gate(x)) * up(x))."""
+    gate = tape.linear(x, n_tokens, width, inner, Weights())
+    act = gate if kernel == "fused" else tape.step([gate], gate.n_elements, saves=[gate])
+    up = tape.linear(x, n_tokens, width, inner, Weights())
+    product = fused.gate(tape, act, up) if kernel == "fused" else tape.step([act, up], act.n_elements, saves=[act, up])
+    tape.linear(product, n_tokens, inner, width, Weights())

@@ -1,0 +1,74 @@
+"""Names and forms of a model's tensors in its files, where they are other than its modules': by transformers' own table.
+
+Published files may hold one tensor an expert where the modules hold a stack, other names, or parts of a fused product. What is
+converted is one weight of a module at a time.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from runtime.errors import CheckpointError
+from runtime.layers.meta_models import meta_model
+from runtime.plan import Semantics
+
+
+class Conversion:
+    """How the weights of one model are named in files."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """`config`: that of the model (config.json)."""
+        self._model: Any = meta_model(config, Semantics(1, 1, 1, attention="eager"))
+        mapping = get_model_conversion_mapping(self._model)
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._own = self._model.state_dict(keep_vars=True)
+
+    def published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """A module's weight under the names, and in the forms, of its files."""
+        return dict(revert_weight_conversion(self._model, {name: tensor}))
+
+    def sources(self, stored: Iterable[str]) -> dict[str, list[tuple[str, str | None]]]:
+        """Of each weight of the modules the tensors of files that make it up, each with the pattern that converts it."""
+        found: dict[str, list[tuple[str, str | None]]] = {}
+        for name in sorted(stored, key=dot_natural_key):
+            target, pattern = rename_source_key(name, self._renamings, self._converters, self._model.base_model_prefix, self._own)
+            if target not in self._own and name in self._own:  # what has a module's own name keeps it
+                target, pattern = name, None
+            found.setdefault(target, []).append((name, pattern))
+        return found
+
+    def read(self, target: str, sources: list[tuple[str, str | None]], get: Callable[[str], Tensor]) -> Tensor:
+        """A module's weight, of the tensors of files; `get` reads one."""
+        by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        first, pattern = sources[0]
+        made: Any = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(first, target)
+        for name, of in sources:
+            made.add_tensor(target, name, of or name, get(name))
+        found: dict[str, Any] = made.convert(target, model=self._model, config=self._model.config)
+        if target not in found:
+            raise CheckpointError(f"transformers makes {', '.join(found)[:200]} of {first[:200]}, not {target[:200]}")
+        tensor: Tensor = found[target][0] if isinstance(found[target], list) else found[target]
+        return tensor
+
+
+def conversion_of(config: Mapping[str, Any]) -> Conversion:
+    """That of a model's configuration, made once."""
+    return _conversion_of(json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=2)
+def _conversion_of(config: str) -> Conversion:
+    return Conversion(json.loads(config))

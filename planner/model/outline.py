@@ -1,0 +1,278 @@
+"""Outlines of a model: what its own modules compute, call by call, with sizes as polynomials of sequences and their length.
+
+They are recorded once (`record.py`, with torch) and played on a `Tape` for every micro-batch, kernel, adapter and frozen weight,
+without torch. Elements of 2 bytes are those of the compute dtype, whatever it is: outlines are recorded in bf16.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from runtime.plan import Semantics
+from runtime.plan.workload import Matmul
+
+from . import fused
+from .tape import Call, Tape, Tensor, Weights
+
+RECORDED_ITEM_BYTES = 2
+FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # stands for whichever kernel runs
+# Library calls that one is: that widens a mask of what is visible to a bias of scores; that only finds room
+_CALLS = {"bias_of_mask": 3, "empty_like": 0, "new_empty": 0, "empty": 0}
+# Calls whose saved operands serve the gradient of the other operand alone
+_MULTIPLY = {"mul", "div", "mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor, by its storage. `ours`: the layer makes it."""
+
+    n_elements: int
+    item_bytes: int
+    ours: bool
+    floating: bool
+
+
+@dataclass(slots=True)
+class Called:
+    """A library call: tensors by their numbers, weights by their names. `shapes`: of its operands, where it is a product; `moved`:
+    elements of the compute dtype that it reads and writes, and bytes of others."""
+
+    name: str
+    reads: list[int]
+    weights: list[str]
+    makes: list[int]
+    saves: list[int]
+    held: list[int]  # what dies next, though neither read nor saved
+    shapes: list[list[int]]
+    moved: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Calls from `first` to before `end` that are one module or function: a norm, a linear map, an MLP, attention, a rotation."""
+
+    kind: str
+    name: str
+    first: int
+    end: int
+    operands: list[int]
+    results: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A forward pass, from its input, tensor 0, to its output."""
+
+    parameters: dict[str, list[int]]
+    made: list[Made]
+    calls: list[Called]
+    groups: list[Group]
+    attention: list[int | None] | None = None  # heads, those of keys and values, width, window
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> "Outline":
+        """The outline of a tree that has no polynomials."""
+        made, calls = [Made(*each) for each in tree["made"]], [Called(*each) for each in tree["calls"]]
+        return cls(tree["parameters"], made, calls, [Group(*each) for each in tree["groups"]], tree["attention"])
+
+
+def mlp_of(groups: Sequence[Sequence[Any]]) -> Group | None:
+    """The MLP of a layer that has one, down(act(gate(x)) * up(x))."""
+    return next((Group(*group) for group in groups if group[0] in ("mlp", "gated")), None)
+
+
+def evaluated(tree: Any, n_sequences: int, seq_len: int) -> Any:
+    """A tree with each polynomial's value in its place; that is `{"p": coefficients}` of what `monomials` gives."""
+    if isinstance(tree, dict):
+        if tree.keys() == {"p"}:
+            return sum(c * m for c, m in zip(tree["p"], monomials(n_sequences, seq_len), strict=True))
+        return {key: evaluated(value, n_sequences, seq_len) for key, value in tree.items()}
+    return [evaluated(each, n_sequences, seq_len) for each in tree] if isinstance(tree, list) else tree
+
+
+def monomials(n_sequences: int, seq_len: int) -> list[int]:
+    return [b * t for b in (1, n_sequences) for t in (1, seq_len, seq_len**2)]
+
+
+def play(
+    outline: Outline, tape: Tape, semantics: Semantics, linear: Callable[[str, bool], Weights], trained: frozenset[str], n_rows: int
+) -> None:
+    """Record an outline's calls as a tape's steps, with the kernels of the semantics, and the MLP by tiles of rows where it has
+    such; `linear` says what a product has besides its weight, `trained` which of the parameters learn, `n_rows` how many tokens."""
+    player, tile, end = _Player(outline, tape, semantics, linear, trained), semantics.mlp_tile_tokens, len(outline.calls)
+    mlp = mlp_of([[getattr(g, name) for name in g.__slots__] for g in outline.groups])
+    if tile is None or tile >= semantics.tokens_per_micro_batch or mlp is None:
+        player.play(0, end)
+        return
+    player.play(0, mlp.first)
+    # What the MLP and all after it, each row for itself, read of what is there by then
+    inputs = dict.fromkeys(
+        i for call in outline.calls[mlp.first :] for i in call.reads if i in player.there and outline.made[i].floating
+    )
+
+    def of_tile(part: Tape, cut: Sequence[Tensor], rows: int) -> None:
+        other = _Player(outline, part, semantics, linear, trained, (rows, n_rows))
+        other.there |= dict(zip(inputs, cut, strict=True))
+        other.requires |= dict.fromkeys(inputs, True)
+        other.play(mlp.first, end)
+
+    tape.tile([player.there[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
+
+
+class _Player:
+    def __init__(
+        self,
+        outline: Outline,
+        tape: Tape,
+        semantics: Semantics,
+        linear: Callable[[str, bool], Weights],
+        trained: frozenset[str],
+        share: tuple[int, int] = (1, 1),
+    ) -> None:
+        """`share`: of how many rows a tensor has a part, of how many in the outline."""
+        self.share = share
+        self.outline, self.tape, self.semantics, self.linear, self.trained = outline, tape, semantics, linear, trained
+        self.there: dict[int, Tensor] = {}
+        self.as_weight: dict[int, str] = {}  # weights that are tensors of their own in other precisions
+        self.requires: dict[int, bool] = {}
+        for i, made in enumerate(outline.made):
+            if not made.ours:
+                self.there[i] = Tensor(made.n_elements, self._item_bytes(made), ours=False, differentiable=i == 0)
+                self.requires[i] = i == 0
+        self.groups = {group.first: group for group in outline.groups if self._at_once(group)}
+        self.overwritten = {call.reads[0] for call in outline.calls if not call.makes and call.reads}
+        self.spelled = {n for g in outline.groups if g.kind == "attention" for n in range(g.first, g.end)}
+
+    def _item_bytes(self, made: Made) -> int:
+        return self.tape.item_bytes if made.item_bytes == RECORDED_ITEM_BYTES else made.item_bytes
+
+    def _at_once(self, group: Group) -> bool:
+        """Whether something else is performed in the place of the group's calls."""
+        match group.kind:
+            case "norm":
+                return self.semantics.norm == "fused"
+            case "rotary" | "gated":
+                return self.semantics.pointwise == "fused"
+            case "linear":
+                return self.outline.made[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
+        return False
+
+    def play(self, first: int, end: int) -> None:
+        n = first
+        while n < end:
+            if (group := self.groups.get(n)) is not None and group.end <= end:
+                found = self._play_group(group)
+                for i, tensor in zip(group.results, found, strict=True):
+                    self.there[i], self.requires[i] = tensor, True
+                n = group.end
+            else:
+                self._play_call(n, self.outline.calls[n])
+                n += 1
+
+    def _play_group(self, group: Group) -> list[Tensor]:
+        operands, tape, name = [self._at(i) for i in group.operands], self.tape, group.name
+        x = operands[0]
+        match group.kind:
+            case "norm":
+                weight = f"{name}.weight".removeprefix(".")
+                width = prod(self.outline.parameters[weight])
+                return [fused.norm(tape, x, width, weight in self.trained)]
+            case "rotary":
+                return [fused.rotation(tape, each, operands[-1]) for each in operands[:2]]
+            case "gated":
+                gate, up = (self._project(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+                return [self._project(fused.gate(tape, gate, up), f"{name}.down_proj")]
+        return [self._project(x, name)]
+
+    def _project(self, x: Tensor, name: str) -> Tensor:
+        n, k = self.outline.parameters[f"{name}.weight"]
+        return self.tape.linear(x, x.n_elements // k, k, n, self.linear(name, f"{name}.bias" in self.outline.parameters))
+
+    def _play_call(self, n: int, call: Called) -> None:
+        """One call as it is."""
+        outline, tape, shapes = self.outline, self.tape, self.outline.parameters
+        made = [outline.made[i] for i in call.makes]
+        reads = [self._at(i) for i in call.reads]
+        if call.name == "_to_copy" and self._is_idle(call):
+            i = call.makes[0]
+            self.there[i] = reads[0] if reads else Tensor(made[0].n_elements, tape.item_bytes, ours=False)
+            self.requires[i] = self.requires[call.reads[0]] if reads else call.weights[0] in self.trained
+            self.as_weight |= {} if reads else {i: call.weights[0]}
+            return
+        weights = [*call.weights, *(self.as_weight[i] for i in call.reads if i in self.as_weight)]
+        learns = [weight for weight in weights if weight in self.trained]
+        requires = any(self.requires[i] for i in call.reads) or bool(learns)
+        saves = [
+            self._at(i) for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)
+        ]
+        beside = [Tensor(m.n_elements, self._item_bytes(m), differentiable=False) for m in made[1:]]
+        tape.held = tuple(self.there[i] for i in call.held if i in self.there)
+        out, (rows, all_rows) = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False), self.share
+        n_weights = sum(prod(shapes[weight]) for weight in weights)
+        how, moved_bytes, scratch_bytes, matmuls = Call.POINTWISE, 0, None, list[Matmul]()
+        if call.name == FUSED_ATTENTION:
+            n_sequences, n_heads, seq_len, width = call.shapes[0]
+            shape = fused.AttentionShape(n_sequences, seq_len, n_heads, call.shapes[1][1], width, self.semantics.attention_kernel)
+            step = fused.attention(tape, reads, shape)
+            self.there |= dict(zip(call.makes, (step, *tape.steps[-1].made[1:]), strict=True))
+            self.requires |= {i: n == 0 for n, i in enumerate(call.makes)}
+            tape.held = ()
+            return
+        if call.name in _PRODUCTS and n in self.spelled:
+            how = Call.ATTENTION
+        elif call.name in _PRODUCTS:
+            how, matmuls, scratch_bytes = Call.PRODUCT if call.weights else Call.POINTWISE, _matmuls(call, not learns), 0
+        elif call.name == "_grouped_mm":
+            how = Call.OVERWRITTEN if call.makes[0] in self.overwritten else Call.GROUPED
+            matmuls, scratch_bytes = _grouped(call, not learns), 0
+        else:
+            n_moved = (call.moved[0] - n_weights) * rows // all_rows + n_weights if rows < all_rows else call.moved[0]
+            moved_bytes = n_moved * tape.item_bytes + call.moved[1] * rows // all_rows
+            wide = {tensor.item_bytes for tensor in reads if tensor.differentiable}
+            scratch_bytes = 0 if call.name == "add" else None
+            if call.name == "mul" and len(wide) > 1:  # one of the factors is also made in the wider precision
+                scratch_bytes = 2 * out.n_elements * rows // all_rows * max(wide)
+        n_calls = _CALLS.get(call.name, 1)
+        step = tape.step(
+            reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), saves=saves, beside=beside,
+            saves_out=requires and bool(made) and call.makes[0] in call.saves, moved_bytes=moved_bytes, scratch_bytes=scratch_bytes,
+            call=how, matmuls=matmuls, n_calls=n_calls, differentiable=requires and out.floating,
+            weight_elements=n_weights, trained=sum(prod(shapes[w]) for w in learns),
+        )  # fmt: skip
+        tape.held = ()
+        for i, tensor in zip(call.makes, (step, *beside), strict=bool(made)):
+            self.there[i], self.requires[i] = tensor, tensor is step and requires and out.floating
+
+    def _at(self, i: int) -> Tensor:
+        """A tensor by its number; what only calls made in whose place there is another one is there, too."""
+        if i not in self.there:
+            made = self.outline.made[i]
+            self.there[i] = Tensor(made.n_elements, self._item_bytes(made), made.ours, differentiable=False)
+            self.requires[i] = False
+        return self.there[i]
+
+    def _is_idle(self, call: Called) -> bool:
+        """Whether a cast is to the precision that there is."""
+        made = self.outline.made[call.makes[0]]
+        before = self.there[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
+        return made.floating and self._item_bytes(made) == before
+
+    def _is_needed(self, call: Called, i: int, learns: Sequence[str]) -> bool:
+        """Whether a saved operand has another beside it that gets a gradient."""
+        if call.name not in _MULTIPLY or not self.outline.made[i].floating or call.reads.count(i) != 1:
+            return True
+        return bool(learns) or any(self.requires[j] for j in call.reads if j != i)
+
+
+def _matmuls(call: Called, frozen: bool) -> list[Matmul]:
+    (*batch, m, k), n = call.shapes[-2], call.shapes[-1][-1]
+    return [Matmul(m, k, n, prod(batch), frozen and bool(call.weights))]
+
+
+def _grouped(call: Called, frozen: bool) -> list[Matmul]:
+    """Rows spread over experts as evenly as whole rows allow; an expert without rows computes nothing."""
+    (n_rows, k), (n_experts, *_, n) = call.shapes[:2]
+    rows, left = divmod(n_rows, n_experts)
+    return [Matmul(m, k, n, count, frozen) for m, count in ((rows, n_experts - left), (rows + 1, left)) if m and count]

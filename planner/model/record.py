@@ -1,0 +1,480 @@
+"""Recording of outlines: a model's own modules run on tensors without numbers, call by call.
+
+Of each call is noted what it reads, makes and uses of the weights, what autograd saves of it, and what else lies there meanwhile.
+Tensors are known by their storages, so a view is the tensor that it is a view of. Sizes are recorded for some micro-batches, and
+become polynomials; where those do not hold for another one (loops over parts of a sequence), the size asked for is recorded itself.
+"""
+
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fractions import Fraction
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runtime.errors import PenstockError, WorkloadError
+from runtime.layers.kernels import PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates
+from runtime.layers.meta_models import meta_model
+from runtime.layers.split import Call as LayerCall
+from runtime.layers.split import Split
+from runtime.plan import Semantics
+
+from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, Made, evaluated, monomials
+
+EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call it
+_SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
+MOST_RECORDED = 2  # sequences; larger micro-batches follow
+LONGEST_RECORDED = 2048  # tokens of a sequence; what is known of longer ones follows, if it can
+STEP = 16
+
+
+class _Functions(TorchFunctionMode):
+    """Fused attention stays one call, and a function of torch's is told from the next."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.recorder.is_new = True
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.recorder.attends(*args[:3])
+        if args[0].shape[-1] != args[2].shape[-1]:  # latent attention, which not every kernel has: spelled out
+            with self.recorder.group("attention", "", []):
+                return func(*args, **kwargs)
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.dtype is torch.bool:
+            kwargs = kwargs | {"attn_mask": torch.empty_like(mask, dtype=args[0].dtype)}
+            self.recorder.calls[-1].name = "bias_of_mask"
+        chosen = {k: v for k, v in kwargs.items() if k in ("dropout_p", "is_causal", "attn_mask", "scale")}
+        return getattr(torch.ops.aten, FUSED_ATTENTION)(*args[:3], **chosen)[0]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, module: nn.Module, hidden: torch.Tensor | None, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = {_key(p): name for name, p in module.named_parameters()}
+        self.made: list[Made] = []
+        self.calls: list[Called] = []
+        self.groups: list[Group] = []
+        self.ids: dict[int, int] = {}
+        self.refs: list[StorageWeakRef] = []  # kept, so that no other storage gets the address
+        self.pending: list[int] = []  # saved before the call that they are saved for
+        self.needed: set[str] = set()  # weights that autograd saves
+        self.is_new = True  # a function has begun, and called nothing yet
+        self.attention: list[int | None] | None = None  # heads, those of keys and values, and their width
+        for t in [*([] if hidden is None else [hidden]), *given]:
+            if _key(t) not in self.names:
+                self.number(t, ours=False)
+
+    def number(self, t: torch.Tensor, ours: bool = True) -> int:
+        ref = StorageWeakRef(t.untyped_storage())
+        if ref.cdata not in self.ids:
+            self.ids[ref.cdata] = len(self.made)
+            self.refs.append(ref)
+            n_elements = t.untyped_storage().nbytes() // t.element_size()
+            self.made.append(Made(n_elements, t.element_size(), ours, t.is_floating_point()))
+        return self.ids[ref.cdata]
+
+    def saved(self, t: torch.Tensor) -> torch.Tensor:
+        """A hook: autograd saves a tensor."""
+        if (key := _key(t)) in self.names:
+            self.needed.add(self.names[key])
+        else:
+            i = self.number(t)
+            (self.pending if self.is_new or i not in self.calls[-1].makes else self.calls[-1].saves).append(i)
+        return t
+
+    @contextmanager
+    def group(self, kind: str, name: str, operands: Sequence[Any]) -> Iterator[list[Any]]:
+        """Around a part of the pass; its results are to be put in the list."""
+        first, results = len(self.calls), list[Any]()
+        known = [self.number(t) for t in operands if isinstance(t, torch.Tensor)]
+        yield results
+        if len(self.calls) > first:
+            found = [self.number(t) for t in results if isinstance(t, torch.Tensor)]
+            self.groups.append(Group(kind, name, first, len(self.calls), known, found))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
+            raise WorkloadError(
+                f"a layer draws random numbers ({func.overloadpacket.__name__}); set its dropout to 0 in config.json"
+            )
+        before = {_key(t) for t in reads}
+        out = func(*args, **(kwargs or {}))
+        makes = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in makes if _key(t) not in before]
+        if not fresh and not func._schema.is_mutable:
+            return out
+        name = func.overloadpacket.__name__
+        others = [t for t in reads if _key(t) not in self.names]
+        moved = [0, 0]
+        for t in _moving(name, reads, makes):
+            wide = t.element_size() != RECORDED_ITEM_BYTES or not t.is_floating_point()
+            moved[wide] += min(t.numel(), t.untyped_storage().nbytes() // t.element_size()) * (t.element_size() if wide else 1)
+        self.calls.append(Called(
+            name, [self.number(t) for t in others],
+            [self.names[_key(t)] for t in reads if _key(t) in self.names], [self.number(t) for t in fresh], self.pending, [],
+            [list(t.shape) for t in reads] if name in _SHAPED else [], moved,
+        ))  # fmt: skip
+        self.pending, self.is_new = [], False
+        self.calls[-1].held.extend(i for i, ref in enumerate(self.refs) if self.made[i].ours and not ref.expired())
+        return out
+
+    def attends(self, q_BHTE: torch.Tensor, k_BHTE: torch.Tensor, v_BHTE: torch.Tensor) -> None:
+        self.attention = [q_BHTE.shape[1], k_BHTE.shape[1], (q_BHTE.shape[-1] + v_BHTE.shape[-1]) // 2]
+
+    def finished(self) -> None:
+        """Keep of what lay there beside each call only what dies next, and is neither read by it nor saved by any."""
+        saved = {i for call in self.calls for i in call.saves}
+        last = {i: n for n, call in enumerate(self.calls) for i in call.held}
+        for n, call in enumerate(self.calls):
+            call.held[:] = [i for i in call.held if last[i] == n and i not in saved and i not in (*call.reads, *call.makes)]
+
+
+def _key(t: torch.Tensor) -> int:
+    return StorageWeakRef(t.untyped_storage()).cdata  # type: ignore[no-any-return]
+
+
+def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call that may draw has a probability of zero."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    return not given.get("dropout_p", given.get("p", 1.0 if "dropout" in func.overloadpacket.__name__ else 0.0))
+
+
+def _moving(name: str, reads: list[torch.Tensor], makes: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a call reads and writes: a gathering one of its source no more than it makes, one that only finds room nothing."""
+    if name in ("empty_like", "new_empty", "empty"):
+        return []
+    if name in ("index", "index_select", "gather", "embedding"):
+        return [*makes, *makes, *reads[1:]]
+    return [*reads, *makes]
+
+
+def record(
+    module: nn.Module, run: Callable[[], torch.Tensor], hidden: torch.Tensor | None, given: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """The tree of an outline: of what `run` computes with the module, of a hidden state and of what else is given."""
+    recorder = _Recorder(module, hidden, given)
+    with ExitStack() as stack:
+        for name, part in module.named_modules():
+            if (kind := _kind(part)) is not None:
+                stack.enter_context(_grouped(recorder, kind, name, part))
+        for glob, name, kind in _functions(module):
+            stack.enter_context(_renamed(recorder, glob, name, kind))
+        stack.enter_context(saved_tensors_hooks(recorder.saved, lambda t: t))
+        stack.enter_context(_Functions(recorder))
+        stack.enter_context(recorder)
+        out = run()
+    del out
+    recorder.finished()
+    if recorder.needed and hidden is None:
+        raise WorkloadError("what comes before its layers needs weights in its backward, when they are gone")
+    parameters = {name: list(p.shape) for name, p in module.named_parameters()}
+    return {
+        "parameters": parameters,
+        **{key: [[getattr(each, f) for f in each.__slots__] for each in of] for key, of in
+           (("made", recorder.made), ("calls", recorder.calls), ("groups", recorder.groups))},
+        "attention": recorder.attention,
+    }  # fmt: skip
+
+
+def _kind(part: nn.Module) -> str | None:
+    if is_rms_norm(part):
+        return "norm"
+    if type(part).forward is nn.Linear.forward:
+        return "linear"
+    if {name for name, _ in part.named_children()} != PLAIN_MLP:
+        return None
+    return "gated" if is_gated(part) else "mlp"
+
+
+@contextmanager
+def _grouped(recorder: _Recorder, kind: str, name: str, part: nn.Module) -> Iterator[None]:
+    """The module's forward is a group, until the context ends."""
+    own = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with recorder.group(kind, name, [*args, *kwargs.values()]) as results:
+            results.append(out := own(*args, **kwargs))
+        return out
+
+    part.forward = forward
+    try:
+        yield
+    finally:
+        del part.forward
+
+
+def _functions(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
+    """The functions of a rotation and of attention that modules call by their names, each with where it is found and what it is."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = {}
+    for part in module.modules():
+        forward: Any = type(part).forward
+        glob = getattr(forward, "__globals__", {})
+        for name, kind in ((ROTARY, "rotary"), (EAGER_ATTENTION, "attention")):
+            if name in glob and name in forward.__code__.co_names and (kind != "rotary" or rotates(glob[name])):
+                found[id(glob), name] = (glob, name, kind)
+    return list(found.values())
+
+
+@contextmanager
+def _renamed(recorder: _Recorder, glob: dict[str, Any], name: str, kind: str) -> Iterator[None]:
+    own = glob[name]
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if kind == "attention":
+            recorder.attends(*args[1:4])
+        with recorder.group(kind, "", [*args, *kwargs.values()]) as results:
+            results.extend(tree_leaves(out := own(*args, **kwargs)))
+        return out
+
+    glob[name] = function
+    try:
+        yield
+    finally:
+        glob[name] = own
+
+
+# -- a whole model ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def supported_attention(config: str) -> tuple[str, ...]:
+    """What transformers lets a configuration (JSON) run with, the better one first."""
+    try:
+        split_of(config, "sdpa")
+    except WorkloadError as error:
+        if "attention" not in str(error):
+            raise
+        return ("eager",)
+    return ("sdpa", "eager")
+
+
+@lru_cache(maxsize=8)
+def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
+    """A model of a configuration without numbers, and what its outlines say of it as a whole."""
+    semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
+    with _watched(config):
+        split = Split(meta_model(json.loads(config), semantics))
+        head: Any
+        embedding: Any
+        head, embedding = split.model.get_submodule(split.head_name), split.model.get_submodule(split.embedding_name)
+        if getattr(head, "bias", None) is not None:
+            raise WorkloadError(f"{type(split.model).__name__} cannot be trained by layers: its output matrix has a bias")
+        names = {"layers": split.layers_name, "norm": split.norm_name, "head": split.head_name, "embedding": split.embedding_name}
+        about = {
+            "names": names,
+            "tied": f"{split.embedding_name}.weight" if head.weight is embedding.weight else None,
+            "vocab": head.weight.shape[0],
+            "logits": _of_logits(split, head.weight.shape[1]),
+        }
+        split.look()
+        split.make_buffers("cpu", of_layers=True)  # so that it is known that a run can
+        for layer in split.layers:
+            layer.to("meta")
+    return split, about
+
+
+@contextmanager
+def _watched(config: str) -> Iterator[None]:
+    """Until the context ends nothing is logged of a model that never computes, and what its code raises is a WorkloadError."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except PenstockError:
+        raise
+    except Exception as error:  # whatever it makes of tensors without numbers
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        raise WorkloadError(f"{json.loads(config)['model_type']} models cannot be recorded by layers ({words})") from error
+    finally:
+        logging.disable(before)
+
+
+def outlines(config: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
+    """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
+    if seq_len > LONGEST_RECORDED and (longer := _by_size(config, attention, min(n_sequences, 2), seq_len)) is not None:
+        return evaluated(longer, n_sequences, seq_len)  # type: ignore[no-any-return]
+    if n_sequences > MOST_RECORDED and (found := _by_sequences(config, attention, seq_len)) is not None:
+        return evaluated(found, n_sequences, seq_len)  # type: ignore[no-any-return]
+    return _recorded(config, attention, n_sequences, seq_len)
+
+
+def window_of(config: dict[str, Any]) -> int | None:
+    """Tokens below which no layer has a mask, if a configuration has windows that are used."""
+    found = [config.get(key) for key in ("sliding_window", "attention_chunk_size")]
+    widths = [width for width in found if isinstance(width, int) and config.get("use_sliding_window") is not False]
+    return min(widths, default=None)
+
+
+@lru_cache(maxsize=64)
+def _by_size(config: str, attention: str, n_least: int, seq_len: int) -> dict[str, Any] | None:
+    """Outlines of long sequences, whose masks would take their square, of shorter ones; of one sequence, or of several."""
+    window = window_of(json.loads(config))
+    shortest = STEP if window is None or seq_len < window else window + STEP
+    lengths = [shortest + STEP * i for i in range(4)]
+    numbers = (1,) if n_least == 1 else (2, 3)
+    if max(lengths) > LONGEST_RECORDED:
+        return None
+    try:
+        found = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths[:3]})
+    except ValueError:
+        return None
+    last = numbers[-1] + (n_least > 1)
+    return found if evaluated(found, last, lengths[3]) == _recorded(config, attention, last, lengths[3]) else None
+
+
+@lru_cache(maxsize=64)
+def _by_sequences(config: str, attention: str, seq_len: int) -> dict[str, Any] | None:
+    """Outlines whose numbers are polynomials of the sequences; None where they are not."""
+    first, second, third = MOST_RECORDED, MOST_RECORDED + 1, MOST_RECORDED + 2  # a single sequence may be computed otherwise
+    try:
+        found = fitted({(n, seq_len): _recorded(config, attention, n, seq_len) for n in (first, second)})
+    except ValueError:
+        return None
+    return found if evaluated(found, third, seq_len) == _recorded(config, attention, third, seq_len) else None
+
+
+@lru_cache(maxsize=256)
+def _recorded(config: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
+    split, about = split_of(config, attention)
+    tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
+    with _watched(config), split.blank():
+        embedding = _of_embedding(split, tokens_BT)
+        calls, hidden = split.calls, split.hidden_BTD.detach().to("meta")
+        kinds: dict[object, int] = {}
+        trees, layers = list[dict[str, Any]](), list[int]()
+        for layer, call in zip(split.layers, calls, strict=True):
+            if (key := split.kind(layer, call)) not in kinds:
+                kinds[key] = len(trees)
+                trees.append(_of_layer(layer, call, hidden, seq_len))
+            layers.append(kinds[key])
+        norm = _of_norm(split, hidden)
+    return about | {
+        "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
+        "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
+    }  # fmt: skip
+
+
+def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
+    """The outline of what comes before the layers: of its calls those that a gradient goes back through."""
+    tree = record(split.model, lambda: _prologue(split, tokens_BT), None, [tokens_BT])
+    learns = set[int]()
+    for call in tree["calls"]:
+        if call[2] or learns & {*call[1]}:
+            learns |= {*call[3]}
+    calls = [call for call in tree["calls"] if learns & {*call[3]}]
+    return tree | {
+        "parameters": {name: list(p.shape) for name, p in split.outside.items()},
+        "calls": calls,
+        "groups": [],
+        "made": [],
+    }
+
+
+def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
+    split.around(None, input_ids=tokens_BT, use_cache=False)
+    return split.hidden_BTD
+
+
+def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: int) -> dict[str, Any]:
+    leaves = tuple(t.to("meta") if isinstance(t, torch.Tensor) else t for t in call.leaves)
+    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in call.leaves):
+        raise WorkloadError("layers are given a second tensor that learns (embeddings of each layer), which is not there yet")
+    meta, x = LayerCall(leaves, call.spec, call.at, call.out_at), hidden.detach().requires_grad_()
+    args, kwargs = meta.arguments(x)
+    tree = record(
+        layer,
+        lambda: meta.output(layer(*args, **kwargs)),
+        x,
+        [t for t in (*leaves, *layer.buffers()) if isinstance(t, torch.Tensor)],
+    )
+    masks = [t for t in call.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len)]
+    seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
+    window = min((n for n in seen if n < seq_len), default=None)
+    if tree["attention"] is not None:
+        tree["attention"].append(window)
+    return tree
+
+
+def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
+    x = hidden.detach().requires_grad_()
+    norm = copy.deepcopy(split.norm).to("meta")
+    return record(norm, lambda: norm(x), x, list(norm.buffers()))
+
+
+def _of_logits(split: Split, width: int) -> list[int]:
+    """Calls on logits after their product, and how many of the tensors that these make autograd saves."""
+    rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
+    tree = record(split.model, lambda: split.logits(None, rows), rows, [])
+    products = [n for n, call in enumerate(tree["calls"]) if call[0] in ("mm", "addmm")]
+    if len(products) != 1:
+        raise WorkloadError("the head is no single product")
+    after = tree["calls"][products[0] + 1 :]
+    makes = {i for call in after for i in call[3]}
+    return [len(after), len(makes & {i for call in after for i in call[4]})]
+
+
+def _shared(calls: Sequence[LayerCall]) -> list[list[int]]:
+    """Elements and bytes of each of what layers are given besides their hidden states: tables and masks."""
+    found = {_key(t): t for call in calls for t in call.leaves if isinstance(t, torch.Tensor) and t.dtype is not torch.int64}
+    return [[t.untyped_storage().nbytes() // t.element_size(), t.element_size()] for t in found.values()]
+
+
+# -- polynomials --------------------------------------------------------------------------------------------------------
+
+
+def fitted(at: Mapping[tuple[int, int], Any]) -> Any:
+    """One tree of those for some sizes: where their numbers differ, a polynomial. ValueError where there is none."""
+    first, *others = at.values()
+    if isinstance(first, dict):
+        if any(other.keys() != first.keys() for other in others):
+            raise ValueError("sizes have other keys")
+        return {key: fitted({size: tree[key] for size, tree in at.items()}) for key in first}
+    if isinstance(first, list):
+        if any(len(other) != len(first) for other in others):
+            raise ValueError("sizes have other calls")
+        return [fitted({size: tree[i] for size, tree in at.items()}) for i in range(len(first))]
+    if all(other == first for other in others):
+        return first
+    if not all(type(each) is int for each in at.values()):
+        raise ValueError("sizes have other names")
+    rows = [monomials(*size) for size in at]
+    several, lengths = len({n for n, _ in at}) > 1, len({t for _, t in at}) > 1
+    used = [c for c in range(len(rows[0])) if (c < 3 or several) and (c % 3 == 0 or lengths)]  # of what does not vary, no power
+    found = dict(zip(used, _solved([[row[c] for c in used] for row in rows], list(at.values())), strict=True))
+    return {"p": [found.get(c, 0) for c in range(len(rows[0]))]}
+
+
+def _solved(rows: list[list[int]], values: list[int]) -> list[int]:
+    """Whole coefficients of a square system."""
+    table = [[*map(Fraction, row), Fraction(value)] for row, value in zip(rows, values, strict=True)]
+    for i in range(len(table)):
+        pivot = next(j for j in range(i, len(table)) if table[j][i])
+        table[i], table[pivot] = table[pivot], table[i]
+        table[i] = [x / table[i][i] for x in table[i]]
+        for j in range(len(table)):
+            if j != i and table[j][i]:
+                table[j] = [a - table[j][i] * b for a, b in zip(table[j], table[i], strict=True)]
+    found = [row[-1] for row in table]
+    if any(x.denominator != 1 for x in found):
+        raise ValueError("no whole coefficients")
+    return [int(x) for x in found]

@@ -1,0 +1,314 @@
+"""A model cut into prologue, layers and epilogue: its own forward, run with stand-ins in the layers' places.
+
+Nothing is told again by type. The stand-ins note what the model gives each layer (masks, rotary tables, positions), and prove that
+a chain of layers is what the model is: each must be given the very tensor that the one before returned. A model that is no such
+chain is refused with the reason.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from runtime.errors import WorkloadError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a layer is given besides its hidden state: the leaves of its arguments, that state's place among them, and that of the
+    new one among the leaves of what the layer returns."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+    at: int
+    out_at: int
+    others: Mapping[str, Any] = field(default_factory=dict)  # take the place of arguments of their names
+
+    def arguments(self, hidden_BTD: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """By position and by name."""
+        leaves = list(self.leaves)
+        leaves[self.at] = hidden_BTD
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs | self.others
+
+    def output(self, returned: Any) -> torch.Tensor:
+        """The hidden state (B, T, D) among what a layer returns."""
+        return tree_leaves(returned)[self.out_at]  # type: ignore[no-any-return]
+
+
+_BESIDE_KIND = ("layer_idx", "training")
+_LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm")
+
+
+class _Output(BaseModelOutputWithPast):
+    """A body's last hidden state, and nothing of what else bodies may return."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Hidden(nn.Module):
+    """Takes the place of a model's body: what it has made is known."""
+
+    def __init__(self, hidden: torch.Tensor, body: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(hidden=hidden, body=body)
+
+    def __getattr__(self, name: str) -> Any:
+        """What heads read of the body besides; a part of it that they call in its place is this."""
+        found = getattr(self.__dict__["body"], name)
+        return self if isinstance(found, nn.Module) else found
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(last_hidden_state=self.hidden)
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place; what the model reads of the layer (`attention_type`), it reads there."""
+
+    def __init__(self, layer: nn.Module, index: int, split: "Split") -> None:
+        super().__init__()
+        self.__dict__.update(_layer=layer, _index=index, _split=split)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._split.met(self._index, args, kwargs)
+
+
+class Split:
+    """The parts of a model whose layers are on the meta device, by their names in it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
+        self.model, self.body = model, model.base_model
+        self.config: Any = model.config
+        self._where = _layer_list(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        self.layers_name, self.body_name = names[id(self._where)], names[id(self.body)]
+        self.embedding_name = names[id(model.get_input_embeddings())]
+        head = model.get_output_embeddings()
+        self.head_name = names[id(head)] if head is not None else self._fail("it has no output matrix")
+        self.layers = list(self._where)
+        self._refuse_shared()
+        self._owner = model.get_submodule(self.layers_name.rpartition(".")[0])
+        norms = [name for name, part in self._owner.named_children() if "norm" in type(part).__name__.lower()]
+        norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
+        self._norm_child = norms[0] if len(norms) == 1 else self._fail("it is not known what follows its layers")
+        self.norm: nn.Module = getattr(self._owner, self._norm_child)
+        self.norm_name = names[id(self.norm)]
+        self.stand_ins = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self.layers))
+        self._forms: dict[int, tuple[list[Any], Any, int]] = {}  # of each layer, what it returns
+        self._forms_of_kinds: dict[object, tuple[list[Any], Any, int]] = {}
+        self.calls: list[Call] = []
+        self._made: list[tuple[nn.Module, str]] = []  # buffers that no file has
+
+    def _fail(self, why: str) -> Any:
+        raise WorkloadError(f"{type(self.model).__name__} cannot be trained by layers: {why}")
+
+    def _refuse_shared(self) -> None:
+        owners: dict[int, int] = {}
+        for i, layer in enumerate(self.layers):
+            for p in layer.parameters():
+                if owners.setdefault(id(p), i) != i:
+                    self._fail(f"layers {owners[id(p)]} and {i} share a weight")
+        inside = {id(m) for layer in self.layers for m in layer.modules()}
+        outside = {id(p) for m in self.model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+        if outside & owners.keys():
+            self._fail("a layer's weight is used outside of it")
+
+    def met(self, i: int, args: Any, kwargs: Any) -> Any:
+        """A layer's turn: what it is given is noted, and the hidden state handed on untouched."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if i != len(self.calls):
+            self._fail(f"layer {i} runs where layer {len(self.calls)} should")
+        if i == 0:
+            at = next(j for j, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point())
+            self.hidden_BTD = self._passed = leaves[at]
+            self._version = self.hidden_BTD._version
+        else:
+            found = [j for j, t in enumerate(leaves) if t is self._passed]
+            at = found[0] if found else self._fail(f"between layers {i - 1} and {i} it computes something")
+        if self._passed._version != self._version:
+            self._fail(f"before layer {i} the hidden state is changed in place")
+        if any(id(t) in self._others for t in leaves):
+            self._fail(f"layer {i} is given what another layer made, beside the hidden state")
+        if i not in self._forms:
+            self._forms[i] = self._form(i, leaves, spec, at)
+        out_leaves, out_spec, out_at = self._forms[i]
+        leaves[at] = None
+        self.calls.append(Call(tuple(leaves), spec, at, out_at))
+        if self._handed is not None and i == len(self.layers) - 1:
+            self._passed = self._handed
+            self._version = self._passed._version
+        out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in out_leaves]
+        self._others |= {id(t): t for t in out if isinstance(t, torch.Tensor)}
+        out[out_at] = self._passed
+        return tree_unflatten(out, out_spec)
+
+    def _form(self, i: int, leaves: list[Any], spec: Any, at: int) -> tuple[list[Any], Any, int]:
+        """What a layer returns, from a run without numbers, and which of it is the hidden state."""
+        given = [None if j == at else t for j, t in enumerate(leaves)]
+        key = self.kind(self.layers[i], Call(tuple(given), spec, at, 0), by_place=False)
+        if key not in self._forms_of_kinds:
+            args, kwargs = tree_unflatten([_narrow(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+            with torch.no_grad():
+                out_leaves, out_spec = tree_flatten(copy.deepcopy(self.layers[i]).bfloat16()(*args, **kwargs))
+            if len(tree_leaves((args, kwargs))) != len(leaves):
+                self._fail("a layer leaves something for others in what it is given")
+            shape = leaves[at].shape
+            out_at = next((j for j, t in enumerate(out_leaves) if isinstance(t, torch.Tensor) and t.shape == shape), None)
+            self._forms_of_kinds[key] = (
+                out_leaves,
+                out_spec,
+                self._fail("a layer returns no hidden state") if out_at is None else out_at,
+            )
+        return self._forms_of_kinds[key]
+
+    def around(self, weights: Mapping[str, torch.Tensor] | None, handed: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
+        """What the body returns without its layers: its last hidden state, if `handed` is what the last layer is said to have
+        returned; else nothing that means anything, and no norm is computed. Weights by their names in the body."""
+        self.calls, self._handed = [], handed
+        self._others: dict[int, torch.Tensor] = {}
+        self._where._modules.update({str(i): m for i, m in enumerate(self.stand_ins)})
+        if handed is None:
+            setattr(self._owner, self._norm_child, nn.Identity())
+        try:
+            out = self.body(**batch) if weights is None else functional_call(self.body, dict(weights), (), batch, strict=False)
+        finally:
+            self._where._modules.update({str(i): m for i, m in enumerate(self.layers)})
+            setattr(self._owner, self._norm_child, self.norm)
+        if len(self.calls) != len(self.layers):
+            self._fail(f"{len(self.calls)} of {len(self.layers)} layers were run")
+        return out[0]  # type: ignore[no-any-return]
+
+    def noted(self) -> tuple[torch.Tensor, list[Call]]:
+        """The first layer's input, and what each layer was given besides; which are not kept."""
+        found = self.hidden_BTD, self.calls
+        del self.hidden_BTD, self._passed
+        self.calls = []
+        self._others.clear()
+        return found
+
+    def prove_norm(self, tokens_BT: torch.Tensor) -> None:
+        """WorkloadError unless the norm of what the last layer returns is what the body returns."""
+        met: list[tuple[Any, Any]] = []
+        handle = self.norm.register_forward_hook(lambda _, given, out: met.append((given[0], out)))
+        handed = torch.zeros_like(self.hidden_BTD)
+        try:
+            out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
+        finally:
+            handle.remove()
+        if len(met) != 1 or met[0][0] is not handed or not _is_view(out, met[0][1]):
+            self._fail("after its layers it does more than a norm")
+
+    def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """What the model's own head makes of the body's output; weights by their names in the model."""
+        batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
+        parent, _, child = self.body_name.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, _Hidden(hidden_BTD, self.body))
+        try:
+            out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
+        finally:
+            setattr(self.model.get_submodule(parent), child, self.body)
+        return out.logits  # type: ignore[no-any-return]
+
+    @property
+    def outside(self) -> dict[str, nn.Parameter]:
+        """The parameters before the layers, by their names in the model: neither a layer's, nor of the norm or the head."""
+        own = tuple(f"{name}." for name in (self.layers_name, self.norm_name, self.head_name))
+        return {name: p for name, p in self.model.named_parameters() if not name.startswith(own)}
+
+    @contextmanager
+    def blank(self) -> Iterator[None]:
+        """Until the context ends, what is no layer's has weights that take no memory: one zero, seen at every place."""
+        inside = {id(m) for layer in self.layers for m in layer.modules()}
+        before = [(part, dict(part._parameters)) for part in self.model.modules() if id(part) not in inside]
+        for part, own in before:
+            for name, p in own.items():
+                if p is not None:
+                    part._parameters[name] = nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape))
+        try:
+            yield
+        finally:
+            for part, own in before:
+                part._parameters.update(own)
+
+    def look(self) -> None:
+        """The model is run around its layers once, so that it is known what these return, before anything is done to them."""
+        self.make_buffers("cpu")
+        with self.blank():
+            tokens_BT = torch.zeros(1, 2, dtype=torch.long)
+            self.around(None, input_ids=tokens_BT, use_cache=False)
+            self.prove_norm(tokens_BT)
+
+    @cached_property
+    def stored_buffers(self) -> dict[str, list[str]]:
+        """By layer the names, in the model, of what a file holds of it though it is no weight (a router's correction)."""
+        return {
+            f"{self.layers_name}.{i}.": names
+            for i, layer in enumerate(self.layers)
+            if (names := sorted(layer.state_dict(keep_vars=True).keys() - dict(layer.named_parameters()).keys()))
+        }
+
+    @staticmethod
+    def kind(layer: nn.Module, call: Call, by_place: bool = True) -> object:
+        """What layers have in common that compute the same: modules with their numbers, parameters, what they are given.
+
+        `by_place`: masks of equal shapes are told apart."""
+        plain = int, float, str, bool, type(None)
+        numbers = [
+            (name, type(m).__name__, *sorted((k, str(v)) for k, v in vars(m).items() if type(v) in plain and k not in _BESIDE_KIND))
+            for name, m in layer.named_modules()
+        ]
+        given = [(id(t) if by_place else 0, t.shape, t.dtype) if isinstance(t, torch.Tensor) else str(t)[:80] for t in call.leaves]
+        return (*numbers, *((name, p.shape, p.dtype) for name, p in layer.named_parameters()), *given)
+
+    def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
+        """What the model computes for itself (frequencies, scales), made on the device: outside of its layers, or in all of it."""
+        inside = {id(m) for layer in self.layers for m in layer.modules()}
+        for part in [m for m in self.model.modules() if of_layers or id(m) not in inside]:
+            buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
+            for name, buffer in buffers.items():
+                part.register_buffer(name, _unknown(buffer, device), name not in part._non_persistent_buffers_set)
+                self._made.append((part, name))
+            if buffers:
+                self.model._init_weights(part)
+            for name in buffers.keys() & part._non_persistent_buffers_set:
+                if part.get_buffer(name).isnan().any():
+                    self._fail(f"{name} is computed when a module is made, and cannot be made again")
+
+
+def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor of which it shows whether it was filled."""
+    return torch.full_like(like, float("nan") if like.is_floating_point() else 0, device=device)
+
+
+def _is_view(view: torch.Tensor, of: torch.Tensor) -> bool:
+    """Whether a tensor is another, at most written otherwise."""
+    return view.shape == of.shape and view.stride() == of.stride() and view.data_ptr() == of.data_ptr()
+
+
+def _narrow(t: torch.Tensor) -> torch.Tensor:
+    """A tensor without numbers, in bf16 if it is of floats: grouped products on the meta device take no others."""
+    return t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype)
+
+
+def _layer_list(model: PreTrainedModel) -> nn.ModuleList:
+    """Of the lists of modules that are layers by the model's own word (the rule of FSDP's wrapping), the heaviest."""
+    classes = set(model._no_split_modules or ())
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    named = [m for m in lists if {type(layer).__name__ for layer in m} <= classes] or lists
+    if not named:
+        raise WorkloadError(f"{type(model).__name__} cannot be trained by layers: it has no list of them")
+    return max(named, key=lambda m: sum(p.numel() for p in m.parameters()))

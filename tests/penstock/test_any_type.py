@@ -1,0 +1,55 @@
+"""Models that nothing was written for: trained from published files, resumed to the same bytes, and loaded by transformers."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.every_type import every_type, tiny, verdict
+from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
+
+TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2"]
+SAYS = ("--tokenizer", "bytes", "--save-every", 2)
+
+
+def published(home, model_type):
+    """A folder of the type as transformers saves it: experts one by one, and what is no weight in its own precision."""
+    config = {key: value for key, value in tiny(model_type).items() if key != "model_type"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.data = torch.randn(buffer.shape) * 0.1
+    model.save_pretrained(home / model_type)
+    return AutoModelForCausalLM.from_pretrained(home / model_type).state_dict()
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_model_of_any_type_is_trained_resumed_and_loaded_by_transformers(tmp_path, model_type):
+    home = make_home(tmp_path)
+    before = published(home, model_type)
+    plan = home / "plan.json"
+    succeeded(penstock("plan", home / model_type, *SIZES, "-o", plan))
+    succeeded(train(home, plan, *SAYS, scratch=()))
+    last = home / "out" / "checkpoint-4"
+    whole = weights_sha(last)
+    shutil.rmtree(last)
+    succeeded(train(home, plan, *SAYS, "--resume", scratch=()))
+    assert weights_sha(last) == whole, "a resumed run comes to the same bytes"
+    model, told = AutoModelForCausalLM.from_pretrained(last, output_loading_info=True)
+    assert not any(told.values()), told
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    kept = {name for name in before if "correction" in name}
+    assert all(torch.equal(after[name], before[name]) for name in kept), "what is no weight stays"
+    changed = [name for name in before if not torch.equal(after[name], before[name])]
+    assert len(changed) > 0.8 * len(before.keys() - kept)
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon"])
+def test_a_type_that_is_accepted_has_the_loss_and_gradients_of_transformers(model_type):
+    assert model_type in every_type()
+    assert verdict(model_type) == "accepted"

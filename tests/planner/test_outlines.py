@@ -1,0 +1,93 @@
+"""Outlines: those that are shipped are what transformers' modules do, and what is played is what was recorded."""
+
+import json
+
+import pytest
+
+from planner.model import record
+from planner.model.config import outlines, shipped_model, shipped_models
+from planner.model.outline import evaluated, monomials
+from planner.model.workload import build_workload, supported_attention
+from runtime.errors import WorkloadError
+from runtime.plan import Semantics
+from runtime.plan.workload import Model
+from tests.every_type import tiny
+from tests.outlines import FOLDER
+from tests.tiny import tiny_config
+
+SHIPPED = ["qwen2.5-0.5b", "gpt-oss-20b", "gemma3-12b", "glm-4.5-air-106b", "qwen3-30b-a3b"]
+
+
+def test_every_shipped_model_has_outlines() -> None:
+    assert sorted(file.stem for file in FOLDER.glob("*.json")) == shipped_models()
+
+
+def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration says more than the shipped one, of which nothing is computed; another number is another model."""
+    config = shipped_model("qwen3-8b").config | {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1}
+    config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None}
+    monkeypatch.setattr("planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
+    found = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
+    assert found == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
+    with pytest.raises(pytest.fail.Exception):
+        build_workload(Model(config | {"rms_norm_eps": 1e-5}), Semantics(64, 2, 1))
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
+    """Also at sizes that were not looked at when they were made."""
+    model = shipped_model(name)
+    key = json.dumps(model.config, sort_keys=True)
+    (attention, *_) = record.supported_attention(key)
+    for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
+        shipped, found = outlines(model, attention, n_sequences, seq_len), record._recorded(key, attention, n_sequences, seq_len)
+        assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
+
+
+def test_what_is_no_polynomial_is_recorded_itself() -> None:
+    """Linear attention in torch's own way loops over parts of a sequence; more sequences follow from fewer all the same."""
+    key = json.dumps(tiny("qwen3_next"), sort_keys=True)
+    sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
+    with pytest.raises(ValueError, match="sizes have other"):
+        record.fitted({size: record._recorded(key, "sdpa", *size) for size in sizes})
+    assert record.outlines(key, "sdpa", 5, 80) == record._recorded(key, "sdpa", 5, 80)
+
+
+def test_polynomials_give_back_the_numbers_that_they_were_made_of() -> None:
+    coefficients = [3, -1, 2, 5, 0, 7]
+    sizes = [(n, seq_len) for n in (1, 2) for seq_len in (16, 32, 48)]
+    value = {size: sum(c * m for c, m in zip(coefficients, monomials(*size), strict=True)) for size in sizes}
+    tree = record.fitted({size: {"a": [value[size], "name"], "b": 7} for size in sizes})
+    assert tree == {"a": [{"p": coefficients}, "name"], "b": 7}
+    assert evaluated(tree, 9, 1000)["a"][0] == sum(c * m for c, m in zip(coefficients, monomials(9, 1000), strict=True))
+    with pytest.raises(ValueError, match="no whole"):
+        record.fitted({(n, t): n * t // 3 for n, t in sizes})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("glm_moe_dsa", "given what another layer made"),
+        ("deepseek_v4", "after its layers it does more than a norm"),
+        ("bloom", "needs weights in its backward"),
+        ("gptj", "its output matrix has a bias"),
+        ("falcon_h1", "cannot be made again"),
+        ("jetmoe", "cannot be recorded by layers"),
+    ],
+)
+def test_a_model_that_is_no_chain_of_layers_is_refused_with_the_reason(model_type: str, why: str) -> None:
+    def build() -> None:
+        model = Model(tiny(model_type))
+        build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]
+
+    with pytest.raises(WorkloadError, match=why) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_are_told_apart_by_what_they_compute() -> None:
+    """Dense and sparse, with and without a window, rotated or not: in the order of the model."""
+    for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
+        key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
+        assert record._recorded(key, "sdpa", 1, 16)["layers"] == kinds, name
