@@ -79,7 +79,8 @@ def page(verdicts: dict[str, str]) -> str:
     return f"""# Models
 
 Any causal language model of transformers is trained that is a chain of layers by proof, not by a list
-([design](design.md)). Of the {len(verdicts)} types that transformers {version} builds, {n} are accepted: the first streamed
+([design](design.md), [measured](benchmarks/models_2026-11-26.md)).
+Of the {len(verdicts)} types that transformers {version} builds, {n} are accepted: the first streamed
 step of a tiny one has the loss and every gradient of transformers' own `forward(labels=...)`. `python -m tests.every_type` asks
 all of them again.
 

@@ -8,7 +8,7 @@ import difflib
 import errno
 import json
 import re
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -35,7 +35,16 @@ HUB_NAMES = {
     **{"mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501", "mistral-large-123b": "mistralai/Mistral-Large-Instruct-2407"},
     **{"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
     **{"ernie-4.5-0.3b": "baidu/ERNIE-4.5-0.3B-PT", "internlm3-8b": "internlm/internlm3-8b-instruct"},
-    **{"smollm3-3b": "HuggingFaceTB/SmolLM3-3B", "llama-2-7b": "meta-llama/Llama-2-7b-hf", "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B"},
+    **{"deepseek-v3-671b": "deepseek-ai/DeepSeek-V3", "minimax-m2-230b": "MiniMaxAI/MiniMax-M2", "phi-4-14b": "microsoft/phi-4"},
+    **{"glm-4-9b": "zai-org/GLM-4-9B-0414", "glm-4.5-355b": "zai-org/GLM-4.5", "glm-4.5-air-106b": "zai-org/GLM-4.5-Air"},
+    **{"olmo2-7b": "allenai/OLMo-2-1124-7B", "olmo2-32b": "allenai/OLMo-2-0325-32B", "gemma3-270m": "google/gemma-3-270m"},
+    **{"gemma3-1b": "google/gemma-3-1b-pt", "granite-3.3-8b": "ibm-granite/granite-3.3-8b-instruct"},
+    **{
+        "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base",
+        "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+        "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+        "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B",
+    },
 }
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
@@ -47,6 +56,7 @@ HUB_FAMILIES = {  # a family's configurations are alike but for their sizes
 }
 
 
+@cache
 def shipped_models() -> list[str]:
     """Names of the configurations that come with Penstock, sorted."""
     return sorted(f.name.removesuffix(".json") for f in _models().iterdir() if f.name.endswith(".json"))
@@ -133,19 +143,18 @@ def _read_path(file: Path) -> Model:
 
 def supported_attention(model: Model) -> tuple[str, ...]:
     """Attention implementations transformers lets this model run with, the better one first."""
-    if (shipped := _shipped(model)) is not None:
-        return tuple(shipped["attention"])
-    return _recorder().supported_attention(_key(model))  # type: ignore[no-any-return]
+    key = key_of(model)
+    if (name := _shipped_as(key)) is not None:
+        return tuple(_shipped_outlines(name)["attention"])
+    return _recorder().supported_attention(key)  # type: ignore[no-any-return]
 
 
 def outlines(model: Model, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
     """The outlines of a model for a micro-batch of that size. WorkloadError for a model that cannot be cut into layers."""
-    if (shipped := _shipped(model)) is not None:
-        for of in shipped["outlines"]:
-            fewest, most = of["sequences"]
-            if of["attention"] == attention and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
-                return evaluated(of["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
-    return _recorder().outlines(_key(model), attention, n_sequences, seq_len)  # type: ignore[no-any-return]
+    key = key_of(model)
+    if (name := _shipped_as(key)) is not None and (found := _shipped_at(name, attention, n_sequences, seq_len)) is not None:
+        return found
+    return _recorder().outlines(key, attention, n_sequences, seq_len)  # type: ignore[no-any-return]
 
 
 def refuse_another(model: Model, n_layers: int) -> None:
@@ -155,13 +164,20 @@ def refuse_another(model: Model, n_layers: int) -> None:
         raise WorkloadError(f"{model.name or 'the model'} has {found} layers, and the plan {n_layers}; make the plan again")
 
 
-def _shipped(model: Model) -> dict[str, Any] | None:
-    """What is shipped of a model, whatever it is called, that computes as a shipped one does."""
-    essence = essence_of(model.config)
-    names = [model.name] if model.name in shipped_models() else []
-    for name in [*names, *shipped_models()]:
-        if name is not None and _shipped_essence(name) == essence:
-            return _shipped_outlines(name)
+@lru_cache(maxsize=256)
+def _shipped_as(key: str) -> str | None:
+    """The shipped model that computes as one of this configuration (JSON) does, whatever that is called."""
+    essence = essence_of(json.loads(key))
+    return next((name for name in shipped_models() if _shipped_essence(name) == essence), None)
+
+
+@lru_cache(maxsize=256)
+def _shipped_at(name: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+    """A shipped model's outlines at a size, if they are of that attention."""
+    for of in _shipped_outlines(name)["outlines"]:
+        fewest, most = of["sequences"]
+        if of["attention"] == attention and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
+            return evaluated(of["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
     return None
 
 
@@ -189,7 +205,7 @@ def _recorder() -> Any:
     return record
 
 
-def _key(model: Model) -> str:
+def key_of(model: Model) -> str:
     """A configuration as one string."""
     _refuse_endless(model.config, model.name or model.path or "the model's configuration")
     return json.dumps(model.config, sort_keys=True)

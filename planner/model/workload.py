@@ -5,6 +5,7 @@ compute is read off outlines (`outline.py`) that were recorded of transformers' 
 `Attention.flop` is still the causal half: the model's work, not the square that is really computed.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,7 +17,7 @@ from runtime.plan import Semantics
 from runtime.plan.train import TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
-from .config import outlines, read_model, shipped_models, supported_attention
+from .config import key_of, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
 from .tape import FP32, INT64, Tape, Weights
 
@@ -43,10 +44,15 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
-    n_left = semantics.n_left
-    found = Workload(_blocks(model, semantics, semantics.micro_batch), _blocks(model, semantics, n_left) if n_left else ())
+    found = _built(key_of(model), semantics)
     _refuse_untrained(model, semantics.train, found)
     return found
+
+
+@lru_cache(maxsize=128)
+def _built(key: str, semantics: Semantics) -> Workload:
+    model, n_left = Model(json.loads(key)), semantics.n_left
+    return Workload(_blocks(model, semantics, semantics.micro_batch), _blocks(model, semantics, n_left) if n_left else ())
 
 
 def _fail(model: Model, what: str) -> NoReturn:

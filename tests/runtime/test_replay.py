@@ -208,7 +208,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hid
     [
         *product(["llama"], REMEMBERING),
         *product(["qwen3_moe"], ["keep", "on the host"]),
-        *product(["gpt_oss"], ["boundaries", "products"]),
+        *product(["gpt_oss"], ["boundaries", "keep"]),
     ],
 )
 def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
