@@ -174,7 +174,7 @@ def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, st
             assert block.kept_bytes == pytest.approx(measured, rel=0.02), (how, block.name)
             gradient, weights = torch.randn_like(x), [p for p in layer.parameters() if p.requires_grad]
             peak = peak_bytes(lambda: torch.autograd.grad(layer(x, **kwargs), [x, *weights], gradient))  # noqa: B023
-            assert peak * 0.997 <= block.transient_bytes <= 1.6 * peak, (how, block.name, peak, block.transient_bytes)
+            assert peak * 0.996 <= block.transient_bytes <= 1.6 * peak, (how, block.name, peak, block.transient_bytes)
 
 
 @pytest.mark.fast("pairs")
