@@ -15,14 +15,13 @@ from tests.tour import ROOT
 
 FOLDER = ROOT / "planner" / "outlines"
 ANY = 2**31 - 1
-MOST_RECORDED = 16_384  # tokens of a sequence: masks of the prologue are made in earnest
 
 
 def regimes(config: dict[str, Any]) -> list[tuple[int, int, int]]:
     """Lengths from and to which outlines hold, and the shortest that is recorded."""
     if (window := record.window_of(config)) is None:
         return [(1, ANY, record.STEP)]
-    longer = [(window, ANY, window + record.STEP)] if window <= MOST_RECORDED else []
+    longer = [(window, ANY, window + record.STEP)] if window <= record.LONGEST_MASK else []
     return [(1, window - 1, record.STEP), *longer]
 
 

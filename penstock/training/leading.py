@@ -67,7 +67,7 @@ class WholeState(HostState):
 
     def __init__(self, own: HostState, ranks: Processes) -> None:
         self.plan, self.owned, self.gate, self._own, self._ranks = own.plan, own.owned, None, own, ranks
-        self.constants = own.constants
+        self.constants = own.constants  # read before there is a saver
 
     @property
     def n_updates(self) -> int:  # type: ignore[override]

@@ -39,12 +39,8 @@ HUB_NAMES = {
     **{"glm-4-9b": "zai-org/GLM-4-9B-0414", "glm-4.5-355b": "zai-org/GLM-4.5", "glm-4.5-air-106b": "zai-org/GLM-4.5-Air"},
     **{"olmo2-7b": "allenai/OLMo-2-1124-7B", "olmo2-32b": "allenai/OLMo-2-0325-32B", "gemma3-270m": "google/gemma-3-270m"},
     **{"gemma3-1b": "google/gemma-3-1b-pt", "granite-3.3-8b": "ibm-granite/granite-3.3-8b-instruct"},
-    **{
-        "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base",
-        "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
-        "llama-2-7b": "meta-llama/Llama-2-7b-hf",
-        "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B",
-    },
+    **{"seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base", "smollm3-3b": "HuggingFaceTB/SmolLM3-3B"},
+    **{"llama-2-7b": "meta-llama/Llama-2-7b-hf", "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B"},
 }
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
@@ -185,7 +181,7 @@ def essence_of(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration without what says nothing of modules and what they compute; two that are equal mean the same."""
     unused = () if config.get("use_sliding_window", False) else ("use_sliding_window", "max_window_layers", "sliding_window")
     beside = _BESIDE | {*(unused if "use_sliding_window" in config else ())}
-    return {key: value for key, value in config.items() if key not in beside and value is not None}
+    return {key: value for key, value in config.items() if key not in beside and (key, value) != ("rope_scaling", None)}
 
 
 @cache
@@ -233,6 +229,8 @@ def _checked(model: Model, where: str) -> Model:
     if named and not (isinstance(named, list) and any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in named)):
         said = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
         raise WorkloadError(f"{where}: {said}")
+    if model.config.get("use_bidirectional_attention"):
+        raise WorkloadError(f"{where}: `use_bidirectional_attention` is set; only causal attention is trained here")
     _refuse_endless(model.config, where)
     return model
 

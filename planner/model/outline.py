@@ -16,6 +16,7 @@ from . import fused
 from .tape import Call, Tape, Tensor, Weights
 
 RECORDED_ITEM_BYTES = 2
+NORM_AFTER = "post_feedforward_layernorm"  # of an MLP, some types have one: it is part of the tile (`runtime/layers/tiles.py`)
 FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # stands for whichever kernel runs
 # Library calls that one is: that widens a mask of what is visible to a bias of scores; that only finds room
 _CALLS = {"bias_of_mask": 3, "empty_like": 0, "new_empty": 0, "empty": 0}
@@ -78,9 +79,13 @@ class Outline:
         return cls(tree["parameters"], made, calls, [Group(*each) for each in tree["groups"]], tree["attention"])
 
 
-def mlp_of(groups: Sequence[Sequence[Any]]) -> Group | None:
-    """The MLP of a layer that has one, down(act(gate(x)) * up(x))."""
-    return next((Group(*group) for group in groups if group[0] in ("mlp", "gated")), None)
+def mlp_of(outline: "Outline") -> Group | None:
+    """The MLP of a layer, down(act(gate(x)) * up(x)), if it runs by tiles: nothing comes after it but its norm and sums."""
+    mlp = next((group for group in outline.groups if group.kind in ("mlp", "gated") and group.name == "mlp"), None)
+    if mlp is None:
+        return None
+    of_norm = {"_to_copy", "pow", "mean", "rsqrt", "mul"} if f"{NORM_AFTER}.weight" in outline.parameters else set()
+    return mlp if {call.name for call in outline.calls[mlp.end :]} <= {"add"} | of_norm else None
 
 
 def evaluated(tree: Any, n_sequences: int, seq_len: int) -> Any:
@@ -102,7 +107,7 @@ def play(
     """Record an outline's calls as a tape's steps, with the kernels of the semantics, and the MLP by tiles of rows where it has
     such; `linear` says what a product has besides its weight, `trained` which of the parameters learn, `n_rows` how many tokens."""
     player, tile, end = _Player(outline, tape, semantics, linear, trained), semantics.mlp_tile_tokens, len(outline.calls)
-    mlp = mlp_of([[getattr(g, name) for name in g.__slots__] for g in outline.groups])
+    mlp = mlp_of(outline)
     if tile is None or tile >= semantics.tokens_per_micro_batch or mlp is None:
         player.play(0, end)
         return

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.errors import PenstockError, WorkloadError
-from runtime.layers.kernels import PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates
+from runtime.layers.kernels import PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
 from runtime.layers.meta_models import meta_model
 from runtime.layers.split import Call as LayerCall
 from runtime.layers.split import Split
@@ -37,6 +37,7 @@ EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call it
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 MOST_RECORDED = 2  # sequences; larger micro-batches follow
 LONGEST_RECORDED = 2048  # tokens of a sequence; what is known of longer ones follows, if it can
+LONGEST_MASK = 16_384  # tokens of a sequence whose masks are made in earnest for that
 STEP = 16
 
 
@@ -240,6 +241,8 @@ def _renamed(recorder: _Recorder, glob: dict[str, Any], name: str, kind: str) ->
     def function(*args: Any, **kwargs: Any) -> Any:
         if kind == "attention":
             recorder.attends(*args[1:4])
+        elif not turns_whole(args, kwargs):
+            return own(*args, **kwargs)
         with recorder.group(kind, "", [*args, *kwargs.values()]) as results:
             results.extend(tree_leaves(out := own(*args, **kwargs)))
         return out
@@ -260,7 +263,7 @@ def supported_attention(config: str) -> tuple[str, ...]:
     try:
         split_of(config, "sdpa")
     except WorkloadError as error:
-        if "attention" not in str(error):
+        if "scaled_dot_product_attention" not in str(error):
             raise
         return ("eager",)
     return ("sdpa", "eager")
@@ -332,7 +335,7 @@ def _by_size(config: str, attention: str, n_least: int, seq_len: int) -> dict[st
     shortest = STEP if window is None or seq_len < window else window + STEP
     lengths = [shortest + STEP * i for i in range(4)]
     numbers = (1,) if n_least == 1 else (2, 3)
-    if max(lengths) > LONGEST_RECORDED:
+    if lengths[-1] > min(seq_len, LONGEST_MASK):
         return None
     try:
         found = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths[:3]})
@@ -359,7 +362,8 @@ def _recorded(config: str, attention: str, n_sequences: int, seq_len: int) -> di
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     with _watched(config), split.blank():
         embedding = _of_embedding(split, tokens_BT)
-        calls, hidden = split.calls, split.hidden_BTD.detach().to("meta")
+        first_BTD, calls = split.noted()  # or masks would be kept as long as the split is
+        hidden = first_BTD.detach().to("meta")
         kinds: dict[object, int] = {}
         trees, layers = list[dict[str, Any]](), list[int]()
         for layer, call in zip(split.layers, calls, strict=True):
@@ -422,7 +426,7 @@ def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
 
 
 def _of_logits(split: Split, width: int) -> list[int]:
-    """Calls on logits after their product, and how many of the tensors that these make autograd saves."""
+    """Calls of the head besides its product, and how many of the tensors made after that autograd saves."""
     rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
     tree = record(split.model, lambda: split.logits(None, rows), rows, [])
     products = [n for n, call in enumerate(tree["calls"]) if call[0] in ("mm", "addmm")]
@@ -430,7 +434,8 @@ def _of_logits(split: Split, width: int) -> list[int]:
         raise WorkloadError("the head is no single product")
     after = tree["calls"][products[0] + 1 :]
     makes = {i for call in after for i in call[3]}
-    return [len(after), len(makes & {i for call in after for i in call[4]})]
+    besides = [call for call in tree["calls"] if any(tree["made"][i][3] for i in call[3])]  # what makes no floats is no logits'
+    return [len(besides) - 1, len(makes & {i for call in after for i in call[4]})]
 
 
 def _shared(calls: Sequence[LayerCall]) -> list[list[int]]:

@@ -69,7 +69,7 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= found.n_layers:
         _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
-    if missing and train.lora is not None and not can_tile_mlp(model):
+    if missing and train.lora is not None and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
         _fail(model, f"experts cannot have adapters, and nothing else is called {missing[0]}; leave it out")
     if missing or not trained:
         _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
@@ -90,7 +90,7 @@ def fusible(model: Model) -> frozenset[str]:
 def can_tile_mlp(model: Model) -> bool:
     """Whether every layer's MLP runs by tiles: experts would see other shares of tokens."""
     tree = outlines(model, supported_attention(model)[0], *SMALL)
-    return all(mlp_of(kind["groups"]) is not None for kind in tree["kinds"])
+    return all(mlp_of(Outline.of(kind)) is not None for kind in tree["kinds"])
 
 
 def attentions(model: Model, seq_len: int) -> list[Attention]:

@@ -29,10 +29,16 @@ ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
+def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Random numbers, without a draw from anybody's generator."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
 @cache
 def rotates(function: Callable[..., Any]) -> bool:
     """Whether a rotary embedding is that of halves, as `rotary` computes it."""
-    q, k, cos, sin = (torch.randn(shape) for shape in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8)))
+    q, k, cos, sin = _drawn((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
     try:
         found = function(q, k, cos, sin)
     except Exception:  # whatever it makes of other arguments than its own
@@ -41,9 +47,26 @@ def rotates(function: Callable[..., Any]) -> bool:
     return all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), found, strict=True))
 
 
+def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
+    """Whether a rotation is called as `rotary` takes it: of whole heads, with nothing besides."""
+    return len(args) == 4 and not others and args[0].shape[-1] == args[2].shape[-1]
+
+
 def is_gated(part: nn.Module) -> bool:
     """Whether a module is down(silu(gate(x)) * up(x))."""
-    return {name for name, _ in part.named_children()} == PLAIN_MLP and type(part.act_fn) is type(ACT2FN["silu"])
+    is_plain = {name for name, _ in part.named_children()} == PLAIN_MLP
+    return is_plain and type(part.act_fn) is type(ACT2FN["silu"]) and _is_gated(type(part).forward)
+
+
+@cache
+def _is_gated(forward: Callable[..., Any]) -> bool:
+    x, gate, up, down = _drawn((3, 4), (6, 4), (6, 4), (4, 6))
+    products = {name: partial(F.linear, weight=w) for name, w in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))}
+    try:
+        found = forward(SimpleNamespace(**products, act_fn=F.silu), x)
+    except Exception:  # whatever it reads of itself that is not there
+        return False
+    return torch.equal(found, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
 
 
 def is_rms_norm(part: nn.Module) -> bool:
@@ -55,8 +78,8 @@ def is_rms_norm(part: nn.Module) -> bool:
 
 @cache
 def _is_rms_norm(forward: Callable[..., Any]) -> bool:
-    part = SimpleNamespace(weight=torch.randn(8), variance_epsilon=0.1, eps=0.1)
-    x = torch.randn(3, 8)
+    x, weight = _drawn((3, 8), (8,))
+    part = SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1)
     try:
         return torch.allclose(forward(part, x), F.rms_norm(x, (8,), part.weight, 0.1), rtol=1e-5)
     except Exception:  # whatever it reads of itself that is not there
@@ -80,10 +103,10 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
 
 def fused_norm(norm: nn.Module) -> "FusedRMSNorm":
     """The same norm, of the same weight. WorkloadError where transformers' is not known to mean what PyTorch's does."""
-    weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-    if not isinstance(weight, nn.Parameter) or not isinstance(eps, float):
+    if not is_rms_norm(norm):
         raise WorkloadError(f"no fused kernel computes a {type(norm).__name__}; plan with --kernels eager")
-    return FusedRMSNorm(weight, eps)
+    known: Any = norm
+    return FusedRMSNorm(known.weight, known.variance_epsilon)
 
 
 class FusedRMSNorm(nn.Module):
@@ -165,7 +188,12 @@ def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
     known = getattr(own, "__globals__", {})
     if ROTARY not in known or ROTARY not in own.__code__.co_names or not rotates(known[ROTARY]):
         return
-    known = known | {ROTARY: partial(rotary, pointwise)}
+    eager = known[ROTARY]
+
+    def turned(*args: Any, **others: Any) -> Any:
+        return rotary(pointwise, *args) if turns_whole(args, others) else eager(*args, **others)
+
+    known = known | {ROTARY: turned}
     forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     attention.forward = MethodType(forward, attention)

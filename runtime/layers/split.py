@@ -251,6 +251,7 @@ class Split:
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
             self.around(None, input_ids=tokens_BT, use_cache=False)
             self.prove_norm(tokens_BT)
+        self.noted()
 
     @cached_property
     def stored_buffers(self) -> dict[str, list[str]]:

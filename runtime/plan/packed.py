@@ -7,13 +7,12 @@ A packed weight is its codes, then its fp32 scales, each part from a multiple of
     fp8    float8_e4m3fn; for each 128 x 128 block of each matrix what its numbers are multiplied with
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, assert_never
 
-from .workload import SLOT_ALIGN_BYTES
+from .workload import OF_LAYER, SLOT_ALIGN_BYTES
 
 Base = Literal["bf16", "nf4", "int8", "fp8"]  # what frozen weights come in; bf16: as they are
 
@@ -37,7 +36,7 @@ UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # at most: a
 UNPACK_KERNELS: dict[Base, int] = {"nf4": 3, "int8": 2, "fp8": 2}
 UNPACK_BYTES_PER_ELEMENT: dict[Base, float] = {"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0}
 
-_LAYER, _PACKED = re.compile(r"[a-z_.]+\.[0-9]+\."), ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+_PACKED = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def published_as(config: Mapping[str, object]) -> Base | None:
@@ -77,7 +76,7 @@ def _aligned(n_bytes: int) -> int:
 
 def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
     """Whether a parameter is packed: the matrices of a layer's projections and experts are, if they have whole blocks in nf4."""
-    if base == "bf16" or len(shape) not in (2, 3) or not (_LAYER.match(name) and name.endswith(_PACKED)):
+    if base == "bf16" or len(shape) not in (2, 3) or not (OF_LAYER.match(name) and name.endswith(_PACKED)):
         return False
     n_elements = prod(shape)
     return n_elements > 0 and (base != "nf4" or n_elements % NF4_BLOCK == 0)

@@ -192,15 +192,6 @@ class Setup:
         whole_there = can_square(self.workload, self.semantics) if self.policy.square_on_device else ()
         return sorted({*whole_there, *self.policy.device_blocks})
 
-    def norm_slot(self, block: int) -> Slot:
-        """Where the host has the sums of squares of a block's gradient."""
-        return Slot("norm", block)
-
-    @property
-    def clip_slot(self) -> Slot:
-        """Where the host has the norm of all gradients."""
-        return Slot("norm", len(self.workload.blocks))
-
     def norm_numbers(self, block: int) -> int:
         """Sums of squares of a block's gradient: one for each trained parameter; of several ranks, one for each tile of a rank's
         part, of which each parameter and each piece may have a shorter one."""

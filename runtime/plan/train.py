@@ -11,13 +11,12 @@ from runtime.errors import PlanError
 from runtime.units import on_one_line
 
 from .packed import Base
-from .workload import FILE, Dtype, Natural
+from .workload import FILE, OF_LAYER, Dtype, Natural
 
 # The projections that adapters may be added to, in the order in which layers have them
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
-_LAYER = re.compile(r"[a-z_.]+\.([0-9]+)\.")  # the first number in a name: layers are in a list, and that in no other
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 
@@ -63,7 +62,7 @@ class Train:
         if self.names:
             return any(fnmatchcase(name, pattern) for pattern in self.names)
         if self.layers is not None:
-            layer = _LAYER.match(name)
+            layer = OF_LAYER.match(name)
             return layer is not None and self.layers[0] <= int(layer[1]) <= self.layers[1]
         return True
 

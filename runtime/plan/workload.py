@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +16,8 @@ SLOT_ALIGN_BYTES = 256  # where a slot, and a tensor in one, may start
 ALIGN_ELEMENTS = 128  # every tensor starts on a multiple: 256 bytes in bf16, 512 in fp32, whatever the arena's dtype
 NORM_TILE_ELEMENTS = 65_536  # of a piece of a parameter, whose squares are added up in fp32; what the norm is made of
 FILE = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+OF_LAYER = re.compile(r"[a-z_.]+\.([0-9]+)\.")  # a weight's name: its layer is the first number in it
 
 Count = Annotated[int, Field(gt=0, lt=2**53)]
 Natural = Annotated[int, Field(ge=0, lt=2**53)]

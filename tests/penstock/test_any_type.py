@@ -5,7 +5,9 @@ import shutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
+from penstock.checkpoint.conversion import Conversion
 from tests.every_type import every_type, tiny, verdict
 from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
 
@@ -53,3 +55,19 @@ def test_a_model_of_any_type_is_trained_resumed_and_loaded_by_transformers(tmp_p
 def test_a_type_that_is_accepted_has_the_loss_and_gradients_of_transformers(model_type):
     assert model_type in every_type()
     assert verdict(model_type) == "accepted"
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "jamba", "nemotron_h", "kimi_linear", "gpt_oss"])
+def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
+    """And are read back: no type is written whose files hold several weights of a module in one tensor."""
+    config = tiny(model_type)
+    fields = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    weights, conversion = dict(model.named_parameters()), Conversion(config)
+    ours = {name: tensor for own, weight in weights.items() for name, tensor in conversion.published(own, weight).items()}
+    theirs = revert_weight_conversion(model, dict(weights))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    sources = conversion.sources(ours)
+    assert all(torch.equal(conversion.read(name, sources[name], ours.__getitem__), weight) for name, weight in weights.items())

@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from planner.model import record
-from planner.model.config import outlines, shipped_model, shipped_models
+from planner.model.config import essence_of, outlines, shipped_model, shipped_models
 from planner.model.outline import evaluated, monomials
-from planner.model.workload import build_workload, supported_attention
+from planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from runtime.errors import WorkloadError
+from runtime.layers.kernels import is_gated, turns_whole
 from runtime.plan import Semantics
 from runtime.plan.workload import Model
 from tests.every_type import tiny
@@ -91,3 +95,35 @@ def test_layers_are_told_apart_by_what_they_compute() -> None:
     for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
         key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
         assert record._recorded(key, "sdpa", 1, 16)["layers"] == kinds, name
+
+
+def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
+    """Not the rotation of a part of each head, nor an MLP with numbers of its own, nor a head that scales what it is given."""
+
+    class ScaledMlp(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5  # type: ignore[no-any-return]
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2)
+    assert is_gated(LlamaMLP(config))
+    assert not is_gated(ScaledMlp(config))
+    assert turns_whole((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 8), 0), {})
+    assert not turns_whole((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 4), 0), {})
+    fused = {name: fusible(Model(tiny(name))) for name in ("llama", "glm4_moe", "minicpm3", "granite")}
+    assert {name for name, of in fused.items() if "loss" not in of} == {"minicpm3", "granite"}
+    rotated = {name: {g[0] for k in outlines(Model(tiny(name)), "sdpa", 1, 16)["kinds"] for g in k["groups"]} for name in fused}
+    assert {name for name, kinds in rotated.items() if "rotary" in kinds} == {"llama", "minicpm3", "granite"}
+
+
+def test_only_an_mlp_that_ends_its_layer_runs_by_tiles() -> None:
+    """Not shared experts, nor one that is scaled, or normed by what is no part of a tile."""
+    assert {name: can_tile_mlp(Model(tiny(name))) for name in ("llama", "olmo2", "deepseek_v3", "glm4", "granite")} == {
+        "llama": True, "olmo2": True, "deepseek_v3": False, "glm4": False, "granite": False,
+    }  # fmt: skip
+
+
+def test_a_null_window_is_no_missing_one() -> None:
+    config = shipped_model("mistral-7b").config
+    assert config["sliding_window"] is None
+    without = {key: value for key, value in config.items() if key != "sliding_window"}
+    assert essence_of(config) != essence_of(without), "the type's own default is a window"

@@ -217,7 +217,7 @@ def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     plan = plan_of(tiny_config(model_type, **WIDE), wide(model_type), policy)
     left_bytes, peak_bytes = device_bytes(plan)
     assert 0.7 * (plan.kept_bytes + plan.transient_bytes) < peak_bytes <= plan.kept_bytes + plan.transient_bytes
-    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=38_000)  # one mask at most
+    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
 
 
 @cache

@@ -316,7 +316,7 @@ class Text:  # as much of the data as a checkpoint asks for
     resume = staticmethod(lambda step, position: None)
 
 
-config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=5)
+config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
 first = machine_for(plan_of(config, semantics_of("llama"), Policy()), CpuMachine)
 owned = [p for b in range(len(first.plan.workload.blocks)) for p in first.host.owned[b]]
 found = {"largest": max(4 * p.n_elements for p in owned), "model": sum(4 * p.n_elements for p in owned)}
@@ -339,10 +339,12 @@ print(json.dumps(found))
 @pytest.mark.soak
 def test_loading_saving_and_resuming_hold_one_tensor_at_most(tmp_path):
     """Besides the arenas."""
-    done = subprocess.run([sys.executable, "-c", HOLDING, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # else glibc keeps up to twice the largest block it had
+    command = [sys.executable, "-c", HOLDING, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    allowed = found["largest"] + 36 * MiB  # what the allocator has not given back yet, and counts that are off on many cores
+    allowed = found["largest"] + 24 * MiB  # what is read of a file at a time, and counts that are off on many cores
     assert allowed < found["model"] / 2
     assert found["save"] < 16 * MiB, "a split master is put together in pieces, and nothing else is made"
     for what in ("load", "resume"):

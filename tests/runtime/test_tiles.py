@@ -107,7 +107,7 @@ def test_a_step_by_tiles_takes_the_memory_of_its_plan(model_type: str, way: str)
     plan = plan_by_tiles(model_type, way)
     left_bytes, most_bytes = device_bytes(plan)
     assert 0.9 * (plan.kept_bytes + plan.transient_bytes) < most_bytes <= plan.kept_bytes + plan.transient_bytes
-    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=38_000)  # one mask at most
+    assert left_bytes - masks_bytes(model_type) == pytest.approx(plan.kept_bytes, rel=0.01, abs=1000)  # a few numbers per layer
 
 
 @cache
