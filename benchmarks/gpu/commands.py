@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -19,16 +20,17 @@ from runtime.errors import PenstockError
 from runtime.plan import PlanFile
 from runtime.units import parse_bytes, show_bytes, show_seconds
 
-from .stages import ROOT, Asked, Case, Note
+from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
 
 CLI = (sys.executable, "-m", "penstock.cli.main")
 HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
-# On the host, for each parameter, under FSDP2's CPUOffloadPolicy: fp32 master and gradient, each locked in memory with sizes
-# rounded up to a power of two, and two moments.
-FSDP2_HOST_BYTES_PER_PARAM = 24
-PROCESS_BYTES = 6 * 10**9
 MOST_FAILURES = 20
-TESTS = ("tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py")
+TESTS = (
+    "tests/runtime/test_on_a_gpu.py",
+    "tests/hwprofiles/test_cuda_device.py",
+    "tests/runtime/test_cuda_machine.py",
+    "tests/runtime/test_packed_weights.py",
+)
 
 
 class CommandError(RuntimeError):
@@ -102,27 +104,10 @@ def model_of(asked: Asked, name: str, case: Case) -> Path:
     from planner.model.workload import read_model
 
     config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model).config)
-    n_layers = layers_that_fit(asked, FSDP2_HOST_BYTES_PER_PARAM) if case.as_fsdp2 else case.n_layers
     path = asked.plans / f"{name}.model.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(config | ({} if n_layers is None else {"num_hidden_layers": n_layers})))
+    path.write_text(json.dumps(config | ({} if case.n_layers is None else {"num_hidden_layers": case.n_layers})))
     return path
-
-
-def layers_that_fit(asked: Asked, bytes_per_param: float) -> int:
-    """How many of the model's layers the host holds at `bytes_per_param`; all of them, at most."""
-    from planner.model.workload import build_workload, read_model
-    from runtime.plan import Semantics
-
-    model = read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model)
-    blocks = build_workload(model, Semantics(asked.sizes.seq_len, 1, 1)).blocks
-    n_vocab = sum(p.n_elements for b in (blocks[0], blocks[-1]) for p in b.parameters if p.tied_to is None)
-    n_layer = sum(p.n_elements for p in blocks[1].parameters)
-    n_params = (host_bytes(asked) - PROCESS_BYTES) / bytes_per_param
-    n_layers = min(int(model.config["num_hidden_layers"]), int((n_params - n_vocab) // n_layer))
-    if n_layers < 1:
-        raise CommandError(f"{show_bytes(host_bytes(asked))} of host memory hold no layer at {bytes_per_param} B a parameter")
-    return n_layers
 
 
 def host_bytes(asked: Asked) -> int:
@@ -157,6 +142,29 @@ def probe(asked: Asked, note: Note) -> None:
         words += ["--host-memory", asked.host_memory]
     subprocess.run([*CLI, *words], cwd=ROOT, check=True)
     note("measured", profile=asked.profile.name, n_bytes=asked.profile.stat().st_size)
+
+
+def resumed(asked: Asked, note: Note) -> None:
+    """Plan and train a small model by command, once whole and once with a stop between: both write the same bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        (home / "model").mkdir()
+        (home / "model" / "config.json").write_text(json.dumps(TINY_CONFIG | {"num_hidden_layers": 3}))
+        (home / "data.txt").write_text("To be, or not to be, that is the question. " * 200)
+        plan, machine = home / "plan.json", asked.machine or "h100-sxm"
+        sizes = ["--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
+        command(["plan", str(home / "model"), "--machine", machine, "--deterministic", *sizes, "-o", str(plan)])
+        of_run = ["run", str(plan), "--data", str(home / "data.txt"), "--device", asked.device, "--tokenizer", "bytes"]
+        of_run += ["--lr", "1e-3"] + ["--deterministic"] * (asked.device == "cuda")
+        for out, n_steps, *words in (("whole", 6, "--from-scratch"), ("cut", 3, "--from-scratch"), ("cut", 6, "--resume")):
+            began_s = time.perf_counter()
+            subprocess.run([*CLI, *of_run, "--out", str(home / out), "--steps", str(n_steps), *words], cwd=ROOT, check=True)
+            note("ran", out=out, n_steps=n_steps, seconds=time.perf_counter() - began_s)
+        files = sorted((home / "whole" / "checkpoint-6").glob("*.safetensors"))
+        odd = [file.name for file in files if file.read_bytes() != (home / "cut" / "checkpoint-6" / file.name).read_bytes()]
+    note("measured", n_files=len(files), n_different=len(odd))
+    if odd or not files:
+        raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
 
 
 def tests(asked: Asked, note: Note) -> None:

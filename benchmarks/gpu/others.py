@@ -1,9 +1,9 @@
 """Stages that train the same model with other systems' host offload.
 
 PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, each set up as its own documentation or example does it, on one device: bf16
-compute, clipping to the same norm, every layer recomputed from its input. Each is given what suits it: as many of the model's
-layers as the host holds under it, the micro-batch at which it is fastest, torch's default attention, and a loss that makes the
-logits of a few thousand tokens at a time. MegaTrain's code is its own, from the folder that is named; none of it is here.
+compute, clipping to the same norm, every layer recomputed from its input. Each has the same few layers, and is given what suits
+it: the micro-batch at which it is fastest, torch's default attention, and a loss that makes the logits of a few thousand tokens at
+a time. MegaTrain's code is its own, from the folder that is named; none of it is here.
 """
 
 import importlib.util
@@ -21,16 +21,11 @@ from runtime.batch import UNSUPERVISED, Batch
 from runtime.plan import Semantics
 from runtime.plan.workload import Model
 
-from .commands import FSDP2_HOST_BYTES_PER_PARAM, layers_that_fit
 from .stages import Asked, Note, SkippedError
 from .training import LR, fill, host_peak_bytes, pattern, random_batches
 
 CLIP_NORM = 1.0
 N_TIMED = 2  # steps of each batch, after one that warms up
-# On the host, for each parameter: locked bf16 weights, fp32 masters, moments and gradients, and what rounding up and buffers take.
-ZERO3_HOST_BYTES_PER_PARAM = 24
-# bf16 weights twice, and gradients; two moments as its optimizer keeps them; its slabs for gradients.
-MEGATRAIN_HOST_BYTES_PER_PARAM = {"DeepSpeed's": 17, "torch's": 13}
 Step = Callable[[list[Batch]], float]  # of a step's micro-batches: performs it to its end, and returns the loss
 
 
@@ -116,9 +111,9 @@ def _flop_per_token(config: dict[str, Any], seq_len: int) -> float:
     return 3 * sum(block.forward_flop for block in blocks) / seq_len
 
 
-def _config_of(asked: Asked, bytes_per_param: float) -> dict[str, Any]:
+def _config_of(asked: Asked) -> dict[str, Any]:
     model = read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model)
-    return dict(model.config) | {"num_hidden_layers": layers_that_fit(asked, bytes_per_param)}
+    return dict(model.config) | {"num_hidden_layers": asked.sizes.their_layers}
 
 
 def _hf_config(config: dict[str, Any]) -> Any:
@@ -162,7 +157,7 @@ def fsdp2(asked: Asked, note: Note) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    config, device = _config_of(asked, FSDP2_HOST_BYTES_PER_PARAM), asked.device
+    config, device = _config_of(asked), asked.device
     trial = Trial(
         asked,
         note,
@@ -209,7 +204,7 @@ def zero3(asked: Asked, note: Note) -> None:
     import deepspeed  # type: ignore[import-not-found,unused-ignore]
     from transformers import AutoModelForCausalLM
 
-    config, device = _config_of(asked, ZERO3_HOST_BYTES_PER_PARAM), asked.device
+    config, device = _config_of(asked), asked.device
     trial = Trial(
         asked, note, config, system=f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload", optimizer="DeepSpeed's, fp32 moments"
     )
@@ -261,7 +256,7 @@ def megatrain(asked: Asked, note: Note) -> None:
 
     whose = "DeepSpeed's" if importlib.util.find_spec("deepspeed") else "torch's"
     flash = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
-    config = _config_of(asked, MEGATRAIN_HOST_BYTES_PER_PARAM[whose])
+    config = _config_of(asked)
     moments = "fp32 moments" if whose == "DeepSpeed's" else "fused, bf16 moments"
     trial = Trial(asked, note, config, system="MegaTrain, its public code", optimizer=f"{whose}, {moments}", attention=flash)
     model = _on_meta(config, torch.bfloat16).to_empty(device="cpu")

@@ -41,7 +41,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         "system | layers | sequences (micro-batch) x tokens | step, s | tokens/s | TFLOP/s | device peak, GB | host peak, GB",
         _their_rows(last),
     )
-    yield "Each with as many layers as the host holds under it; `same-layers` above is ours with as many as FSDP2 has."
+    yield "Ours, of the same layers and tokens, is `eight-layers` above."
     yield from _section("Host and link")
     yield from _table("what | size | rate", _host_rows(last.get("host", [])))
     yield from _section("Kernels")
@@ -165,7 +165,7 @@ def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
                 yield [f"attention, {row['name']}, {row['n_sequences']} x {row['seq_len']}", *rates]
             case "layer":
                 yield [
-                    f"layer as it is, {row['n_tokens']} tokens",
+                    f"layer, {row['name']}, {row['n_tokens']} tokens",
                     f"{row['forward_s'] * 1e3:.3g} ms",
                     f"{_scaled(row['flop_per_s'], 1e12)} TFLOP/s with forward",
                 ]

@@ -35,20 +35,19 @@ class Stage:
 
 STAGES = (
     Stage("facts", 1, 20, "facts:facts"),
-    Stage("host", 1, 60, "host:host"),
+    Stage("smoke", 1, 70, "smoke:smoke"),
+    Stage("resumed", 1, 90, "commands:resumed", ("datasets",)),
+    Stage("probe", 1, 60, "commands:probe"),
+    Stage("tests", 1, 180, "commands:tests", ("pytest", "hypothesis")),
     Stage("kernels", 1, 100, "kernels:kernels"),
-    Stage("smoke", 1, 60, "smoke:smoke"),
-    Stage("eight-layers", 1, 80, "training:planned"),
-    Stage("all-layers", 1, 190, "training:planned"),
-    Stage("probe", 1, 30, "commands:probe"),
-    Stage("tests", 2, 140, "commands:tests", ("pytest", "hypothesis")),
-    Stage("batch-4", 2, 110, "training:planned"),
-    Stage("batch-16", 2, 120, "training:planned"),
-    Stage("batch-64", 2, 170, "training:planned"),
-    Stage("same-layers", 3, 110, "training:planned"),
-    Stage("fsdp2", 3, 120, "others:fsdp2"),
+    Stage("batch-16", 2, 150, "training:planned"),
+    Stage("eight-layers", 2, 100, "training:planned"),
+    Stage("fsdp2", 2, 120, "others:fsdp2"),
+    Stage("megatrain", 2, 120, "others:megatrain", is_given="megatrain"),
+    Stage("host", 3, 60, "host:host"),
+    Stage("batch-4", 3, 110, "training:planned"),
+    Stage("batch-64", 3, 170, "training:planned"),
     Stage("zero3", 3, 170, "others:zero3", ("deepspeed",)),
-    Stage("megatrain", 3, 140, "others:megatrain", is_given="megatrain"),
 )
 PAGE = Stage("page", 0, 10, "page:page")  # after the others of any call, every time
 CALLS = {"first": 1, "second": 2, "third": 3}
@@ -67,7 +66,6 @@ class Case:
     batch_size: int
     n_steps: int
     n_layers: int | None = None
-    as_fsdp2: bool = False  # with the layers that fit the host under FSDP2
     is_probed: bool = False  # planned with the profile that was measured here, where there is one
 
 
@@ -78,6 +76,7 @@ class Sizes:
     model: str
     seq_len: int
     cases: dict[str, Case]
+    their_layers: int  # the others have the first layers of the model, as the host holds less of it under some of them
     micro_batches: tuple[int, ...]  # of the others, each tried until one does not fit
     largest_batch: int  # which the others try too, in several of the micro-batches that suit them best
     loss_chunk_tokens: int  # of the others
@@ -89,14 +88,13 @@ FULL = Sizes(
     "qwen2.5-7b",
     2048,
     {
-        "eight-layers": Case(16, 5, n_layers=8),
-        "all-layers": Case(16, 4),
+        "eight-layers": Case(64, 5, n_layers=8, is_probed=True),
         "batch-4": Case(4, 8, is_probed=True),
         "batch-16": Case(16, 6, is_probed=True),
         "batch-64": Case(64, 4, is_probed=True),
-        "same-layers": Case(64, 4, as_fsdp2=True, is_probed=True),
     },
-    (4, 8, 16, 32, 64),
+    8,
+    (8, 16, 64),
     64,
     4096,
 )
@@ -104,13 +102,12 @@ TINY = Sizes(
     "tiny.json",
     32,
     {
-        "eight-layers": Case(4, 3, n_layers=1),
-        "all-layers": Case(4, 3),
+        "eight-layers": Case(4, 3, n_layers=1, is_probed=True),
         "batch-4": Case(2, 3, is_probed=True),
         "batch-16": Case(4, 3, is_probed=True),
-        "batch-64": Case(8, 3, is_probed=True),
-        "same-layers": Case(4, 3, as_fsdp2=True, is_probed=True),
+        "batch-64": Case(8, 3),
     },
+    2,
     (1, 2),
     4,
     24,
