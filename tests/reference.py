@@ -252,7 +252,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
             of_tensor, begin = 0.0, 0
             for end in [*ends[name], g.numel()]:
                 for chunk in g.flatten()[begin:end].split(65536):
-                    of_tensor += float(chunk.square().sum())
+                    of_tensor += float(halved(chunk.square()))
                 begin = end
             norm += of_tensor
         norm = math.sqrt(norm)
@@ -274,6 +274,15 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         result.exp_avg[name] = optimizer.state[master]["exp_avg"]
         result.exp_avg_sq[name] = optimizer.state[master]["exp_avg_sq"]
     return result
+
+
+def halved(chunk: torch.Tensor) -> torch.Tensor:
+    """A chunk's sum: padded with zeros, its second half is added to the first until one number is left."""
+    chunk = F.pad(chunk, (0, 2 ** (chunk.numel() - 1).bit_length() - chunk.numel()))
+    while chunk.numel() > 1:
+        first, second = chunk.chunk(2)
+        chunk = first + second
+    return chunk
 
 
 def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[str, list[int]]:

@@ -26,11 +26,9 @@ CLI = (sys.executable, "-m", "penstock.cli.main")
 HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
 MOST_FAILURES = 20
 TESTS = (
-    "tests/runtime/test_on_a_gpu.py",
-    "tests/hwprofiles/test_cuda_device.py",
-    "tests/runtime/test_cuda_machine.py",
-    "tests/runtime/test_packed_weights.py",
-)
+    "tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py",
+    "tests/runtime/test_packed_weights.py", "tests/runtime/test_device_norms.py",
+)  # fmt: skip
 
 
 class CommandError(RuntimeError):

@@ -119,4 +119,4 @@ def _state(machine: TorchMachine, results: Sequence[StepResult | None]) -> Itera
         for p in machine.host.owned[block]:
             of = machine.host.param_state(p)
             for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (of.master.whole(), *of.moments), strict=True):
-                yield f"{p.name} {name}", tensor.clone().view(torch.int32)
+                yield f"{p.name} {name}", tensor.cpu().clone().view(torch.int32)

@@ -24,8 +24,7 @@ from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype
 FP32_BYTES = 4
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
-NORM_CHUNK_ELEMENTS = 65_536  # of the norm's definition
-SQUARE_KERNELS = 4  # of `runtime/host/norms.py`, besides each tensor's: zeros, squaring the chunks' norms, widening, adding up
+SQUARE_KERNELS = 2  # of `runtime/host/norms.py`, besides each tensor's: zeros, adding up
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
@@ -249,8 +248,7 @@ class CostModel:
         """Seconds of summing the squares of a block's gradient on the device."""
         if self.profile.device.kind == "cpu":
             return n_bytes / self.square_bytes_per_s
-        sizes = [p.n_elements for p in block.trained]  # a kernel for the whole chunks of a tensor, one for what is left
-        n_kernels = SQUARE_KERNELS + sum((n >= NORM_CHUNK_ELEMENTS) + (n % NORM_CHUNK_ELEMENTS > 0) for n in sizes)
+        n_kernels = SQUARE_KERNELS + len(block.trained)
         return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     def moving_s(self, n_bytes: int, n_kernels: int) -> float:

@@ -13,8 +13,11 @@ from typing import TypeVar
 
 import torch
 
-CHUNK_ELEMENTS = 65_536  # of the norm's definition
+CHUNK_ELEMENTS = 65_536  # of the norm's definition: a power of two
 UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # the optimizer's unit. Smaller, the calls would cost more; larger, its scratch leaves a cache
+
+TASK_CHUNKS = 16  # that a thread takes at a time: about a millisecond, far above a hand-over, and short enough to share evenly
+LANES = 256  # that squares of a chunk are first summed up to
 
 # An optimizer's arithmetic on a chunk, in place: the fp32 master, the gradient and each moment, each in a list of its own, as
 # torch's fused kernels take them; the hyperparameters; how many updates there were with this one. Callers make the lists: of lists
@@ -34,6 +37,7 @@ class Scratch:
 
         self.wide, self.gradient = empty(torch.float32), empty(torch.float32)  # a master, and a gradient
         self.bits, self.rounded = empty(torch.int32), empty(torch.bfloat16)
+        self.lanes = torch.zeros(TASK_CHUNKS, LANES, device=device)  # of chunks' squares
 
 
 def scripted(function: _F) -> _F:
@@ -178,13 +182,34 @@ def update_loop(kernel: Kernel) -> UpdateLoop:
 
 
 def squares_of_chunks(
-    start: int, end: int, chunk: int, parts: list[torch.Tensor], rounded: torch.Tensor | None, scratch: torch.Tensor
+    start: int,
+    end: int,
+    chunk: int,
+    parts: list[torch.Tensor],
+    rounded: torch.Tensor | None,
+    scratch: torch.Tensor,
+    lanes: torch.Tensor,
 ) -> list[float]:
-    """fp32 sum of squares of each chunk of elements start .. end - 1."""
-    sums: list[float] = []
-    for at in range(start, end, chunk):
-        gradient = widened(parts, at, min(chunk, end - at), scratch, rounded, None)
-        sums.append(float(gradient.mul_(gradient).sum()))
+    """fp32 sum of squares of each chunk of elements start .. end - 1, in an order that any processor can keep: the second half of
+    the places in a whole chunk is added to the first, and so on, until one is left. A chunk is a power of two of them."""
+    n_lanes = lanes.shape[1]  # what is left of each chunk, halved further all at once
+    n_chunks = (end - start + chunk - 1) // chunk
+    lanes = lanes.narrow(0, 0, n_chunks).zero_()
+    for i in range(n_chunks):
+        n = min(chunk, end - start - i * chunk)
+        gradient = widened(parts, start + i * chunk, n, scratch, rounded, None)
+        gradient.mul_(gradient)
+        half = chunk // 2
+        while half >= n_lanes:
+            if n > half:
+                gradient.narrow(0, 0, n - half).add_(gradient.narrow(0, half, n - half))
+                n = half
+            half = half // 2
+        lanes[i].narrow(0, 0, n).copy_(gradient.narrow(0, 0, n))
+    while n_lanes > 1:
+        n_lanes = n_lanes // 2
+        lanes.narrow(1, 0, n_lanes).add_(lanes.narrow(1, n_lanes, n_lanes))
+    sums: list[float] = lanes.narrow(1, 0, 1).flatten().tolist()
     return sums
 
 

@@ -1,16 +1,19 @@
 """Sums of squares of gradients, of which the global gradient norm is made, on the host and on a device; and the clip factor.
 
-Of every tensor, fp32 over fixed chunks, whose sums are added in fp64. A CPU in a GPU's place sums as the host does, to the last
-bit. A GPU adds up a chunk in an order of its own, always the same: its sums differ from the host's by a few roundings of fp32.
+Of every tensor, fp32 over fixed chunks, each halved until one number is left, whose sums are added in fp64. A GPU adds in the same
+order, so that who squares a gradient changes no bit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
+from runtime.errors import PlanError
 from runtime.plan import Plan
 from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
 from runtime.ranks import Ranks
+from runtime.units import on_one_line
 
 from .chunks import CHUNK_ELEMENTS, Scratch, run_squares
 from .optimizer import SummedGradient, summed, tasks_of
@@ -22,7 +25,7 @@ def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None)
     """Tasks that give fp32 sums of squares of a flat gradient's chunks, to be `added` in order; in each cut chunks begin anew."""
 
     def work(start: int, end: int, own: Scratch) -> list[float]:
-        return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
+        return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient, own.lanes)
 
     whole = [range(gradient.numel())] if cuts is None else cuts
     return [task for cut in whole for task in tasks_of(work, cut.stop, cut.start)]
@@ -44,35 +47,98 @@ def sum_of_squares(
     return added(square for task in squares_tasks(summed(gradient), cuts) for square in task(own))
 
 
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+THREADS = 256  # of a block, which sums up a chunk: each adds what is at its place in 256 rows of a chunk
+MOST_ELEMENTS = 2**30  # of one call: its kernels count in 32 bits
+SOURCE = """
+__device__ float square(float x) { return __fmul_rn(x, x); }
+__device__ float square(unsigned short bits) { return square(__uint_as_float((unsigned)bits << 16)); }
+
+template <int N> __device__ float halved(float* x) {
+    #pragma unroll
+    for (int half = N / 2; half > 0; half /= 2)
+        #pragma unroll
+        for (int i = 0; i < half; i++) x[i] = __fadd_rn(x[i], x[i + half]);
+    return x[0];
+}
+
+extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* of_chunks) {
+    int start = blockIdx.x * CHUNK, n = min(n_elements - start, CHUNK);
+    float rows[16], every_16th[16];
+    #pragma unroll
+    for (int row = 0; row < 16; row++) {
+        #pragma unroll
+        for (int i = 0; i < 16; i++) {
+            int at = (row + 16 * i) * blockDim.x + threadIdx.x;
+            every_16th[i] = at < n ? square(x[start + at]) : 0.0f;
+        }
+        rows[row] = halved<16>(every_16th);
+    }
+    __shared__ float lanes[THREADS];
+    lanes[threadIdx.x] = halved<16>(rows);
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) lanes[threadIdx.x] = __fadd_rn(lanes[threadIdx.x], lanes[threadIdx.x + half]);
+    }
+    if (threadIdx.x == 0) of_chunks[blockIdx.x] = lanes[0];
+}
+"""
+SOURCE_OF_SUMS = """
+extern "C" __global__ void sums(const float* of_chunks, int n_chunks, double* out) {
+    double total = 0.0;
+    #pragma unroll 16
+    for (int i = 0; i < n_chunks; i++) total = __dadd_rn(total, (double)of_chunks[(long long)blockIdx.x * n_chunks + i]);
+    out[blockIdx.x] = total;
+}
+"""
+ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float"}
+
+
+@lru_cache(maxsize=8)
+def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What squares and adds up each chunk there, and what adds those up. PlanError for a GPU that does not give the host's bits."""
+    names = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
+    defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
+    try:
+        with torch.cuda.device(device):
+            made = torch.cuda._compile_kernel(defined + SOURCE, "squares"), torch.cuda._compile_kernel(SOURCE_OF_SUMS, "sums")
+        drawn = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
+        out = torch.zeros(1, dtype=torch.float64, device=device)
+        squares_at_once([[drawn.to(device)]], out, *made)
+        found = out.item()
+    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+        found = on_one_line(str(error), 120)
+    if found != sum_of_squares(drawn):
+        raise PlanError(
+            f"{device.type} does not sum squares to the host's bits here ({found}); plan with --policy FILE, a policy without "
+            "square_on_device and with empty device_blocks"
+        )
+    return made
+
+
 def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence[range]], out: torch.Tensor) -> None:
-    """One sum for each flat gradient into `out`, fp64, by the device that holds both."""
+    """One sum for each flat gradient into `out`, fp64, by the device that holds both, which is asked for no number."""
     if out.device.type == "cpu":
         own = Scratch()
         out.copy_(torch.tensor([sum_of_squares(g, own, of) for g, of in zip(gradients, cuts, strict=True)], dtype=torch.float64))
-    else:
-        squares_at_once([[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)], out)
+    elif gradients:
+        pieces = [[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)]
+        squares_at_once(pieces, out, *squares_kernels(out.device, gradients[0].dtype))
 
 
-def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor) -> None:
-    """The same for a device of many cores, which is asked for no number: a kernel or two per piece of a tensor, and four for all.
-
-    Scratch memory is a dozen bytes per chunk of elements. The norm of a chunk, squared, is its sum of squares, as near as fp32
-    has it; a tensor is read, widened and added up in one pass.
-    """
-    n_chunks = [sum(-(-piece.numel() // CHUNK_ELEMENTS) for piece in pieces) for pieces in gradients]
-    of_chunks = torch.zeros(len(gradients), max(n_chunks, default=0), dtype=torch.float32, device=out.device)
-    for i, pieces in enumerate(gradients):
-        at = 0
-        for piece in pieces:
-            n_full, n_rest = divmod(piece.numel(), CHUNK_ELEMENTS)
-            whole, rest = piece.split([piece.numel() - n_rest, n_rest])
-            if n_full:
-                chunks = whole.view(n_full, CHUNK_ELEMENTS)
-                torch.linalg.vector_norm(chunks, dim=1, dtype=torch.float32, out=of_chunks[i, at : at + n_full])
-            if n_rest:
-                torch.linalg.vector_norm(rest, dtype=torch.float32, out=of_chunks[i, at + n_full])
-            at += n_full + (n_rest > 0)
-    torch.sum(of_chunks.square_(), dim=1, dtype=torch.float64, out=out)
+def squares_at_once(
+    gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, squares: Callable[..., None], sums: Callable[..., None]
+) -> None:
+    """A kernel for each piece of a tensor, and two for all. Scratch memory is four bytes a chunk of elements."""
+    parts = [[part for piece in pieces for part in piece.split(MOST_ELEMENTS)] for pieces in gradients]
+    n_chunks = [[-(-part.numel() // CHUNK_ELEMENTS) for part in of] for of in parts]
+    of_chunks = torch.zeros(len(parts), max(map(sum, n_chunks)), dtype=torch.float32, device=out.device)
+    for row, of, counts in zip(of_chunks, parts, n_chunks, strict=True):
+        for part, into, n in zip(of, row.split([*counts, len(row) - sum(counts)]), counts, strict=False):
+            if n > 0:
+                squares((n, 1, 1), (THREADS, 1, 1), [part, part.numel(), into])
+    sums((len(parts), 1, 1), (1, 1, 1), [of_chunks, of_chunks.shape[1], out])
 
 
 def clip_factor(norm: float, clip_norm: float | None) -> float:

@@ -16,7 +16,7 @@ from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS, Hyperparameters
 from . import adamw, chunks
 from .chunks import Scratch, UpdateLoop
 
-TASK_ELEMENTS = 16 * chunks.CHUNK_ELEMENTS  # about a millisecond: far above a hand-over, and short enough to share evenly
+TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
 
 T = TypeVar("T")
 Task = Callable[[Scratch], None]

@@ -18,7 +18,7 @@ from . import adamw
 from .chunks import Scratch, update_loop
 from .host_state import HostState
 from .memory import DTYPE, Arenas
-from .norms import SharedNumbers, added, clip_factor, squares_on_device, squares_tasks
+from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
 from .optimizer import Step, SummedGradient, Task, add_tasks, summed
 from .workers import Workers
 
@@ -49,6 +49,8 @@ class Updates:
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
         self._device_loop = update_loop(adamw.on_device(device)) if plan.policy.device_blocks else None
+        if plan.squared and device.type != "cpu":
+            squares_kernels(device, DTYPE[plan.semantics.gradient_dtype])
         blocks = plan.workload.blocks
         self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}

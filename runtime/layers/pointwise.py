@@ -81,12 +81,32 @@ def compiled(device: torch.device, dtype: torch.dtype, options: dict[str, Any] =
     chosen: dict[str, Function] = {}
     for field in fields(Pointwise):
         function = getattr(Pointwise(), field.name)
-        one_kernel = torch.compile(function, dynamic=True, fullgraph=True, options={key: options[key] for key in known})
+        one_kernel = _OneKernel(function, {key: options[key] for key in known})
         if (fault := _fault(function, one_kernel, device, dtype)) is None:
             chosen[field.name] = one_kernel
         else:
             warnings.warn(f"{field.name} runs call by call on {device.type} in {dtype}: {fault}", RuntimeWarning, stacklevel=2)
     return Pointwise(**chosen)
+
+
+class _OneKernel:
+    """A function, compiled. Torch compiles for a few orders in memory only: for others it is called as it is, to the same bits."""
+
+    def __init__(self, function: Function, options: dict[str, Any]) -> None:
+        self._as_it_is, self._refused = function, set[tuple[Any, ...]]()
+        self._compiled = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """A view's base is none of the compiler's business, but would make it compile anew: it sees tensors that are no views."""
+        key = tuple((x.shape, x.stride()) for x in inputs)
+        if key not in self._refused:
+            try:
+                return self._compiled(*(x.new_empty(0).set_(x) for x in inputs))
+            except Exception as error:
+                if type(error).__name__ != "FailOnRecompileLimitHit":  # to import its class takes a second
+                    raise
+                self._refused.add(key)
+        return self._as_it_is(*inputs)
 
 
 def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -21,13 +21,13 @@ from planner.search.relax import Relaxation
 from planner.search.space import Family, family_of
 from runtime.errors import PlanError
 from runtime.host.chunks import CHUNK_ELEMENTS
-from runtime.host.norms import squares_at_once, sum_of_squares
+from runtime.host.norms import THREADS, added, squares_at_once, squares_on_device, sum_of_squares
 from runtime.plan import Lane, Policy, Semantics, Update
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
 from tests.edits import error_of, small
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
-from tests.real_layers import Traffic
+from tests.reference import halved
 from tests.tiny import tiny_config
 from tests.training import (
     clip_some_steps,
@@ -147,47 +147,63 @@ def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
     assert differences(streamed(tiny_config(model_type, **dict(key)), semantics, WAYS[way], delay_seed=3)) == []
 
 
-def in_pieces(gradients):
-    """The first cut into three, the others whole."""
-    n, (first, *others) = gradients[0].numel(), gradients
-    return [[part for part in first.split([n // 3, n // 2 - n // 3, n - n // 2]) if part.numel()], *([g] for g in others)]
-
-
 SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 77]
 
 
-@given(
+def plain_squares(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
+    """What the device's kernel of that name does."""
+    x, n, of_chunks = args
+    assert block == (THREADS, 1, 1)
+    assert (x.numel(), -(-n // CHUNK_ELEMENTS)) == (n, grid[0])
+    of_chunks[: grid[0]] = torch.stack([halved(chunk.float().square())[0] for chunk in x.split(CHUNK_ELEMENTS)])
+
+
+def plain_sums(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
+    of_chunks, n_chunks, out = args
+    assert (grid[0], of_chunks.shape) == (len(out), (len(out), n_chunks))
+    out.copy_(torch.tensor([added(row) for row in of_chunks.tolist()], dtype=torch.float64))
+
+
+gradients_drawn = st.tuples(
     st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 9)
 )
-@settings(deadline=None, max_examples=25, derandomize=True)
-def test_sums_made_at_once_are_those_of_the_host(sizes, dtype, seed):
+
+
+def cut_gradients(sizes, dtype, seed):
+    """Random gradients, and where each is cut: the first into three."""
     generator = torch.Generator().manual_seed(seed)
     gradients = [(torch.randn(n, generator=generator) * 10.0 ** (seed - 6)).to(dtype) for n in sizes]
-    sums = torch.full((len(sizes),), math.nan, dtype=torch.float64)
-    squares_at_once(in_pieces(gradients), sums)
-    again = torch.zeros_like(sums)
-    squares_at_once(in_pieces(gradients), again)
-    assert torch.equal(sums, again)
+    n = sizes[0]
+    of_first = [part for part in (range(n // 3), range(n // 3, n // 2), range(n // 2, n)) if len(part)]
+    return gradients, [of_first, *([range(n)] for n in sizes[1:])]
+
+
+@given(gradients_drawn)
+@settings(deadline=None, max_examples=25, derandomize=True)
+def test_sums_made_at_once_are_those_of_the_host(drawn):
+    gradients, cuts = cut_gradients(*drawn)
+    sums = torch.full((len(gradients),), math.nan, dtype=torch.float64)
+    pieces = [[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)]
+    squares_at_once(pieces, sums, plain_squares, plain_sums)
+    assert sums.tolist() == [sum_of_squares(g, None, of) for g, of in zip(gradients, cuts, strict=True)]
     for found, gradient in zip(sums.tolist(), gradients, strict=True):
-        assert found == pytest.approx(sum_of_squares(gradient), rel=1e-5)  # vector_norm on a CPU adds one after the other
-        assert found == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-5)
+        assert found == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-6)
 
 
-def test_sums_made_at_once_keep_values_that_are_not_finite():
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@given(gradients_drawn)
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_a_gpu_sums_squares_to_the_hosts_bits(drawn):
+    gradients, cuts = cut_gradients(*drawn)
+    sums = torch.full((len(gradients),), math.nan, dtype=torch.float64, device="cuda")
+    squares_on_device([g.cuda() for g in gradients], cuts, sums)
+    assert sums.tolist() == [sum_of_squares(g, None, of) for g, of in zip(gradients, cuts, strict=True)]
+
+
+def test_sums_keep_values_that_are_not_finite():
     for bad, at in product([math.inf, -math.inf, math.nan, 1e38], [0, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS]):
         gradient = torch.ones(2 * CHUNK_ELEMENTS + 3)
         gradient[at] = bad
-        sums = torch.empty(2, dtype=torch.float64)
-        squares_at_once(in_pieces([gradient, torch.ones(3)]), sums)
-        assert not math.isfinite(sums[0])
         assert not math.isfinite(sum_of_squares(gradient))
-        assert sums[1] == 3.0
-
-
-def test_sums_made_at_once_wait_for_nothing_and_copy_nothing():
-    gradients = [torch.ones(n, dtype=torch.bfloat16) for n in SIZES]
-    sums = torch.empty(len(SIZES), dtype=torch.float64)
-    with Traffic() as traffic:
-        squares_at_once([[gradient] for gradient in gradients], sums)
-    assert sums.tolist() == [float(n) for n in SIZES]
-    assert not {"_local_scalar_dense", "_to_copy"} & traffic.calls.keys()
+    assert [sum_of_squares(torch.ones(n, dtype=torch.bfloat16)) for n in SIZES] == [float(n) for n in SIZES]

@@ -28,7 +28,7 @@ class Cache(TorchDispatchMode):
     def __init__(self, n_bytes: int, scratch: Scratch) -> None:
         super().__init__()
         self.n_bytes, self.read_bytes, self.written_bytes = n_bytes, 0, 0
-        self._scratch = {getattr(scratch, name).untyped_storage().data_ptr() for name in ("wide", "bits", "gradient", "rounded")}
+        self._scratch = {getattr(scratch, name).untyped_storage().data_ptr() for name in ("wide", "bits", "gradient", "rounded", "lanes")}
         self._lines: OrderedDict[tuple[int, int], tuple[bool, bool]] = OrderedDict()  # (address, bytes) to (dirty, of scratch)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -121,7 +121,7 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied, monkeypatch):
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
-    scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
+    scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded, own.lanes)]
     known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | {
         slab.data_ptr() for slab in machine.arenas.slabs.values()
     }
