@@ -28,6 +28,7 @@ class Truth:
     norm_fractions: tuple[float, float] = (0.8, 0.4)  # of that, forward and backward
     eager_fraction: float = 0.6
     load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock and watts while it works
+    made_s: float = 1.2  # that the first run of a shape by cuDNN takes besides
     kernel_s: float = 4e-6
     copy_latency_s: float = 8e-6
     pinned: dict[str, float] = field(default_factory=lambda: {"h2d": 55e9, "d2h": 57e9})
@@ -71,6 +72,7 @@ class FakeGpu(Device):
         self.used_bytes = truth.bare_context_bytes
         self.is_loaded = False
         self.company: list[Work] = []
+        self.made = set[str]()
 
     def facts(self) -> Facts:
         t = self.truth
@@ -113,7 +115,9 @@ class FakeGpu(Device):
         if ready.work.lane is Lane.GPU and not self.is_loaded:
             self.is_loaded = True
             self.used_bytes += self.truth.kernels_bytes
-        seconds = n * self.seconds(ready.work) * max(0.5, 1 + self.random.gauss(0, self.truth.noise_fraction))
+        made_s = self.truth.made_s * ("cudnn" in ready.work.name and ready.work.name not in self.made)
+        self.made.add(ready.work.name)
+        seconds = made_s + n * self.seconds(ready.work) * max(0.5, 1 + self.random.gauss(0, self.truth.noise_fraction))
         if ready.work.lane is Lane.CPU:
             return Run(seconds)
         self.worked_s += seconds * (ready.work.lane is Lane.GPU)

@@ -5,7 +5,7 @@ memory counts reads and writes. On a machine of kind `cpu` the device's memory i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, assert_never
 
@@ -93,9 +93,9 @@ class CostModel:
 
     profile: Profile
     clipped: bool = False
-    longer_outside: float = 1.0  # factor of the seconds of what lies outside
+    longer_outside: Mapping[str, float] = field(default_factory=dict)  # factors of the seconds of what lies outside, by its name
     capacity: dict[Resource, float] = field(init=False)
-    outside: set[str] = field(default_factory=set)
+    outside: dict[str, tuple[float, float] | None] = field(default_factory=dict)  # of products, m and width
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
     _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Demand] = field(default_factory=dict)
@@ -330,8 +330,9 @@ class CostModel:
             rate, sustained = self.profile.matmul_rate(dtype, matmul.m, matmul.k, matmul.n), self.profile.device.sustained_fraction
             self._matmul_s[key] = matmul.flop / (rate.value * (1.0 if sustained is None else sustained.value))
             if not rate.inside_measured:
-                self.outside.add(f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})")
-                self._matmul_s[key] *= self.longer_outside
+                name = f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})"
+                self.outside[name] = matmul.m, math.sqrt(matmul.k * matmul.n)
+                self._matmul_s[key] *= self.longer_outside.get(name, 1.0)
         return self._matmul_s[key]
 
     def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
@@ -346,8 +347,9 @@ class CostModel:
             fraction = self.profile.deterministic_fraction(measured, dtype) if ordered else 1.0
             self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * fraction)
             if not rate.inside_measured:
-                self.outside.add(f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}")
-                self._attention_s[key] *= self.longer_outside
+                name = f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}"
+                self.outside[name] = None
+                self._attention_s[key] *= self.longer_outside.get(name, 1.0)
         return self._attention_s[key]
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from hwprofiles.curves import interpolated, rows_of
+from hwprofiles.curves import along, interpolated, rows_of
 from hwprofiles.laws import ProductLaw
 from hwprofiles.schema import Profile
 from planner.lower.sheet import Outline
@@ -45,9 +45,13 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     if n_draws is None:
         n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, ops.n_simulated)))  # fewer for plans of many ops
     assert n_draws > 0, "an interval needs a draw"
-    simulator, off, steps_s = Simulator(ops), off_by(profile, plan.semantics.compute_dtype), list[float]()
+    nearest = CostModel(profile)
+    nearest.demands_of(plan, ops)
+    off = {name: off_by(profile, plan.semantics.compute_dtype, of) for name, of in nearest.outside.items()}
+    simulator, steps_s = Simulator(ops), list[float]()
     for deviations in _deviations(n_draws, seed):
-        drawn, longer = _drawn(profile, deviations), off ** (deviations[None] / P10_P90_DEVIATIONS)
+        drawn = _drawn(profile, deviations)
+        longer = {name: factor ** (deviations[None] / P10_P90_DEVIATIONS) for name, factor in off.items()}
         demands = CostModel(drawn, longer_outside=longer).demands_of(plan, ops)
         steps_s.append(simulator.run(demands, region_of(drawn), MAX_STEPS).step_s)
     steps_s.sort()
@@ -55,18 +59,21 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
 
 
-def off_by(profile: Profile, dtype: Dtype) -> float:
-    """The largest factor by which a nearest point of products is off: at an edge of the grid, if the grid ended before it, or of a
-    law, between an end of what it was fitted to and half or twice that."""
+def off_by(profile: Profile, dtype: Dtype, outside: tuple[float, float] | None) -> float:
+    """The largest factor by which nearest points of products are off: at an edge of the grid, if the grid ended before it, or of a
+    law, between an end of what it was fitted to and half or twice that. `outside`: m and width of the product asked for, which
+    looks at the edges that it is beyond, where it is nearest. None: all of all edges."""
     products, off = profile.device.matmul[dtype], [0.0]
     if isinstance(products, ProductLaw):
         ms, widths = ({low, 2 * low, high // 2, high} for low, high in (products.m, products.width))
         points = [(float(m), float(w), profile.matmul_rate(dtype, m, w, w).value) for m in ms for w in widths]
     else:
         points = [(float(p.m), math.sqrt(p.k * p.n), p.flop_per_s.value) for p in products]
-    for rows in (rows_of(points), rows_of((width, m, rate) for m, width, rate in points)):
-        for rest, (x, edge) in ((rows[1:], rows[0]), (rows[:-1], rows[-1])):
-            off += [abs(math.log(interpolated(rest, x, y).value / rate)) for y, rate in edge if rest]
+    for axis, rows in enumerate((rows_of(points), rows_of((width, m, rate) for m, width, rate in points))):
+        for sign, rest, (x, edge) in ((-1, rows[1:], rows[0]), (1, rows[:-1], rows[-1])):
+            if rest and (outside is None or sign * outside[axis] > sign * x):
+                ys = [y for y, _ in edge] if outside is None else [outside[1 - axis]]
+                off += [abs(math.log(interpolated(rest, x, y).value / along(edge, y))) for y in ys]
     return math.exp(max(off))
 
 

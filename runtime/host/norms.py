@@ -100,6 +100,7 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Callable[
     """What squares and adds up each chunk there, and what adds those up. PlanError for a GPU that does not give the host's bits."""
     names = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
     defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
+    found: object = None
     try:
         with torch.cuda.device(device):
             made = torch.cuda._compile_kernel(defined + SOURCE, "squares"), torch.cuda._compile_kernel(SOURCE_OF_SUMS, "sums")

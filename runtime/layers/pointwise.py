@@ -101,7 +101,7 @@ class _OneKernel:
         key = tuple((x.shape, x.stride()) for x in inputs)
         if key not in self._refused:
             try:
-                return self._compiled(*(x.new_empty(0).set_(x) for x in inputs))
+                return self._compiled(*(x.new_empty(0).set_(x) for x in inputs))  # type: ignore[call-overload]
             except Exception as error:
                 if type(error).__name__ != "FailOnRecompileLimitHit":  # to import its class takes a second
                     raise

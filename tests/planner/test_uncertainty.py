@@ -102,8 +102,10 @@ def gridded(lowest, highest):
 def test_what_lies_outside_of_the_measured_is_off_by_what_an_edge_of_the_grid_is_and_the_step_stays():
     plan, _ = small_plan()
     inside, outside = gridded(1, 2**20), gridded(64, 256)
-    assert off_by(inside, "bf16") == off_by(outside, "bf16") == pytest.approx(2)
-    assert off_by(MADE_UP, "bf16") == 1  # a single point says nothing of others
+    assert off_by(inside, "bf16", None) == off_by(outside, "bf16", None) == pytest.approx(2)
+    assert off_by(outside, "bf16", (32, 64)) == off_by(outside, "bf16", (512, 64)) == pytest.approx(2)
+    assert off_by(outside, "bf16", (128, 512)) == 1  # another width has the same rates
+    assert off_by(MADE_UP, "bf16", None) == 1  # a single point says nothing of others
     assert width_s(interval(plan, inside, MANY)) == 0
     found = interval(plan, outside, MANY)
     assert found.p50_step_s == pytest.approx(predicted(plan, outside).step_s, rel=1e-9)
@@ -113,7 +115,7 @@ def test_what_lies_outside_of_the_measured_is_off_by_what_an_edge_of_the_grid_is
 
 @pytest.mark.parametrize("machine", ["h100-sxm", "cpu-2core"])
 def test_beyond_a_shipped_grid_or_law_a_product_may_be_off_by_more_than_a_tenth(machine):
-    assert 1.1 < off_by(read_profile(machine), "bf16") < 3
+    assert 1.1 < off_by(read_profile(machine), "bf16", None) < 3
 
 
 @pytest.mark.soak

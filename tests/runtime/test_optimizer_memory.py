@@ -28,7 +28,8 @@ class Cache(TorchDispatchMode):
     def __init__(self, n_bytes: int, scratch: Scratch) -> None:
         super().__init__()
         self.n_bytes, self.read_bytes, self.written_bytes = n_bytes, 0, 0
-        self._scratch = {getattr(scratch, name).untyped_storage().data_ptr() for name in ("wide", "bits", "gradient", "rounded", "lanes")}
+        names = ("wide", "bits", "gradient", "rounded", "lanes")
+        self._scratch = {getattr(scratch, name).untyped_storage().data_ptr() for name in names}
         self._lines: OrderedDict[tuple[int, int], tuple[bool, bool]] = OrderedDict()  # (address, bytes) to (dirty, of scratch)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
