@@ -35,19 +35,19 @@ class Stage:
 
 STAGES = (
     Stage("facts", 1, 20, "facts:facts"),
-    Stage("smoke", 1, 70, "smoke:smoke"),
-    Stage("resumed", 1, 90, "commands:resumed", ("datasets",)),
+    Stage("smoke", 1, 130, "smoke:smoke"),
+    Stage("resumed", 1, 110, "commands:resumed", ("datasets",)),
     Stage("probe", 1, 90, "commands:probe"),
-    Stage("tests", 1, 180, "commands:tests", ("pytest", "hypothesis")),
-    Stage("kernels", 1, 100, "kernels:kernels"),
+    Stage("tests", 1, 190, "commands:tests", ("pytest", "hypothesis")),
+    Stage("kernels", 3, 80, "kernels:kernels"),
     Stage("batch-16", 2, 150, "training:planned"),
-    Stage("eight-layers", 2, 120, "training:planned"),
+    Stage("eight-layers", 2, 110, "training:planned"),
     Stage("fsdp2", 2, 120, "others:fsdp2"),
     Stage("megatrain", 2, 120, "others:megatrain", is_given="megatrain"),
     Stage("host", 3, 60, "host:host"),
     Stage("batch-4", 3, 110, "training:planned"),
     Stage("batch-64", 3, 170, "training:planned"),
-    Stage("zero3", 3, 170, "others:zero3", ("deepspeed",)),
+    Stage("zero3", 3, 120, "others:zero3", ("deepspeed",)),
 )
 PAGE = Stage("page", 0, 10, "page:page")  # after the others of any call, every time
 CALLS = {"first": 1, "second": 2, "third": 3}

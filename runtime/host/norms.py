@@ -6,6 +6,7 @@ order, so that who squares a gradient changes no bit.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -49,61 +50,20 @@ def sum_of_squares(
 
 # -- on a device ------------------------------------------------------------------------------------------------------
 
-THREADS = 256  # of a block, which sums up a chunk: each adds what is at its place in 256 rows of a chunk
-MOST_ELEMENTS = 2**30  # of one call: its kernels count in 32 bits
-SOURCE = """
-__device__ float square(float x) { return __fmul_rn(x, x); }
-__device__ float square(unsigned short bits) { return square(__uint_as_float((unsigned)bits << 16)); }
-
-template <int N> __device__ float halved(float* x) {
-    #pragma unroll
-    for (int half = N / 2; half > 0; half /= 2)
-        #pragma unroll
-        for (int i = 0; i < half; i++) x[i] = __fadd_rn(x[i], x[i + half]);
-    return x[0];
-}
-
-extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* of_chunks) {
-    int start = blockIdx.x * CHUNK, n = min(n_elements - start, CHUNK);
-    float rows[16], every_16th[16];
-    #pragma unroll
-    for (int row = 0; row < 16; row++) {
-        #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            int at = (row + 16 * i) * blockDim.x + threadIdx.x;
-            every_16th[i] = at < n ? square(x[start + at]) : 0.0f;
-        }
-        rows[row] = halved<16>(every_16th);
-    }
-    __shared__ float lanes[THREADS];
-    lanes[threadIdx.x] = halved<16>(rows);
-    for (int half = THREADS / 2; half > 0; half /= 2) {
-        __syncthreads();
-        if (threadIdx.x < half) lanes[threadIdx.x] = __fadd_rn(lanes[threadIdx.x], lanes[threadIdx.x + half]);
-    }
-    if (threadIdx.x == 0) of_chunks[blockIdx.x] = lanes[0];
-}
-"""
-SOURCE_OF_SUMS = """
-extern "C" __global__ void sums(const float* of_chunks, int n_chunks, double* out) {
-    double total = 0.0;
-    #pragma unroll 16
-    for (int i = 0; i < n_chunks; i++) total = __dadd_rn(total, (double)of_chunks[(long long)blockIdx.x * n_chunks + i]);
-    out[blockIdx.x] = total;
-}
-"""
+THREADS = 256  # of a block of the kernel that sums up a chunk
+MOST_ELEMENTS = 2**30  # of one call: kernels count in 32 bits
+SOURCE = Path(__file__).with_name("squares.cu").read_text(encoding="utf-8")
 ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float"}
 
 
 @lru_cache(maxsize=8)
 def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
     """What squares and adds up each chunk there, and what adds those up. PlanError for a GPU that does not give the host's bits."""
-    names = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
-    defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
+    defined = f"#define ELEMENT {ELEMENT[dtype]}\n#define CHUNK {CHUNK_ELEMENTS}\n#define THREADS {THREADS}\n{SOURCE}"
     found: object = None
     try:
         with torch.cuda.device(device):
-            made = torch.cuda._compile_kernel(defined + SOURCE, "squares"), torch.cuda._compile_kernel(SOURCE_OF_SUMS, "sums")
+            made = torch.cuda._compile_kernel(defined, "squares"), torch.cuda._compile_kernel(defined, "sums")
         drawn = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
         out = torch.zeros(1, dtype=torch.float64, device=device)
         squares_at_once([[drawn.to(device)]], out, *made)

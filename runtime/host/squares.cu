@@ -1,0 +1,47 @@
+// Sums of squares of a flat gradient in the order of `chunks.squares_of_chunks`, so that they have its bits.
+//
+// The caller defines ELEMENT (float, or unsigned short for the bits of bf16), CHUNK (a power of two) and THREADS (CHUNK is
+// THREADS squared). A chunk is a matrix of THREADS by THREADS, row after row; its second half of rows is added to the first,
+// and so on; then that of columns.
+
+__device__ float square(float x) { return __fmul_rn(x, x); }
+__device__ float square(unsigned short bits) { return square(__uint_as_float((unsigned)bits << 16)); }
+
+template <int N> __device__ float halved(float* x) {
+    #pragma unroll
+    for (int half = N / 2; half > 0; half /= 2)
+        #pragma unroll
+        for (int i = 0; i < half; i++) x[i] = __fadd_rn(x[i], x[i + half]);
+    return x[0];
+}
+
+// Of each chunk, by one block of THREADS: a thread adds up a column, and the block the columns.
+extern "C" __global__ void squares(const ELEMENT* x, int n_elements, float* of_chunks) {
+    const int apart = THREADS / 16;
+    int start = blockIdx.x * CHUNK, n = min(n_elements - start, CHUNK);
+    float some[apart], of_some[16];
+    #pragma unroll
+    for (int row = 0; row < apart; row++) {
+        #pragma unroll
+        for (int i = 0; i < 16; i++) {
+            int at = (row + apart * i) * THREADS + threadIdx.x;
+            of_some[i] = at < n ? square(x[start + at]) : 0.0f;
+        }
+        some[row] = halved<16>(of_some);
+    }
+    __shared__ float columns[THREADS];
+    columns[threadIdx.x] = halved<apart>(some);
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) columns[threadIdx.x] = __fadd_rn(columns[threadIdx.x], columns[threadIdx.x + half]);
+    }
+    if (threadIdx.x == 0) of_chunks[blockIdx.x] = columns[0];
+}
+
+// Of each gradient, by a thread: its chunks, a row of `of_chunks`, one after the other.
+extern "C" __global__ void sums(const float* of_chunks, int n_chunks, double* out) {
+    double total = 0.0;
+    #pragma unroll 16
+    for (int i = 0; i < n_chunks; i++) total = __dadd_rn(total, (double)of_chunks[(long long)blockIdx.x * n_chunks + i]);
+    out[blockIdx.x] = total;
+}
