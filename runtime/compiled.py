@@ -20,9 +20,9 @@ def compiled(function: F) -> F:
     if not IS_COMPILED:
         return function
     try:
-        return cast(F, numba.njit(cache=True)(function))
+        return cast(F, numba.njit(cache=True, nogil=True)(function))
     except RuntimeError:  # no folder to keep it in
-        return cast(F, numba.njit(function))
+        return cast(F, numba.njit(nogil=True)(function))
 
 
 def integers(values: Any) -> Any:

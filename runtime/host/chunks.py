@@ -9,15 +9,17 @@ A byte outside of the scratch memory is read once and, if it changes, written on
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+
+from runtime.compiled import compiled
 
 CHUNK_ELEMENTS = 65_536  # of the norm's definition: a power of two
 UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # the optimizer's unit. Smaller, the calls would cost more; larger, its scratch leaves a cache
 
 TASK_CHUNKS = 16  # that a thread takes at a time: about a millisecond, far above a hand-over, and short enough to share evenly
-LANES = 256  # that squares of a chunk are first summed up to
 
 # An optimizer's arithmetic on a chunk, in place: the fp32 master, the gradient and each moment, each in a list of its own, as
 # torch's fused kernels take them; the hyperparameters; how many updates there were with this one. Callers make the lists: of lists
@@ -37,7 +39,6 @@ class Scratch:
 
         self.wide, self.gradient = empty(torch.float32), empty(torch.float32)  # a master, and a gradient
         self.bits, self.rounded = empty(torch.int32), empty(torch.bfloat16)
-        self.lanes = torch.zeros(TASK_CHUNKS, LANES, device=device)  # of chunks' squares
 
 
 def scripted(function: _F) -> _F:
@@ -182,35 +183,55 @@ def update_loop(kernel: Kernel) -> UpdateLoop:
 
 
 def squares_of_chunks(
-    start: int,
-    end: int,
-    chunk: int,
-    parts: list[torch.Tensor],
-    rounded: torch.Tensor | None,
-    scratch: torch.Tensor,
-    lanes: torch.Tensor,
+    start: int, end: int, chunk: int, parts: list[torch.Tensor], rounded: torch.Tensor | None, scratch: torch.Tensor
 ) -> list[float]:
     """fp32 sum of squares of each chunk of elements start .. end - 1, in an order that any processor can keep: the second half of
     the places in a whole chunk is added to the first, and so on, until one is left. A chunk is a power of two of them."""
-    n_lanes = lanes.shape[1]  # what is left of each chunk, halved further all at once
-    n_chunks = (end - start + chunk - 1) // chunk
-    lanes = lanes.narrow(0, 0, n_chunks).zero_()
-    for i in range(n_chunks):
-        n = min(chunk, end - start - i * chunk)
-        gradient = widened(parts, start + i * chunk, n, scratch, rounded, None)
+    sums: list[float] = []
+    for at in range(start, end, chunk):
+        gradient = widened(parts, at, min(chunk, end - at), scratch, rounded, None)
         gradient.mul_(gradient)
-        half = chunk // 2
-        while half >= n_lanes:
+        n, half = gradient.numel(), chunk // 2
+        while half > 0:
             if n > half:
                 gradient.narrow(0, 0, n - half).add_(gradient.narrow(0, half, n - half))
                 n = half
             half = half // 2
-        lanes[i].narrow(0, 0, n).copy_(gradient.narrow(0, 0, n))
-    while n_lanes > 1:
-        n_lanes = n_lanes // 2
-        lanes.narrow(1, 0, n_lanes).add_(lanes.narrow(1, n_lanes, n_lanes))
-    sums: list[float] = lanes.narrow(1, 0, 1).flatten().tolist()
+        sums.append(float(gradient[0]))
     return sums
+
+
+@compiled
+def add_to(sums: Any, others: Any) -> None:
+    """Arrays."""
+    for i in range(others.size):
+        sums[i] = sums[i] + others[i]
+
+
+@compiled
+def squares_of_words(words: Any, others: Any, rounds: bool, chunk: int, bits: Any, wide: Any, sums: Any) -> None:
+    """The same in machine code, some times as fast: of an array of a gradient's bits, to which `others` are added, if there are
+    any, in fp32; rounded to bf16, if it `rounds`. `bits` and `wide` are one scratch memory."""
+    for i in range(sums.size):
+        own, half = words[i * chunk : (i + 1) * chunk], chunk // 2
+        n = own.size
+        if words.itemsize == 2:
+            for j in range(n):
+                bits[j] = np.int32(own[j]) << 16
+        else:
+            bits[:n] = own
+        add_to(wide[:n], others[i * chunk : (i + 1) * chunk])
+        for j in range(n if rounds else 0):
+            if wide[j] == wide[j]:  # a NaN stays what it is
+                bits[j] = (bits[j] + 0x7FFF + ((bits[j] >> 16) & 1)) & -0x10000
+        for j in range(n):
+            wide[j] = wide[j] * wide[j]
+        while half > 0:
+            if n > half:
+                add_to(wide[: n - half], wide[half:n])
+                n = half
+            half //= 2
+        sums[i] = wide[0]
 
 
 def add_chunks(

@@ -20,8 +20,10 @@ from planner.search.frames import Frames
 from planner.search.relax import Relaxation
 from planner.search.space import Family, family_of
 from runtime.errors import PlanError
-from runtime.host.chunks import CHUNK_ELEMENTS
+from runtime.host import norms
+from runtime.host.chunks import CHUNK_ELEMENTS, squares_of_chunks
 from runtime.host.norms import THREADS, added, squares_at_once, squares_on_device, sum_of_squares
+from runtime.host.optimizer import SummedGradient
 from runtime.plan import Lane, Policy, Semantics, Update
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
@@ -180,6 +182,21 @@ def cut_gradients(sizes, dtype, seed):
 
 @given(gradients_drawn)
 @settings(deadline=None, max_examples=25, derandomize=True)
+def test_machine_code_torchscript_and_the_interpreter_add_in_one_order(drawn):
+    gradients, cuts = cut_gradients(*drawn)
+    for gradient, of in zip(gradients, cuts, strict=True):
+        found = set()
+        with pytest.MonkeyPatch.context() as patch:
+            for fields in ({}, {"IS_COMPILED": False}, {"run_squares": squares_of_chunks}):
+                for name, value in fields.items():
+                    patch.setattr(norms, name, value)
+                found.add(sum_of_squares(gradient, None, of))
+        plain = [halved(chunk.float().square())[0] for cut in of for chunk in gradient[cut.start : cut.stop].split(CHUNK_ELEMENTS)]
+        assert found == {added(map(float, plain))}
+
+
+@given(gradients_drawn)
+@settings(deadline=None, max_examples=25, derandomize=True)
 def test_sums_made_at_once_are_those_of_the_host(drawn):
     gradients, cuts = cut_gradients(*drawn)
     sums = torch.full((len(gradients),), math.nan, dtype=torch.float64)
@@ -205,5 +222,6 @@ def test_sums_keep_values_that_are_not_finite():
     for bad, at in product([math.inf, -math.inf, math.nan, 1e38], [0, CHUNK_ELEMENTS, 2 * CHUNK_ELEMENTS]):
         gradient = torch.ones(2 * CHUNK_ELEMENTS + 3)
         gradient[at] = bad
-        assert not math.isfinite(sum_of_squares(gradient))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not math.isfinite(sum_of_squares(SummedGradient((gradient,), dtype)))
     assert [sum_of_squares(torch.ones(n, dtype=torch.bfloat16)) for n in SIZES] == [float(n) for n in SIZES]

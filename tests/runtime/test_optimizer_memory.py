@@ -28,7 +28,7 @@ class Cache(TorchDispatchMode):
     def __init__(self, n_bytes: int, scratch: Scratch) -> None:
         super().__init__()
         self.n_bytes, self.read_bytes, self.written_bytes = n_bytes, 0, 0
-        names = ("wide", "bits", "gradient", "rounded", "lanes")
+        names = ("wide", "bits", "gradient", "rounded")
         self._scratch = {getattr(scratch, name).untyped_storage().data_ptr() for name in names}
         self._lines: OrderedDict[tuple[int, int], tuple[bool, bool]] = OrderedDict()  # (address, bytes) to (dirty, of scratch)
 
@@ -84,6 +84,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
 def interpreted(monkeypatch):
     """Loops run by the interpreter, whose calls are seen."""
     monkeypatch.setattr(optimizer, "host_loop", lambda: chunks.update_loop(adamw.fused))
+    monkeypatch.setattr(norms, "IS_COMPILED", False)
     monkeypatch.setattr(norms, "run_squares", chunks.squares_of_chunks)
     monkeypatch.setattr(chunks, "run_add", chunks.add_chunks)
 
@@ -122,7 +123,7 @@ def test_the_hosts_lane_allocates_next_to_nothing(tied, monkeypatch):
     policy = Policy(update=Update.DEFERRED, speculate_blocks=(0, 2))
     plan = plan_of(tiny_config("llama", tie_word_embeddings=tied), semantics_of("llama"), policy)
     machine = trained(plan, n_steps=1)
-    scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded, own.lanes)]
+    scratch = [t for own in machine._workers._own for t in (own.wide, own.bits, own.gradient, own.rounded)]
     known = {tensor.untyped_storage().data_ptr() for tensor in scratch} | {
         slab.data_ptr() for slab in machine.arenas.slabs.values()
     }
