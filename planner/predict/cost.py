@@ -16,7 +16,6 @@ from planner.lower.arenas import SQUARE_BYTES
 from planner.lower.sheet import Outline
 from planner.lower.waits import NONE
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
-from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier, Workload
@@ -52,10 +51,9 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
-def device_update_bytes_per_param(plan: Setup) -> int:
+def device_update_bytes(plan: Setup) -> int:
     """Traffic in the device's memory of the optimizer there, per parameter."""
-    of = plan.semantics
-    return of.optimizer.device_update_bytes(of.compute_dtype, of.master_dtype, of.gradient_dtype)
+    return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.semantics.gradient_dtype)
 
 
 def backward_matmuls(m: Matmul) -> int:
@@ -168,7 +166,8 @@ class CostModel:
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                return self._compute(self.update_on_device_s(plan, block), block.n_trained * device_update_bytes_per_param(plan))
+                n_bytes = block.n_trained * device_update_bytes(plan)
+                return self._compute(self.update_on_device_s(plan, block), n_bytes)
             case Kind.OFFLOAD_GRADIENT:
                 n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
@@ -466,8 +465,7 @@ class CostModel:
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
         """Seconds in which the device updates a block's state."""
-        n_kernels = plan.semantics.optimizer.device_kernels * sum(-(-p.n_elements // DEVICE_UPDATE_ELEMENTS) for p in block.trained)
-        return self.moving_s(block.n_trained * device_update_bytes_per_param(plan), n_kernels)
+        return self.moving_s(block.n_trained * device_update_bytes(plan), len(block.trained))
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with

@@ -32,13 +32,10 @@ _F = TypeVar("_F", bound=Callable[..., object])
 class Scratch:
     """Memory of one thread for one chunk, allocated once: an allocation per chunk would be page faults."""
 
-    def __init__(self, n_elements: int = UPDATE_ELEMENTS, device: torch.device | None = None) -> None:
-        def empty(dtype: torch.dtype) -> torch.Tensor:
-            made = torch.empty(n_elements, dtype=dtype, device=device)
-            return made if made.is_cuda else made.zero_()  # so that its pages are there
-
-        self.wide, self.gradient = empty(torch.float32), empty(torch.float32)  # a master, and a gradient
-        self.bits, self.rounded = empty(torch.int32), empty(torch.bfloat16)
+    def __init__(self, n_elements: int = UPDATE_ELEMENTS) -> None:
+        """Of zeros, so that its pages are there."""
+        self.wide, self.gradient = torch.zeros(n_elements), torch.zeros(n_elements)  # a master, and a gradient
+        self.bits, self.rounded = torch.zeros(n_elements, dtype=torch.int32), torch.zeros(n_elements, dtype=torch.bfloat16)
 
 
 def scripted(function: _F) -> _F:
@@ -77,9 +74,7 @@ def halves() -> list[torch.Tensor]:
 
 
 def nan_of(wide: torch.Tensor) -> torch.Tensor | None:
-    """Where there are NaN; on the host None if there are none, which a finite sum proves. A device is asked for no number."""
-    if wide.is_cuda:
-        return wide != wide
+    """Where there are NaN; None if there are none, which a finite sum proves."""
     total = float(wide.sum())
     return wide != wide if total - total != 0.0 else None
 

@@ -6,7 +6,7 @@ order, so that who squares a gradient changes no bit.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from runtime.ranks import Ranks
 from runtime.units import on_one_line
 
 from .chunks import CHUNK_ELEMENTS, Scratch, run_squares, squares_of_words
+from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from .optimizer import SummedGradient, summed, tasks_of
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -61,23 +62,17 @@ def sum_of_squares(
 
 # -- on a device ------------------------------------------------------------------------------------------------------
 
-THREADS = 256  # of a block of the kernel that sums up a chunk
-MOST_ELEMENTS = 2**30  # of one call: kernels count in 32 bits
-SOURCE = Path(__file__).with_name("squares.cu").read_text(encoding="utf-8")
-ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float"}
-
 
 @lru_cache(maxsize=8)
-def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Callable[..., None], Callable[..., None]]:
+def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, Kernel]:
     """What squares and adds up each chunk there, and what adds those up. PlanError for a GPU that does not give the host's bits."""
-    defined = f"#define ELEMENT {ELEMENT[dtype]}\n#define CHUNK {CHUNK_ELEMENTS}\n#define THREADS {THREADS}\n{SOURCE}"
+    defined: dict[str, Any] = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
     found: object = None
     try:
-        with torch.cuda.device(device):
-            made = torch.cuda._compile_kernel(defined, "squares"), torch.cuda._compile_kernel(defined, "sums")
+        squares, sums = (compiled_kernel("squares.cu", name, device, **defined) for name in ("squares", "sums"))
         drawn = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
         out = torch.zeros(1, dtype=torch.float64, device=device)
-        squares_at_once([[drawn.to(device)]], out, *made)
+        squares_at_once([[drawn.to(device)]], out, squares, sums)
         found = out.item()
     except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
         found = on_one_line(str(error), 120)
@@ -86,7 +81,7 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Callable[
             f"{device.type} does not sum squares to the host's bits here ({found}); plan with --policy FILE, a policy without "
             "square_on_device and with empty device_blocks"
         )
-    return made
+    return squares, sums
 
 
 def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence[range]], out: torch.Tensor) -> None:
@@ -99,9 +94,7 @@ def squares_on_device(gradients: Sequence[torch.Tensor], cuts: Sequence[Sequence
         squares_at_once(pieces, out, *squares_kernels(out.device, gradients[0].dtype))
 
 
-def squares_at_once(
-    gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, squares: Callable[..., None], sums: Callable[..., None]
-) -> None:
+def squares_at_once(gradients: Sequence[Sequence[torch.Tensor]], out: torch.Tensor, squares: Kernel, sums: Kernel) -> None:
     """A kernel for each piece of a tensor, and two for all. Scratch memory is four bytes a chunk of elements."""
     parts = [[part for piece in pieces for part in piece.split(MOST_ELEMENTS)] for pieces in gradients]
     n_chunks = [[-(-part.numel() // CHUNK_ELEMENTS) for part in of] for of in parts]

@@ -6,17 +6,21 @@ whole. A task is some chunks of one parameter, and needs nothing but a thread's 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TypeVar
 
 import torch
 
-from runtime.plan.optimizer import DEVICE_UPDATE_ELEMENTS, Hyperparameters
+from runtime.errors import PlanError
+from runtime.plan.optimizer import AdamW, Hyperparameters
 
 from . import adamw, chunks
 from .chunks import Scratch, UpdateLoop
+from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
+PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
+MOST_BLOCKS = 2**14  # of a kernel, whose threads go on to more elements
 
 T = TypeVar("T")
 Task = Callable[[Scratch], None]
@@ -161,8 +165,59 @@ class Step:
         loop = host_loop()
         return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
 
-    def on_device(self, loop: UpdateLoop) -> None:
-        """All of it by a device, or by a processor in its place, with scratch memory that goes when it is done."""
-        device, n_elements = self.gradient.parts[0].device, self.gradient.numel()
-        chunk = min(chunks.UPDATE_ELEMENTS if device.type == "cpu" else DEVICE_UPDATE_ELEMENTS, n_elements)
-        self.run(loop, 0, n_elements, chunk, Scratch(chunk, device))
+    def on_device(self, kernel: Kernel | None) -> None:
+        """All of it by a device's kernel; without one by a processor in its place, on this thread."""
+        (gradient,), of, n_elements = self.gradient.parts, self.to.master, self.gradient.numel()
+        if kernel is None:
+            chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
+            return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk))
+        by = [self.factor, *adamw.factors(self.settings.numbers, self.n_updates)]
+        tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *self.to.moments, gradient]
+        for parts in zip(*(tensor.split(MOST_ELEMENTS) for tensor in tensors), strict=True):
+            n = parts[0].numel()
+            kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *by])
+        return None
+
+
+# -- a device ---------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def device_kernel(device: torch.device, weight: torch.dtype, is_split: bool, gradient: torch.dtype) -> Kernel | None:
+    """What updates there; None: a processor does it. PlanError for a GPU that does not give the host's bits."""
+    if device.type == "cpu":
+        return None
+    try:
+        kernel = compiled_kernel(
+            "adamw.cu", "update", device, WEIGHT=ELEMENT[weight], GRADIENT=ELEMENT[gradient], IS_SPLIT=int(is_split)
+        )
+        if gives_the_hosts_bits(kernel, device, weight, is_split, gradient):
+            return kernel
+    except (AttributeError, OSError, RuntimeError):  # whatever a compiler makes of its machine
+        pass
+    raise PlanError(
+        f"AdamW on {device.type} does not give the host's bits here; plan with --policy FILE, a policy with empty device_blocks"
+    )
+
+
+def gives_the_hosts_bits(kernel: Kernel, device: torch.device, weight: torch.dtype, is_split: bool, gradient: torch.dtype) -> bool:
+    """Whether a device's kernel does, on numbers of every size."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(spread: int) -> torch.Tensor:
+        exponents = torch.randint(-spread, spread, (PROBE_ELEMENTS,), generator=generator)
+        return torch.randn(PROBE_ELEMENTS, generator=generator) * 10.0**exponents
+
+    for settings in (AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)):
+        remainder = torch.zeros(PROBE_ELEMENTS, dtype=torch.int16) if is_split else None
+        host = ParamState(Master(torch.zeros(PROBE_ELEMENTS, dtype=weight), remainder), (drawn(6), drawn(6).square()))
+        host.master.put(slice(None), drawn(2))
+        of_weight, *of_others = (tensor.clone().to(device) for tensor in host.tensors)
+        there = ParamState(Master(of_weight, of_others[0] if is_split else None), tuple(of_others[-2:]))
+        for n_updates, factor in ((1, 1.0), (2, 0.37), (1000, 1.0)):
+            given = drawn(8).to(gradient)
+            Step(host, summed(given), factor, n_updates, settings).on_device(None)
+            Step(there, summed(given.to(device)), factor, n_updates, settings).on_device(kernel)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip(there.tensors, host.tensors, strict=True)):
+            return False
+    return True

@@ -14,12 +14,11 @@ from runtime.plan import Kind, Op, Plan, Slot, Update
 from runtime.plan.optimizer import Hyperparameters
 from runtime.plan.workload import Parameter
 
-from . import adamw
-from .chunks import Scratch, update_loop
+from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE, Arenas
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import Step, SummedGradient, Task, add_tasks, summed
+from .optimizer import Step, SummedGradient, Task, add_tasks, device_kernel, summed
 from .workers import Workers
 
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block
@@ -48,7 +47,12 @@ class Updates:
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
-        self._device_loop = update_loop(adamw.on_device(device)) if plan.policy.device_blocks else None
+        self._device_kernel = None
+        if plan.policy.device_blocks:
+            block = plan.policy.device_blocks[0]
+            of = state.param_state(state.owned[block][0]).master
+            gradient = DTYPE[plan.gradient_dtype(block)]
+            self._device_kernel = device_kernel(device, of.weight.dtype, of.remainder is not None, gradient)
         if plan.squared and device.type != "cpu":
             squares_kernels(device, DTYPE[plan.semantics.gradient_dtype])
         blocks = plan.workload.blocks
@@ -219,13 +223,12 @@ class Updates:
 
     def update_on_device(self, op: Op, step: int) -> None:
         """The device updates the state that it holds, by the gradient that is still there."""
-        assert self._device_loop is not None
         with self.changing(op.block, step, self._alone):
             if (factor := self.factor(step)) is None:
                 return
             for settings, run in self._runs(op.block, self.settings(step)):
                 gradient, to = summed(self._on_device(op, *run)), self.state.param_state(*run)
-                Step(to, gradient, factor, self.state.n_updates, settings).on_device(self._device_loop)
+                Step(to, gradient, factor, self.state.n_updates, settings).on_device(self._device_kernel)
 
     def _runs(self, block: int, settings: Hyperparameters) -> Iterator[tuple[Hyperparameters, list[Parameter]]]:
         """The block's parameters, those together that follow each other and are updated alike: adapters are many, and small."""

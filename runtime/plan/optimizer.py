@@ -14,7 +14,6 @@ Above0 = Annotated[float, Field(gt=0, le=1e6)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # no name of a file holds a NUL
 STORED_BYTES = ITEM_BYTES | {"int16": 2}  # the remainder of a split master is int16
-DEVICE_UPDATE_ELEMENTS = 2**24  # that a GPU updates at a time: fewer, and launching its kernels would take longer than they do
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Optimizer:
     # A device updates to the host's bits what has a multiple of this number of elements: the host's kernel computes the rest, which
     # fills no vector register, in another sequence
     device_multiple: int = 1
-    device_kernels: int = 20  # that a GPU launches for each DEVICE_UPDATE_ELEMENTS that it updates
 
     @property
     def moment_bytes(self) -> int:
@@ -37,29 +35,9 @@ class Optimizer:
         return ITEM_BYTES[master] + self.moment_bytes
 
     def update_bytes(self, master: Dtype, gradient: Dtype) -> int:
-        """Host memory traffic of an update per parameter: master and moments are read and written, the gradient is read. Of AdamW
-        with an fp32 master and bf16 gradients 26 bytes: 2 x (4 + 8) + 2."""
+        """Memory traffic of an update per parameter, on host or device: master and moments are read and written, the gradient is
+        read. Of AdamW with an fp32 master and bf16 gradients 26 bytes: 2 x (4 + 8) + 2."""
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
-
-    def device_update_bytes(self, compute: Dtype, master: Dtype, gradient: Dtype) -> int:
-        """Traffic in a device's memory of an update there, per parameter: the gradient is widened and scaled, the master joined or
-        widened; one kernel reads master, gradient and moments and makes all but the gradient anew, which is then put in place; the
-        master is rounded and cut. Counted in full, though much of it stays in a cache."""
-        fp32 = ITEM_BYTES["fp32"]
-        widened = ITEM_BYTES[gradient] + fp32 + 2 * fp32
-        stepped = fp32 + 4 * (fp32 + self.moment_bytes)
-        if compute == "fp32":
-            return widened + stepped
-        joined = 2 * (2 + fp32) + 3 * fp32 if master == "fp32" else 2 + fp32
-        # NaN looked for, the remainder taken, half a unit added, shifted, masked, stored
-        cut = (fp32 + 1) + (fp32 + 2) + 2 * 2 * fp32 + (2 * fp32 + 1) + (fp32 + 2)
-        return widened + stepped + joined + cut
-
-    @property
-    def device_scratch_bytes(self) -> int:
-        """Device memory that an update takes while it runs: the gradient, the joined master and its bits, what the kernel makes and
-        one more, in fp32; and a mask."""
-        return ((5 + len(self.moments)) * ITEM_BYTES["fp32"] + 1) * DEVICE_UPDATE_ELEMENTS
 
 
 ADAMW = Optimizer({"exp_avg": "fp32", "exp_avg_sq": "fp32"}, device_multiple=8)

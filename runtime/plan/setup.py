@@ -326,12 +326,11 @@ class Setup:
 
     @property
     def other_transient_bytes(self) -> int:
-        """The same without layers: embedding, head, an update, unpacking. Where the host sums micro-batches, the device has no sum
+        """The same without layers: embedding, head, unpacking. Where the host sums micro-batches, the device has no sum
         of the head's earlier ones."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
-        updated = self.semantics.optimizer.device_scratch_bytes if self.policy.device_blocks else 0
         unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
-        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), updated, unpacked)
+        return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), unpacked)
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
         """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is

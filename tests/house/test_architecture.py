@@ -55,7 +55,7 @@ MOST_KINDS = 22  # of op; three of them are what several ranks do together, one 
 # Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 of `planner/model`.
 # Above the budgets: runtime by the split of any model around its layers, and what files hold of layers though it is no weight;
 # penstock by names of files that transformers converts; tests by every type of transformers; planner by what users met.
-MOST_LINES = {"runtime": 8_488, "planner": 8_825, "hwprofiles": 2_213, "penstock": 7_614, "tests": 25_480}
+MOST_LINES = {"runtime": 8_452, "planner": 8_823, "hwprofiles": 2_213, "penstock": 7_614, "tests": 25_525}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -101,7 +101,7 @@ HOME = {
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search/relax.py"),
-        *("planner/show/memory.py", "runtime/compiled.py"),
+        *("planner/show/memory.py", "runtime/compiled.py", "runtime/host/chunks.py", "runtime/host/norms.py"),
     },
 }
 

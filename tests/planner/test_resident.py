@@ -119,7 +119,6 @@ def test_a_plan_slower_than_resident_training_says_so_first():
     assert step_s > 2 * kept_s
     assert advice(kept_s, step_s) in " ".join(" ".join(words.splitlines()[:10]).split())
     assert f"\nresident        {kept_s * 1e3:.4g} ms " in words
-    assert kept_s < said["certificate"]["machine_bound_s"], "a bound of updates on the host"
 
 
 @pytest.mark.fast("some")

@@ -22,11 +22,13 @@ from planner.search.space import Family, family_of
 from runtime.errors import PlanError
 from runtime.host import norms
 from runtime.host.chunks import CHUNK_ELEMENTS, squares_of_chunks
-from runtime.host.norms import THREADS, added, squares_at_once, squares_on_device, sum_of_squares
+from runtime.host.device_kernels import ELEMENT, THREADS
+from runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
 from runtime.host.optimizer import SummedGradient
 from runtime.plan import Lane, Policy, Semantics, Update
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
 from tests.reference import halved
@@ -152,20 +154,6 @@ def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
 SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 77]
 
 
-def plain_squares(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
-    """What the device's kernel of that name does."""
-    x, n, of_chunks = args
-    assert block == (THREADS, 1, 1)
-    assert (x.numel(), -(-n // CHUNK_ELEMENTS)) == (n, grid[0])
-    of_chunks[: grid[0]] = torch.stack([halved(chunk.float().square())[0] for chunk in x.split(CHUNK_ELEMENTS)])
-
-
-def plain_sums(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
-    of_chunks, n_chunks, out = args
-    assert (grid[0], of_chunks.shape) == (len(out), (len(out), n_chunks))
-    out.copy_(torch.tensor([added(row) for row in of_chunks.tolist()], dtype=torch.float64))
-
-
 gradients_drawn = st.tuples(
     st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 9)
 )
@@ -195,13 +183,15 @@ def test_machine_code_torchscript_and_the_interpreter_add_in_one_order(drawn):
         assert found == {added(map(float, plain))}
 
 
-@given(gradients_drawn)
-@settings(deadline=None, max_examples=25, derandomize=True)
-def test_sums_made_at_once_are_those_of_the_host(drawn):
-    gradients, cuts = cut_gradients(*drawn)
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernels_of_a_gpu_give_the_hosts_bits_in_cpp_too(dtype, tmp_path):
+    defined = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
+    kernels = [in_cpp(tmp_path, "squares.cu", name, **defined) for name in ("squares", "sums")]
+    gradients, cuts = cut_gradients(SIZES[::-1], dtype, 6)
     sums = torch.full((len(gradients),), math.nan, dtype=torch.float64)
     pieces = [[g[cut.start : cut.stop] for cut in of] for g, of in zip(gradients, cuts, strict=True)]
-    squares_at_once(pieces, sums, plain_squares, plain_sums)
+    squares_at_once(pieces, sums, *kernels)
     assert sums.tolist() == [sum_of_squares(g, None, of) for g, of in zip(gradients, cuts, strict=True)]
     for found, gradient in zip(sums.tolist(), gradients, strict=True):
         assert found == pytest.approx(float((gradient.double() ** 2).sum()), rel=1e-6)

@@ -1,18 +1,15 @@
 """Masters and moments that stay on the device: they are updated there to the host's bits."""
 
-from ctypes import CDLL, c_float, c_long, c_void_p
 from dataclasses import replace
-from shutil import which
-from subprocess import run
 
 import pytest
 import torch
 
-from runtime.host.adamw import PROBE_ELEMENTS, SOURCE, gives_the_hosts_bits, in_one_call, on_device
-from runtime.host.chunks import Scratch, update_loop
-from runtime.host.optimizer import Step, summed
+from runtime.host.device_kernels import ELEMENT
+from runtime.host.optimizer import PROBE_ELEMENTS, Step, gives_the_hosts_bits, summed
 from runtime.plan import Kind, Policy, Update
 from runtime.plan.optimizer import AdamW
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.tiny import tiny_config
 from tests.training import differences, semantics_of, streamed
 from tests.updating import update_
@@ -37,51 +34,29 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
     assert differences(machine) == []
 
 
-ROUNDING = """
-#include <cmath>
-static float __fmaf_rn(float a, float b, float c) { return FUSED ? std::fma(a, b, c) : a * b + c; }
-static float __fmul_rn(float a, float b) { return a * b; }
-static float __fadd_rn(float a, float b) { return a + b; }
-static float __fsub_rn(float a, float b) { return a - b; }
-static float __fdiv_rn(float a, float b) { return a / b; }
-static float __fsqrt_rn(float a) { return std::sqrt(a); }
-"""
-LOOP = """
-extern "C" void update(long n, float* m, const float* g, float* a, float* s, const float* by) {
-    for (long i = 0; i < n; i++)
-        adamw<float>(m[i], g[i], a[i], s[i], by[0], by[1], by[2], by[3], by[4], by[5], by[6], m[i], a[i], s[i]);
-}
-"""
-
-
-@pytest.mark.skipif(which("g++") is None, reason="no compiler")
-@pytest.mark.parametrize("fused", [1, 0])
-def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(fused: int, tmp_path) -> None:
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: bool, tmp_path) -> None:
     """And not if its multiply-adds round twice."""
-    (tmp_path / "adamw.cpp").write_text(ROUNDING + SOURCE + LOOP)
-    library = tmp_path / "adamw.so"
-    flags = ["-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-DFUSED={fused}"]
-    run(["g++", *flags, tmp_path / "adamw.cpp", "-o", library], check=True)
-    update = CDLL(library).update
+    weight, gradient = (torch.float32, torch.float32) if kind == "fp32" else (torch.bfloat16, torch.bfloat16)
+    defined = {"WEIGHT": ELEMENT[weight], "GRADIENT": ELEMENT[gradient], "IS_SPLIT": int(kind == "split")}
+    update = in_cpp(tmp_path, "adamw.cu", "update", fused, **defined)
 
-    def updated(*tensors: torch.Tensor, **by: float) -> list[torch.Tensor]:
-        made = [tensor.clone() for tensor in tensors]
-        update(c_long(len(made[0])), *(c_void_p(tensor.data_ptr()) for tensor in made), (c_float * len(by))(*by.values()))
-        return [made[0], *made[2:]]
+    def by_two_threads(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
+        update((2,), (2,), args)
 
-    assert gives_the_hosts_bits(in_one_call(updated), CPU) == bool(fused)
+    assert gives_the_hosts_bits(by_two_threads, CPU, weight, kind == "split", gradient) == fused
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_of_every_sort_are_updated_as_on_the_host(kind: str, factor: float) -> None:
-    """Chunks of another length than the host's, and one that is cut off."""
     host, settings = random_state(kind, PROBE_ELEMENTS, seed=0), AdamW(lr=1e-2, weight_decay=0.1)
     device = copied(host)
     gradient = torch.randn(PROBE_ELEMENTS, generator=torch.Generator().manual_seed(1))
     gradient = gradient.to(torch.float32 if kind == "fp32" else torch.bfloat16)
     for n_updates in (1, 2):
         update_(host, gradient, factor, n_updates, settings)
-        step = Step(device, summed(gradient), factor, n_updates, settings)
-        step.run(update_loop(on_device(CPU)), 0, PROBE_ELEMENTS, 1000, Scratch(1000))
+        Step(device, summed(gradient), factor, n_updates, settings).on_device(None)
     assert all(torch.equal(a, b) for a, b in zip(host.tensors, device.tensors, strict=True))

@@ -1,0 +1,23 @@
+"""CUDA kernels of our own, compiled where they run. Whoever uses one first holds it to the host's bits there."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float"}  # as kernels read them: by their bits
+THREADS = 256  # of a block
+MOST_ELEMENTS = 2**30  # of one call: kernels count in 32 bits
+
+Kernel = Callable[[tuple[int, int, int], tuple[int, int, int], list[Any]], None]  # of a grid, a block, and arguments
+
+
+@lru_cache(maxsize=32)
+def compiled_kernel(file: str, name: str, device: torch.device, **defined: str | int) -> Kernel:
+    """A kernel of a file beside this one; RuntimeError, OSError or AttributeError where it cannot be made."""
+    head = "".join(f"#define {key} {value}\n" for key, value in defined.items())
+    with torch.cuda.device(device):
+        source = head + Path(__file__).with_name(file).read_text(encoding="utf-8")
+        return torch.cuda._compile_kernel(source, name)  # type: ignore[no-any-return]
