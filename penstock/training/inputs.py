@@ -1,6 +1,5 @@
 """What a run reads: its model and the weights it begins with, data, held-out data and prompts."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from penstock.settings import RunSettings
 from planner.model.config import download
 from planner.model.workload import read_model
 from runtime.errors import CheckpointError, DataError, PlanError
+from runtime.files import cache_folder
 from runtime.host.slabs import give_back_freed
 from runtime.layers.documents import supports_documents
 from runtime.layers.meta_models import difference
@@ -152,9 +152,8 @@ def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bo
 
 def tokens_folder(run: Path) -> Path:
     """The folder in which all runs of a user keep tokens; that of this run where it cannot be written."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        shared = Path(os.environ.get("PENSTOCK_CACHE") or f"{caches}/penstock").expanduser() / TOKENS_FOLDER
+        shared = cache_folder() / TOKENS_FOLDER
         shared.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=shared):
             return shared

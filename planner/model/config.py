@@ -19,7 +19,8 @@ from runtime.files import read_whole
 from runtime.plan.packed import Base, published_as
 from runtime.plan.workload import Model
 
-from .outline import evaluated
+from . import kept
+from .outline import at_size
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
 MAX_DIMENSION = 2**31 - 1
@@ -140,17 +141,15 @@ def _read_path(file: Path) -> Model:
 def supported_attention(model: Model) -> tuple[str, ...]:
     """Attention implementations transformers lets this model run with, the better one first."""
     key = key_of(model)
-    if (name := _shipped_as(key)) is not None:
-        return tuple(_shipped_outlines(name)["attention"])
-    return _recorder().supported_attention(key)  # type: ignore[no-any-return]
+    known = _known(key, "sdpa") or _known(key, "eager")
+    return tuple(known["attention"]) if known else _recorder().supported_attention(key)
 
 
 def outlines(model: Model, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
     """The outlines of a model for a micro-batch of that size. WorkloadError for a model that cannot be cut into layers."""
     key = key_of(model)
-    if (name := _shipped_as(key)) is not None and (found := _shipped_at(name, attention, n_sequences, seq_len)) is not None:
-        return found
-    return _recorder().outlines(key, attention, n_sequences, seq_len)  # type: ignore[no-any-return]
+    found = _at_size(key, attention, n_sequences, seq_len)
+    return _recorder().outlines(key, attention, n_sequences, seq_len) if found is None else found
 
 
 def refuse_another(model: Model, n_layers: int) -> None:
@@ -168,13 +167,16 @@ def _shipped_as(key: str) -> str | None:
 
 
 @lru_cache(maxsize=256)
-def _shipped_at(name: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
-    """A shipped model's outlines at a size, if they are of that attention."""
-    for of in _shipped_outlines(name)["outlines"]:
-        fewest, most = of["sequences"]
-        if of["attention"] == attention and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
-            return evaluated(of["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
-    return None
+def _known(key: str, attention: str) -> dict[str, Any] | None:
+    """What is shipped of a configuration (JSON), or was kept by an earlier process."""
+    name = _shipped_as(key)
+    return kept.read(key, attention) if name is None else _shipped_outlines(name)
+
+
+@lru_cache(maxsize=256)
+def _at_size(key: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+    known = _known(key, attention)
+    return None if known is None else at_size(known, attention, n_sequences, seq_len)
 
 
 def essence_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,15 @@ def evaluated(tree: Any, n_sequences: int, seq_len: int) -> Any:
     return [evaluated(each, n_sequences, seq_len) for each in tree] if isinstance(tree, list) else tree
 
 
+def at_size(found: Mapping[str, Any], attention: str, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+    """Outlines at a size, of those that are shipped or kept, if there are any of that attention."""
+    for of in found["outlines"]:
+        fewest, most = of["sequences"]
+        if of["attention"] == attention and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
+            return evaluated(of["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
+    return None
+
+
 def monomials(n_sequences: int, seq_len: int) -> list[int]:
     return [b * t for b in (1, n_sequences) for t in (1, seq_len, seq_len**2)]
 

@@ -10,7 +10,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -31,14 +31,16 @@ from runtime.layers.split import Call as LayerCall
 from runtime.layers.split import Split
 from runtime.plan import Semantics
 
-from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, Made, evaluated, monomials
+from . import kept
+from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, Made, at_size, evaluated, monomials
 
 EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call it
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 MOST_RECORDED = 2  # sequences; larger micro-batches follow
-LONGEST_RECORDED = 2048  # tokens of a sequence; what is known of longer ones follows, if it can
+LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
 LONGEST_MASK = 16_384  # tokens of a sequence whose masks are made in earnest for that
 STEP = 16
+ANY = 2**31 - 1
 
 
 class _Functions(TorchFunctionMode):
@@ -314,8 +316,11 @@ def _watched(config: str) -> Iterator[None]:
 
 def outlines(config: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
     """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
-    if seq_len > LONGEST_RECORDED and (longer := _by_size(config, attention, min(n_sequences, 2), seq_len)) is not None:
-        return evaluated(longer, n_sequences, seq_len)  # type: ignore[no-any-return]
+    if (
+        seq_len > LONGEST_RECORDED
+        and (found := at_size(polynomials(config, attention), attention, n_sequences, seq_len)) is not None
+    ):
+        return found
     if n_sequences > MOST_RECORDED and (found := _by_sequences(config, attention, seq_len)) is not None:
         return evaluated(found, n_sequences, seq_len)  # type: ignore[no-any-return]
     return _recorded(config, attention, n_sequences, seq_len)
@@ -329,20 +334,36 @@ def window_of(config: dict[str, Any]) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def _by_size(config: str, attention: str, n_least: int, seq_len: int) -> dict[str, Any] | None:
-    """Outlines of long sequences, whose masks would take their square, of shorter ones; of one sequence, or of several."""
-    window = window_of(json.loads(config))
-    shortest = STEP if window is None or seq_len < window else window + STEP
-    lengths = [shortest + STEP * i for i in range(4)]
-    numbers = (1,) if n_least == 1 else (2, 3)
-    if lengths[-1] > min(seq_len, LONGEST_MASK):
-        return None
+def polynomials(config: str, attention: str) -> dict[str, Any]:
+    """Outlines of any size: one for sequences below the window of attention, one from there on, where layers have a window; none
+    where sizes are no polynomials. They are kept for other processes."""
+    window, found = window_of(json.loads(config)), list[dict[str, Any]]()
+    regimes = [(1, ANY, STEP)] if window is None else [(1, window - 1, STEP), (window, ANY, window + STEP)]
+    for first, last, shortest in regimes if window is None or window <= LONGEST_MASK else regimes[:1]:
+        about = {"attention": attention, "from": first, "to": last}
+        with suppress(ValueError):
+            found += [about | one for one in _of_lengths(config, attention, shortest)]
+    whole = {"attention": list(supported_attention(config)), "outlines": found}
+    kept.write(config, attention, whole)
+    return whole
+
+
+def _of_lengths(config: str, attention: str, shortest: int) -> list[dict[str, Any]]:
+    """For any number of sequences; of a single one apart, where that is computed otherwise."""
     try:
-        found = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths[:3]})
+        return [{"sequences": [1, ANY], "tree": _polynomial(config, attention, shortest, [1, 2], 3)}]
     except ValueError:
-        return None
-    last = numbers[-1] + (n_least > 1)
-    return found if evaluated(found, last, lengths[3]) == _recorded(config, attention, last, lengths[3]) else None
+        one, more = (_polynomial(config, attention, shortest, *of) for of in (([1], 1), ([2, 3], 4)))
+        return [{"sequences": [1, 1], "tree": one}, {"sequences": [2, ANY], "tree": more}]
+
+
+def _polynomial(config: str, attention: str, shortest: int, numbers: list[int], last: int) -> dict[str, Any]:
+    """One tree for these numbers of sequences, held against another number and length; ValueError where there is none."""
+    lengths = [shortest + STEP * i for i in range(4)]
+    found: dict[str, Any] = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths[:3]})
+    if evaluated(found, last, lengths[3]) != _recorded(config, attention, last, lengths[3]):
+        raise ValueError("sizes are no polynomials")
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -1,20 +1,21 @@
 """Outlines: those that are shipped are what transformers' modules do, and what is played is what was recorded."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from planner.model import record
+from planner.model import config, kept, record, workload
 from planner.model.config import essence_of, outlines, shipped_model, shipped_models
 from planner.model.outline import evaluated, monomials
 from planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from runtime.errors import WorkloadError
 from runtime.layers.kernels import is_gated, turns_whole
 from runtime.plan import Semantics
-from runtime.plan.workload import Model
+from runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
 from tests.outlines import FOLDER
 from tests.tiny import tiny_config
@@ -35,6 +36,34 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
     assert found == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
     with pytest.raises(pytest.fail.Exception):
         build_workload(Model(config | {"rms_norm_eps": 1e-5}), Semantics(64, 2, 1))
+
+
+def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unless what records it, or the file, is another."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    model, sizes = Model(tiny_config("gemma2", sliding_window=300, num_hidden_layers=3)), Semantics(512, 4, 2, attention="eager")
+    found = build_workload(model, sizes)
+    (file,) = (tmp_path / "outlines").iterdir()
+    whole = file.read_bytes()
+
+    def planned() -> Workload:
+        for kept_in_memory in (config._known, config._at_size, workload._built):
+            kept_in_memory.cache_clear()
+        return build_workload(model, sizes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "_recorder", lambda: pytest.fail("this asks for torch"))
+        assert planned() == found
+        for damaged in (b"", whole[:-9], b"[]", b'{"attention": ["sdpa"]}'):
+            file.write_bytes(damaged)
+            with pytest.raises(pytest.fail.Exception):
+                planned()
+        file.write_bytes(whole)
+        patch.setattr(kept, "_versions", lambda: ("2.99", "6.0", "other code"))
+        with pytest.raises(pytest.fail.Exception):
+            planned()
+    monkeypatch.setenv("PENSTOCK_CACHE", str(file))
+    assert planned() == found, "where nothing can be kept"
 
 
 @pytest.mark.fast("some")

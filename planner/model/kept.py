@@ -1,0 +1,47 @@
+"""Outlines that were recorded here, kept for the next process: of a configuration that is planned again torch is not asked again.
+
+A file for each configuration, attention, and the versions of all that recorded it, in the folder of caches (`cache_folder`).
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from runtime.files import cache_folder, read_whole, write_whole
+
+MAX_BYTES = 64 * 2**20
+_ROOMS = ("planner/model", "runtime/layers")
+
+
+def read(config: str, attention: str) -> dict[str, Any] | None:
+    """What was kept for a configuration (JSON): as the files of `planner/outlines`. None where nothing was, or it is damaged."""
+    with suppress(OSError, ValueError, PackageNotFoundError):
+        found = json.loads(read_whole(_file(config, attention), MAX_BYTES))
+        if isinstance(found, dict) and found.keys() == {"attention", "outlines"}:
+            return found
+    return None
+
+
+def write(config: str, attention: str, found: dict[str, Any]) -> None:
+    """Keep it, where that can be."""
+    with suppress(OSError):
+        path = _file(config, attention)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(found, separators=(",", ":")))
+
+
+def _file(config: str, attention: str) -> Path:
+    of = json.dumps([config, attention, *_versions()])
+    return cache_folder() / "outlines" / f"{hashlib.blake2b(of.encode(), digest_size=16).hexdigest()}.json"
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """Of torch and transformers, and the code that records, as a number."""
+    root = Path(__file__).parents[2]
+    code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
+    return version("torch"), version("transformers"), hashlib.blake2b(b"".join(code), digest_size=16).hexdigest()
