@@ -30,6 +30,7 @@ from runtime.plan.train import training
 from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
+from .caches import keep_outlines
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def plan(
     from planner.search.micro_batch import SIZES, shared_step, sizes_of
     from planner.search.search import search
 
+    keep_outlines()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
     profile = part_of(_profile(machine).with_memory(device_memory_bytes, host_memory_bytes), gpus, hosts, network_gbit)

@@ -25,12 +25,6 @@ def read_whole(path: Path, max_bytes: int) -> bytes:
         return content
 
 
-def cache_folder() -> Path:
-    """Where all processes of a user keep what can be made again. RuntimeError for one without a home."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("PENSTOCK_CACHE") or f"{caches}/penstock").expanduser()
-
-
 @contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
     """Within, no other process is within, with a lock of that name in the folder, which is made if it is missing."""

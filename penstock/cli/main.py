@@ -5,6 +5,7 @@ import logging
 
 import click
 
+from penstock.caches import keep_outlines
 from penstock.version import version_in_words
 
 from .one_line import OneLine
@@ -51,6 +52,8 @@ def cli(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
+    else:
+        keep_outlines()
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from penstock.caches import cache_folder
 from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
@@ -18,7 +19,6 @@ from penstock.settings import RunSettings
 from planner.model.config import download
 from planner.model.workload import read_model
 from runtime.errors import CheckpointError, DataError, PlanError
-from runtime.files import cache_folder
 from runtime.host.slabs import give_back_freed
 from runtime.layers.documents import supports_documents
 from runtime.layers.meta_models import difference

@@ -1,26 +1,29 @@
 """Outlines that were recorded here, kept for the next process: of a configuration that is planned again torch is not asked again.
 
-A file for each configuration, attention, and the versions of all that recorded it, in the folder of caches (`cache_folder`).
+A file for each configuration, attention, and the versions of all that recorded it, in a folder that the shell names.
 """
 
 import hashlib
 import json
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from runtime.files import cache_folder, read_whole, write_whole
+from runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
+folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: nothing is kept
 _ROOMS = ("planner/model", "runtime/layers")
 
 
 def read(config: str, attention: str) -> dict[str, Any] | None:
     """What was kept for a configuration (JSON): as the files of `planner/outlines`. None where nothing was, or it is damaged."""
     with suppress(OSError, ValueError, PackageNotFoundError):
-        found = json.loads(read_whole(_file(config, attention), MAX_BYTES))
+        path = _file(config, attention)
+        found = None if path is None else json.loads(read_whole(path, MAX_BYTES))
         if isinstance(found, dict) and found.keys() == {"attention", "outlines"}:
             return found
     return None
@@ -28,15 +31,19 @@ def read(config: str, attention: str) -> dict[str, Any] | None:
 
 def write(config: str, attention: str, found: dict[str, Any]) -> None:
     """Keep it, where that can be."""
+    path = _file(config, attention)
     with suppress(OSError):
-        path = _file(config, attention)
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found, separators=(",", ":")))
 
 
-def _file(config: str, attention: str) -> Path:
+def _file(config: str, attention: str) -> Path | None:
+    if (own := folder.get()) is None:
+        return None
     of = json.dumps([config, attention, *_versions()])
-    return cache_folder() / "outlines" / f"{hashlib.blake2b(of.encode(), digest_size=16).hexdigest()}.json"
+    return own / f"{hashlib.blake2b(of.encode(), digest_size=16).hexdigest()}.json"
 
 
 @cache

@@ -40,7 +40,7 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
 
 def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Unless what records it, or the file, is another."""
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    token = kept.folder.set(tmp_path / "outlines")
     model, sizes = Model(tiny_config("gemma2", sliding_window=300, num_hidden_layers=3)), Semantics(512, 4, 2, attention="eager")
     found = build_workload(model, sizes)
     (file,) = (tmp_path / "outlines").iterdir()
@@ -62,8 +62,10 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
         patch.setattr(kept, "_versions", lambda: ("2.99", "6.0", "other code"))
         with pytest.raises(pytest.fail.Exception):
             planned()
-    monkeypatch.setenv("PENSTOCK_CACHE", str(file))
-    assert planned() == found, "where nothing can be kept"
+    for nowhere in (file, None):
+        kept.folder.set(nowhere)
+        assert planned() == found
+    kept.folder.reset(token)
 
 
 @pytest.mark.fast("some")

@@ -1,0 +1,20 @@
+"""Where all processes of a user keep what can be made again: tokens, and outlines of models."""
+
+import os
+from pathlib import Path
+
+from planner.model import kept
+
+
+def cache_folder() -> Path:
+    """$PENSTOCK_CACHE, or ~/.cache/penstock. RuntimeError for a user without a home."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("PENSTOCK_CACHE") or f"{caches}/penstock").expanduser()
+
+
+def keep_outlines() -> None:
+    """Of models that are planned from here on, for other processes too."""
+    try:
+        kept.folder.set(cache_folder() / "outlines")
+    except RuntimeError:
+        kept.folder.set(None)
