@@ -15,8 +15,10 @@ from torch import Tensor
 
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
+from runtime.plan.packed import DEQUANTISED, published_as
 
 from .conversion import conversion_of
+from .dequantised import Dequantised
 from .tensor_files import Shapes, Shards
 
 MAX_JSON_BYTES = 256 * 2**20
@@ -64,12 +66,13 @@ def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tu
 
 
 def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in.
+    """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in; in bf16 what is in FP8 or
+    MXFP4 there.
 
     Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor
     that is missing, or of another shape, or of another dtype than other experts.
     """
-    stored = Shards(weight_files(folder))
+    stored = Dequantised(folder, Shards(weight_files(folder)))
 
     def read(name: str, outline: Tensor) -> Tensor:
         tensor = stored[name]
@@ -99,13 +102,16 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
         yield name, whole
 
 
-def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str]) -> None:
-    """CheckpointError for weights that mean nothing without scales; none is read. `names` are those of the module's parameters."""
+def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str], dequantises: bool = False) -> None:
+    """CheckpointError for weights that mean nothing without scales; none is read. `names` are those of the module's parameters;
+    `dequantises`: FP8 and MXFP4 are read as what they stand for."""
+    shards = Shards(weight_files(folder))
+    stored = Dequantised(folder, shards) if dequantises else shards
     for key in ("quantization_config", "compression_config"):
-        if config.get(key):
+        if config.get(key) and not (dequantises and published_as(config) in DEQUANTISED):
             method = config[key].get("quant_method", "") if isinstance(config[key], dict) else ""
             raise CheckpointError(f"{folder}: its config.json has a {key} ({str(method)[:40]}); {_UNREAD}")
-    for name, dtype in Shards(weight_files(folder)).dtypes():
+    for name, dtype in stored.dtypes():
         if re.fullmatch(r"[FIU][468](_.*)?", dtype) or (name not in names and _OF_QUANTISED.search(name)):
             raise CheckpointError(f"{folder}: {name[:200]} ({dtype}) belongs to quantised weights; {_UNREAD}")
 

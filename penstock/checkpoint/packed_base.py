@@ -106,7 +106,7 @@ def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, 
 def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
     """The format of a model's weights by its configuration; CheckpointError names a quantisation method that is not read."""
     base = published_as(config)
-    if base is None:
+    if base is None or base == "mxfp4":
         said = config.get("quantization_config") or config.get("compression_config")
         how = {key: said[key] for key in _METHOD if key in said} if isinstance(said, dict) else said
         raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(how)[:120]}, which is not read; {_IN_BF16}")

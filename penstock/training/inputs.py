@@ -62,7 +62,7 @@ def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: St
         raise PlanError(f"{where}; train random weights with --from-scratch, or name one with --model{download(plan.model)}")
     if plan.semantics.base == "bf16":  # else `packed_base.py` reads them
         names = {p.name for block in plan.workload.blocks for p in block.parameters}
-        refuse_quantised(folder, plan.model.config, names)
+        refuse_quantised(folder, plan.model.config, names, dequantises=True)
     return folder
 
 

@@ -12,11 +12,11 @@ from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from runtime.errors import WorkloadError
 from runtime.files import read_whole
-from runtime.plan.packed import Base, published_as
+from runtime.plan.packed import DEQUANTISED, Base, published_as
 from runtime.plan.workload import Model
 
 from . import kept
@@ -105,20 +105,22 @@ def hub_name(name: str | None) -> str | None:
 
 
 def unread_weights(model: Model, base: Base = "bf16") -> str | None:
-    """Why the weights that are published of a model will be refused, and what to do; None where nothing says so, or frozen weights
-    are to lie as they are published."""
+    """What becomes of weights that are published in few bits; None where nothing says so, or frozen weights are to lie as they are
+    published."""
     in_mxfp4 = model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()
-    published = None if in_mxfp4 else published_as(model.config)
+    published, of = (
+        "mxfp4" if in_mxfp4 else published_as(model.config),
+        f"the weights of {model.name or 'this model'} are published",
+    )
     if published in ("bf16", base):
         return None
+    if base == "bf16" and published in DEQUANTISED:
+        return f"{of} in {published.upper()}; `run` reads them, and saves its own, in bf16"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    stored = "in MXFP4 only" if in_mxfp4 else f"as {str(method or 'quantised')[:40]}"
-    beside = f"plan adapters beside them with --train lora --base {published}, or " if published is not None else ""
-    return (
-        f"the weights of {model.name or 'this model'} are published {stored}, which `run` does not read; {beside}make a bf16 copy "
-        "first, for MXFP4 by transformers' Mxfp4Config(dequantize=True) and save_pretrained"
-    )
+    beside = f"plan adapters beside them with --train lora --base {published}, or " if published in get_args(Base) else ""
+    stored = str(published or method or "quantised")[:40]
+    return f"{of} as {stored}, which `run` does not read with --base {base}; {beside}make a bf16 copy first"
 
 
 def download(model: Model) -> str:

@@ -36,10 +36,12 @@ UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # at most: a
 UNPACK_KERNELS: dict[Base, int] = {"nf4": 3, "int8": 2, "fp8": 2}
 UNPACK_BYTES_PER_ELEMENT: dict[Base, float] = {"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0}
 
+DEQUANTISED = ("fp8", "mxfp4")  # forms of published weights that are read as what they stand for, in bf16
+
 _PACKED = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
-def published_as(config: Mapping[str, object]) -> Base | None:
+def published_as(config: Mapping[str, object]) -> Base | Literal["mxfp4"] | None:
     """What a model's configuration (transformers' config.json) says that its weights are packed in: bf16 if it says nothing of it,
     None for what is not read."""
     match config.get("quantization_config") or config.get("compression_config"):
@@ -49,6 +51,8 @@ def published_as(config: Mapping[str, object]) -> Base | None:
             return "nf4"
         case {"quant_method": "fp8", "weight_block_size": [128, 128]}:  # FP8_BLOCK
             return "fp8"
+        case {"quant_method": "mxfp4"}:
+            return "mxfp4"
     return None
 
 

@@ -75,7 +75,10 @@ def test_the_same_question_gives_the_same_file(tmp_path, answered):
 
 
 def test_notes_name_what_a_model_lacks():
-    assert "in MXFP4 only, which `run` does not read" in invoke(*GPT_OSS, "--master", "bf16", "--policy", "megatrain").stderr
+    assert (
+        "in MXFP4; `run` reads them, and saves its own, in bf16"
+        in invoke(*GPT_OSS, "--master", "bf16", "--policy", "megatrain").stderr
+    )
     hub = invoke("plan", "Qwen/Qwen3-8B", *SMALL[2:])
     one_line(hub, 2, "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B", "the shipped qwen3-8b, which has no weights")
 
