@@ -18,7 +18,7 @@ from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE, Arenas
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import Step, SummedGradient, Task, add_tasks, device_kernel, summed
+from .optimizer import Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
 from .workers import Workers
 
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block
@@ -47,6 +47,7 @@ class Updates:
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
+        host_loop()  # compiled now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread
         self._device_kernel = None
         if plan.policy.device_blocks:
             block = plan.policy.device_blocks[0]
