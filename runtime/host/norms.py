@@ -22,6 +22,7 @@ from .chunks import CHUNK_ELEMENTS, Scratch, run_squares, squares_of_words
 from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from .optimizer import SummedGradient, summed, tasks_of
 
+COMPILED_ELEMENTS = 2**21  # of a gradient, from which on machine code is worth the 60 MB that its compiler takes
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -30,7 +31,8 @@ def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None)
 
     is_bf16 = gradient.parts[0].dtype is torch.bfloat16
     rounds = gradient.dtype is torch.bfloat16 and not is_bf16
-    words = gradient.parts[0].view(torch.int16 if is_bf16 else torch.int32).numpy() if IS_COMPILED else None
+    is_large = IS_COMPILED and gradient.numel() >= COMPILED_ELEMENTS
+    words = gradient.parts[0].view(torch.int16 if is_bf16 else torch.int32).numpy() if is_large else None
     others = gradient.parts[1].numpy() if len(gradient.parts) > 1 else np.empty(0, dtype=np.float32)
 
     def work(start: int, end: int, own: Scratch) -> list[float]:
