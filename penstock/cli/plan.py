@@ -14,7 +14,7 @@ from rich.console import Console
 from hwprofiles.schema import read_profile, shipped_profiles
 from penstock import api
 from penstock.run_config import PLAN_FLAGS
-from planner.model.config import WEIGHT_PATTERNS, download, hub_name, shipped_models, unread_weights
+from planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
 from runtime.errors import DoesNotFitError
 from runtime.files import read_whole
 from runtime.plan.workload import Model
@@ -120,7 +120,7 @@ def plan(
         print_plan(facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
-    for note in filter(None, (unread_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):
+    for note in filter(None, (note_on_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
         written = on_one_line(str(output))

@@ -104,14 +104,12 @@ def hub_name(name: str | None) -> str | None:
     return HUB_NAMES.get(name) or HUB_FAMILIES[family].format(size.upper())
 
 
-def unread_weights(model: Model, base: Base = "bf16") -> str | None:
+def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
     """What becomes of weights that are published in few bits; None where nothing says so, or frozen weights are to lie as they are
     published."""
     in_mxfp4 = model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()
-    published, of = (
-        "mxfp4" if in_mxfp4 else published_as(model.config),
-        f"the weights of {model.name or 'this model'} are published",
-    )
+    published = "mxfp4" if in_mxfp4 else published_as(model.config)
+    of = f"the weights of {model.name or 'this model'} are published"
     if published in ("bf16", base):
         return None
     if base == "bf16" and published in DEQUANTISED:

@@ -51,7 +51,7 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
-def device_update_bytes(plan: Setup) -> int:
+def device_update_bytes_per_param(plan: Setup) -> int:
     """Traffic in the device's memory of the optimizer there, per parameter."""
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.semantics.gradient_dtype)
 
@@ -166,7 +166,7 @@ class CostModel:
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                n_bytes = block.n_trained * device_update_bytes(plan)
+                n_bytes = block.n_trained * device_update_bytes_per_param(plan)
                 return self._compute(self.update_on_device_s(plan, block), n_bytes)
             case Kind.OFFLOAD_GRADIENT:
                 n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
@@ -465,7 +465,7 @@ class CostModel:
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
         """Seconds in which the device updates a block's state."""
-        return self.moving_s(block.n_trained * device_update_bytes(plan), len(block.trained))
+        return self.moving_s(block.n_trained * device_update_bytes_per_param(plan), len(block.trained))
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with

@@ -62,7 +62,7 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
 def off_by(profile: Profile, dtype: Dtype, outside: tuple[float, float] | None) -> float:
     """The largest factor by which nearest points of products are off: at an edge of the grid, if the grid ended before it, or of a
     law, between an end of what it was fitted to and half or twice that. `outside`: m and width of the product asked for, which
-    looks at the edges that it is beyond, where it is nearest. None: all of all edges."""
+    looks at the edges that it is beyond, where it is nearest. None, or beyond none (in a gap of the grid): all of all edges."""
     products, off = profile.device.matmul[dtype], [0.0]
     if isinstance(products, ProductLaw):
         ms, widths = ({low, 2 * low, high // 2, high} for low, high in (products.m, products.width))
@@ -74,7 +74,7 @@ def off_by(profile: Profile, dtype: Dtype, outside: tuple[float, float] | None) 
             if rest and (outside is None or sign * outside[axis] > sign * x):
                 ys = [y for y, _ in edge] if outside is None else [outside[1 - axis]]
                 off += [abs(math.log(interpolated(rest, x, y).value / along(edge, y))) for y in ys]
-    return math.exp(max(off))
+    return math.exp(max(off)) if outside is None or len(off) > 1 else off_by(profile, dtype, None)
 
 
 def _deviations(n_draws: int, seed: int) -> list[dict[Group | None, float]]:

@@ -105,6 +105,7 @@ def test_what_lies_outside_of_the_measured_is_off_by_what_an_edge_of_the_grid_is
     assert off_by(inside, "bf16", None) == off_by(outside, "bf16", None) == pytest.approx(2)
     assert off_by(outside, "bf16", (32, 64)) == off_by(outside, "bf16", (512, 64)) == pytest.approx(2)
     assert off_by(outside, "bf16", (128, 512)) == 1  # another width has the same rates
+    assert off_by(outside, "bf16", (128, 128)) == pytest.approx(2), "in a gap: as doubtful as the worst edge"
     assert off_by(MADE_UP, "bf16", None) == 1  # a single point says nothing of others
     assert width_s(interval(plan, inside, MANY)) == 0
     found = interval(plan, outside, MANY)

@@ -14,7 +14,7 @@ from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates, row_losses
 from runtime.errors import WorkloadError
 from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _AtOnce, rotary, use_kernels
-from runtime.layers.pointwise import compiled, probes, swiglu
+from runtime.layers.pointwise import _OneKernel, compiled, probes, swiglu
 from runtime.plan import Policy, saves
 from runtime.plan.workload import Model
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
@@ -79,6 +79,33 @@ def test_pointwise_kernels_change_no_bit_of_a_training(model_type: str, dtype: s
     machine = streamed(tiny_config(model_type), dataclasses.replace(eager, pointwise="fused"), policy)
     assert any(type(m).__name__ == "forward" or "forward" in vars(m) for m in machine.compute.templates.layers[0].modules())
     assert differences(machine, plain(model_type, eager)) == []
+
+
+def test_a_shape_that_no_compiler_takes_runs_as_it_is(monkeypatch) -> None:
+    """Asked once; what else fails is not passed over."""
+    asked = []
+
+    class FailOnRecompileLimitHit(Exception):
+        """As torch's is called."""
+
+    def compiles(function, **options):
+        def kernel(x):
+            asked.append(tuple(x.shape))
+            assert x._base is None, "a compiler would look at what a view is a view of"
+            if x.shape[0] > 2:
+                raise FailOnRecompileLimitHit if x.shape[0] == 3 else ValueError("another failure")
+            return function(x)
+
+        return kernel
+
+    monkeypatch.setattr(torch, "compile", compiles)
+    twice = _OneKernel(lambda x: 2 * x, {})
+    rows = torch.arange(12.0).view(4, 3)
+    for n in (2, 3, 3):
+        assert torch.equal(twice(rows[:n]), 2 * rows[:n])
+    assert asked == [(2, 3), (3, 3)]
+    with pytest.raises(ValueError, match="another failure"):
+        twice(rows)
 
 
 @pytest.mark.soak

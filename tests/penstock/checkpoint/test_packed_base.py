@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from penstock.checkpoint import disk
 from penstock.checkpoint import packed_base as cache_of
 from penstock.checkpoint.packed_base import packed_base, published_base
-from planner.model.config import unread_weights
+from planner.model.config import note_on_weights
 from runtime.layers.packed_weights import pack, unpack_into
 from runtime.plan.workload import Model
 
@@ -296,7 +296,7 @@ def test_other_methods_are_refused_by_name(folder, said, named):
     for key in ("quantization_config", "compression_config"):
         assert named in refused(partial(packed_base, folder, DENSE | {key: said}, SHAPES, "nf4", folder))
         for base in ("bf16", "nf4", "fp8"):
-            noted = unread_weights(Model(DENSE | {key: said}), base)
+            noted = note_on_weights(Model(DENSE | {key: said}), base)
             assert noted is not None, "a plan says so first, whatever it is for"
             assert "--train lora" not in noted
 
