@@ -40,6 +40,7 @@ MOST_RECORDED = 2  # sequences; larger micro-batches follow
 LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
 LONGEST_MASK = 16_384  # tokens of a sequence whose masks are made in earnest for that
 STEP = 16
+FAR = 4099  # tokens that polynomials are held against: no multiple of anything
 ANY = 2**31 - 1
 
 
@@ -342,26 +343,27 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
     for first, last, shortest in regimes if window is None or window <= LONGEST_MASK else regimes[:1]:
         about = {"attention": attention, "from": first, "to": last}
         with suppress(ValueError):
-            found += [about | one for one in _of_lengths(config, attention, shortest)]
+            found += [about | one for one in _of_lengths(config, attention, shortest, min(last, FAR))]
     whole = {"attention": list(supported_attention(config)), "outlines": found}
     kept.write(config, attention, whole)
     return whole
 
 
-def _of_lengths(config: str, attention: str, shortest: int) -> list[dict[str, Any]]:
+def _of_lengths(config: str, attention: str, shortest: int, far: int) -> list[dict[str, Any]]:
     """For any number of sequences; of a single one apart, where that is computed otherwise."""
     try:
-        return [{"sequences": [1, ANY], "tree": _polynomial(config, attention, shortest, [1, 2], 3)}]
+        return [{"sequences": [1, ANY], "tree": _polynomial(config, attention, shortest, far, [1, 2], 3)}]
     except ValueError:
-        one, more = (_polynomial(config, attention, shortest, *of) for of in (([1], 1), ([2, 3], 4)))
+        one, more = (_polynomial(config, attention, shortest, far, *of) for of in (([1], 1), ([2, 3], 4)))
         return [{"sequences": [1, 1], "tree": one}, {"sequences": [2, ANY], "tree": more}]
 
 
-def _polynomial(config: str, attention: str, shortest: int, numbers: list[int], last: int) -> dict[str, Any]:
-    """One tree for these numbers of sequences, held against another number and length; ValueError where there is none."""
-    lengths = [shortest + STEP * i for i in range(4)]
-    found: dict[str, Any] = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths[:3]})
-    if evaluated(found, last, lengths[3]) != _recorded(config, attention, last, lengths[3]):
+def _polynomial(config: str, attention: str, shortest: int, far: int, numbers: list[int], last: int) -> dict[str, Any]:
+    """One tree for these numbers of sequences, held against another number, and lengths near and far: linear attention loops over
+    parts of 64 tokens, and is a polynomial up to there. ValueError where there is none."""
+    lengths = [shortest + STEP * i for i in range(3)]
+    found: dict[str, Any] = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths})
+    if any(evaluated(found, last, t) != _recorded(config, attention, last, t) for t in (shortest + 3 * STEP, far)):
         raise ValueError("sizes are no polynomials")
     return found
 

@@ -86,7 +86,8 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
     with pytest.raises(ValueError, match="sizes have other"):
         record.fitted({size: record._recorded(key, "sdpa", *size) for size in sizes})
-    assert record.outlines(key, "sdpa", 5, 80) == record._recorded(key, "sdpa", 5, 80)
+    for n_sequences, seq_len in ((5, 80), (1, 300), (2, 520)):
+        assert record.outlines(key, "sdpa", n_sequences, seq_len) == record._recorded(key, "sdpa", n_sequences, seq_len)
 
 
 def test_polynomials_give_back_the_numbers_that_they_were_made_of() -> None:
