@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from math import log
+from itertools import groupby
+from math import inf, log
 from typing import Any
 
 from hwprofiles.schema import Profile
@@ -31,7 +32,7 @@ HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
 LEAST_STATE_BYTES = 10  # of a parameter, on host and device together: a bf16 weight and two fp32 moments, at least
 LEAST_FROZEN_BYTES = 0.5  # of one that is not trained: four bits
-N_ESTIMATED = 8  # sizes whose greedy plans are estimated, the largest micro-batches
+N_ESTIMATED = 4  # sizes whose greedy plans are estimated, the largest micro-batches; of 8 the lowest bound is oftener not the fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +100,37 @@ def fits(
     memory a host's."""
     models = [read_model(name) for name in reversed(families()[family])]
     found: list[Fit] = []
-    for whole, n_bytes in hosts(profiles, host_memories):
-        profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
-        fit = Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched)
-        fitting = ((model, fitting_sizes(model, _semantics(model, semantics), profile)) for model in models)
-        if largest := next(((model, sizes) for model, sizes in fitting if sizes), None):
-            model, sizes = largest
-            speed = tokens_per_s(model, sizes, profile, searched)
-            fit = replace(fit, model=model.name, n_params=sizes[0][1].n_params, tokens_per_s=speed)
-        found.append(fit)
-    return found
+    # Of a machine with less and less memory: what did not fit does not fit again, and the best plan is the best while it fits.
+    for _, of_machine in groupby(reversed([*hosts(profiles, host_memories)]), key=lambda host: host[0].name):
+        left, best, best_bytes = list(models), dict[str, Any](), inf
+        for whole, n_bytes in of_machine:
+            profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
+            if best_bytes > profile.host.memory_bytes.value:
+                while left and not (sizes := fitting_sizes(left[0], _semantics(left[0], semantics), profile)):
+                    best = {}
+                    left.pop(0)
+                if left:
+                    speed, best_bytes = speed_of(left[0], sizes, profile, searched)
+                    best = {"model": left[0].name, "n_params": sizes[0][1].n_params, "tokens_per_s": speed}
+            found.append(replace(Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched), **best))
+    return found[::-1]
 
 
-def tokens_per_s(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> float:
-    """The speed of a model that fits: of the plan that a search finds, or an estimate."""
+def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> tuple[float, int]:
+    """Tokens per second of a model that fits, and bytes of one rank's host: of the plan that a search finds, or of the greedy plan
+    with the lowest bound."""
     semantics = sizes[-1][0]
-    if not searched:
-        return semantics.tokens_per_step / estimated_s(model, sizes, profile)
-    found = candidate(model, profile, semantics).speed
-    assert found is not None, f"{model.name} fits {profile.name}"
-    return found.tokens_per_s
+    if searched:
+        best = candidate(model, profile, semantics).speed
+        assert best is not None, f"{model.name} fits {profile.name}"
+        return best.tokens_per_s, best.host_peak_bytes // semantics.ranks
+    trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
+    likely = [(of, policy) for of in trials[:N_ESTIMATED] for policy in Greedy(of.frames).policies()]
+    if not likely:  # so tight that only the leanest fit
+        lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in trials)
+        likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
+    of, policy = min(likely, key=lambda pair: pair[0].frames.bound_s(pair[1]))
+    return semantics.tokens_per_step / of.step_s(policy), of.frames.needs(policy).host_peak_bytes
 
 
 def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Sequence[Size]:
@@ -130,17 +142,6 @@ def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Seque
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
     leanest_first = reversed(sizes)  # the smallest micro-batch is the likeliest
     return sizes if any(needs.fits for of, workload in leanest_first for _, needs in leanest(model, workload, of, profile)) else []
-
-
-def estimated_s(model: Model, sizes: Sequence[Size], profile: Profile) -> float:
-    """About the seconds of a step, of a model that fits: that of the greedy plan with the lowest bound."""
-    trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
-    likely = [(of, policy) for of in trials[:N_ESTIMATED] for policy in Greedy(of.frames).policies()]
-    if not likely:  # so tight that only the leanest fit
-        lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in trials)
-        likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
-    of, policy = min(likely, key=lambda pair: pair[0].frames.bound_s(pair[1]))
-    return of.step_s(policy)
 
 
 def _semantics(model: Model, semantics: Semantics) -> Semantics:

@@ -11,7 +11,7 @@ from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
 from planner.search.micro_batch import sizes_of
 from planner.search.search import search
-from planner.show.fits import estimated_s, families, family_of, fits, fitting_sizes, hosts
+from planner.show.fits import families, family_of, fits, fitting_sizes, hosts, speed_of
 from runtime.errors import ProfileError
 from runtime.plan import Semantics
 from runtime.units import GB
@@ -47,6 +47,9 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
 
 def test_a_row_is_about_its_own_memory_whatever_others_are_asked_for():
     of = replace(SEMANTICS, seq_len=4096, batch_size=16)
+    sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest leaves room for another plan of the same model
+    rows = fits("x", [DESKTOP, SERVER], "llama", of, sizes, False)
+    assert rows == [fit for n in sizes for fit in fits("x", [DESKTOP, SERVER], "llama", of, (n,), False)]
     one, two = (fits("h100-sxm", [H100], "qwen3", of, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
     assert one[-1] == two[-1]
     assert two[0].model == two[1].model == "qwen3-8b"
@@ -76,9 +79,8 @@ def test_several_gpus_train_what_their_parts_hold_together(gpus, n_hosts):
 def test_an_estimate_is_within_some_per_cent_of_a_search():
     model = read_model("qwen3-0.6b")
     sizes = sizes_of(model, with_kernels(model, SEMANTICS, DESKTOP), DESKTOP)
-    assert estimated_s(model, fitting_sizes(model, SEMANTICS, DESKTOP), DESKTOP) == pytest.approx(
-        search(model, sizes, DESKTOP).step_s, rel=0.1
-    )
+    estimate, _ = speed_of(model, fitting_sizes(model, SEMANTICS, DESKTOP), DESKTOP, searched=False)
+    assert SEMANTICS.tokens_per_step / estimate == pytest.approx(search(model, sizes, DESKTOP).step_s, rel=0.1)
 
 
 def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
