@@ -20,8 +20,8 @@ from .timings import Stopwatch, Timing
 
 Progress = Callable[[str, float], None]  # what is measured now, and the fraction done
 
-# Transformers, templates, tokenizer and data (180 MB), kernels' memory, numba's compiler (64 MB), holes in the allocator's heap.
-BEYOND_TORCH_BYTES = 370_000_000
+# Transformers, templates, tokenizer and data (180 MB), kernels' memory, holes in the allocator's heap.
+BEYOND_TORCH_BYTES = 300_000_000
 BEYOND_PROBE_BYTES = 512 * MiB  # of a GPU: kernels that only a run has, and workspaces of cuBLAS (32 MiB a stream)
 MOST_MEMORY_FRACTION = 0.6  # of the free device memory that one work may take
 MARGINS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # of the free memory that an allocator may not get in one piece
@@ -161,7 +161,7 @@ class _Probe:
             f"rate in the end; spread widened by the slowdown while the other lanes work: {slow}{''.join(self.left_out.values())}",
             "memory": MEMORY[facts.kind],
             "process": f"resident memory of this process with torch ({show_bytes(process_bytes)}, measured) and "
-            f"{show_bytes(BEYOND_TORCH_BYTES)} for transformers, templates, numba, data and holes between what the allocator gave",
+            f"{show_bytes(BEYOND_TORCH_BYTES)} for transformers, templates, data and holes between what the allocator gave",
             "copies": COPIES[facts.kind][2],
             "workspace": "what the probe's kernels came to hold beyond the context that they were first used in, and "
             f"{show_bytes(BEYOND_PROBE_BYTES)} for those of a run",

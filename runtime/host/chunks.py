@@ -9,16 +9,14 @@ A byte outside of the scratch memory is read once and, if it changes, written on
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
-
-from runtime.compiled import compiled
 
 CHUNK_ELEMENTS = 65_536  # of the norm's definition: a power of two
 UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # the optimizer's unit. Smaller, the calls would cost more; larger, its scratch leaves a cache
 
+SQUARES_ELEMENTS = 8 * CHUNK_ELEMENTS  # squared at a time: 2 MB, so that a call is much longer than what it takes to make it
 TASK_CHUNKS = 16  # that a thread takes at a time: about a millisecond, far above a hand-over, and short enough to share evenly
 
 # An optimizer's arithmetic on a chunk, in place: the fp32 master, the gradient and each moment, each in a list of its own, as
@@ -30,12 +28,13 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 class Scratch:
-    """Memory of one thread for one chunk, allocated once: an allocation per chunk would be page faults."""
+    """Memory of one thread for a chunk of an update, or for some of a gradient, allocated once: an allocation per chunk would be
+    page faults."""
 
-    def __init__(self, n_elements: int = UPDATE_ELEMENTS) -> None:
+    def __init__(self, n_elements: int = UPDATE_ELEMENTS, n_squares: int = SQUARES_ELEMENTS) -> None:
         """Of zeros, so that its pages are there."""
-        self.wide, self.gradient = torch.zeros(n_elements), torch.zeros(n_elements)  # a master, and a gradient
-        self.bits, self.rounded = torch.zeros(n_elements, dtype=torch.int32), torch.zeros(n_elements, dtype=torch.bfloat16)
+        self.wide, self.bits = torch.zeros(n_elements), torch.zeros(n_elements, dtype=torch.int32)  # a master
+        self.gradient, self.rounded = torch.zeros(n_squares), torch.zeros(n_squares, dtype=torch.bfloat16)
 
 
 def scripted(function: _F) -> _F:
@@ -181,52 +180,21 @@ def squares_of_chunks(
     start: int, end: int, chunk: int, parts: list[torch.Tensor], rounded: torch.Tensor | None, scratch: torch.Tensor
 ) -> list[float]:
     """fp32 sum of squares of each chunk of elements start .. end - 1, in an order that any processor can keep: the second half of
-    the places in a whole chunk is added to the first, and so on, until one is left. A chunk is a power of two of them."""
+    the places in a chunk is added to the first, and so on, until one is left. A chunk is a power of two of them, the last one
+    filled up with zeros. As many chunks at a time as `scratch` holds."""
     sums: list[float] = []
-    for at in range(start, end, chunk):
-        gradient = widened(parts, at, min(chunk, end - at), scratch, rounded, None)
-        gradient.mul_(gradient)
-        n, half = gradient.numel(), chunk // 2
+    for at in range(start, end, scratch.numel()):
+        n = min(scratch.numel(), end - at)
+        squares = scratch.narrow(0, 0, -(-n // chunk) * chunk)
+        widened(parts, at, n, squares, rounded, None)
+        squares.narrow(0, n, squares.numel() - n).zero_()
+        rows, half = squares.mul_(squares).view(-1, chunk), chunk // 2
         while half > 0:
-            if n > half:
-                gradient.narrow(0, 0, n - half).add_(gradient.narrow(0, half, n - half))
-                n = half
+            rows.narrow(1, 0, half).add_(rows.narrow(1, half, half))
             half = half // 2
-        sums.append(float(gradient[0]))
+        found: list[float] = rows.select(1, 0).tolist()
+        sums += found
     return sums
-
-
-@compiled
-def add_to(sums: Any, others: Any) -> None:
-    """Arrays."""
-    for i in range(others.size):
-        sums[i] = sums[i] + others[i]
-
-
-@compiled
-def squares_of_words(words: Any, others: Any, rounds: bool, chunk: int, bits: Any, wide: Any, sums: Any) -> None:
-    """The same in machine code, some times as fast: of an array of a gradient's bits, to which `others` are added, if there are
-    any, in fp32; rounded to bf16, if it `rounds`. `bits` and `wide` are one scratch memory."""
-    for i in range(sums.size):
-        own, half = words[i * chunk : (i + 1) * chunk], chunk // 2
-        n = own.size
-        if words.itemsize == 2:
-            for j in range(n):
-                bits[j] = np.int32(own[j]) << 16
-        else:
-            bits[:n] = own
-        add_to(wide[:n], others[i * chunk : (i + 1) * chunk])
-        for j in range(n if rounds else 0):
-            if wide[j] == wide[j]:  # a NaN stays what it is
-                bits[j] = (bits[j] + 0x7FFF + ((bits[j] >> 16) & 1)) & -0x10000
-        for j in range(n):
-            wide[j] = wide[j] * wide[j]
-        while half > 0:
-            if n > half:
-                add_to(wide[: n - half], wide[half:n])
-                n = half
-            half //= 2
-        sums[i] = wide[0]
 
 
 def add_chunks(

@@ -8,39 +8,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
-from runtime.compiled import IS_COMPILED
 from runtime.errors import PlanError
 from runtime.plan import Plan
 from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
 from runtime.ranks import Ranks
 from runtime.units import on_one_line
 
-from .chunks import CHUNK_ELEMENTS, Scratch, run_squares, squares_of_words
+from .chunks import CHUNK_ELEMENTS, Scratch, run_squares
 from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from .optimizer import SummedGradient, summed, tasks_of
 
-COMPILED_ELEMENTS = 2**21  # of a gradient, from which on machine code is worth the 60 MB that its compiler takes
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
     """Tasks that give fp32 sums of squares of a flat gradient's chunks, to be `added` in order; in each cut chunks begin anew."""
 
-    is_bf16 = gradient.parts[0].dtype is torch.bfloat16
-    rounds = gradient.dtype is torch.bfloat16 and not is_bf16
-    is_large = IS_COMPILED and gradient.numel() >= COMPILED_ELEMENTS
-    words = gradient.parts[0].view(torch.int16 if is_bf16 else torch.int32).numpy() if is_large else None
-    others = gradient.parts[1].numpy() if len(gradient.parts) > 1 else np.empty(0, dtype=np.float32)
-
     def work(start: int, end: int, own: Scratch) -> list[float]:
-        if words is None:
-            return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
-        sums, wide = np.empty(-(-(end - start) // CHUNK_ELEMENTS), dtype=np.float32), own.gradient.numpy()
-        squares_of_words(words[start:end], others[start:end], rounds, CHUNK_ELEMENTS, wide.view(np.int32), wide, sums)
-        return sums.tolist()
+        return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
 
     whole = [range(gradient.numel())] if cuts is None else cuts
     return [task for cut in whole for task in tasks_of(work, cut.stop, cut.start)]

@@ -170,7 +170,7 @@ class Step:
         (gradient,), of, n_elements = self.gradient.parts, self.to.master, self.gradient.numel()
         if kernel is None:
             chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
-            return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk))
+            return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk, chunk))
         by = [self.factor, *adamw.factors(self.settings.numbers, self.n_updates)]
         tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *self.to.moments, gradient]
         for parts in zip(*(tensor.split(MOST_ELEMENTS) for tensor in tensors), strict=True):

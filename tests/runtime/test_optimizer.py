@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
-from runtime.host import adamw, chunks, norms, optimizer, updates
+from runtime.host import adamw, chunks, optimizer, updates
 from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop
@@ -103,9 +103,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
     ("n_parts", "found", "dtype"),
     [(1, "bf16", "bf16"), (1, "fp32", "fp32"), (1, "fp32", "bf16"), (2, "fp32", "bf16"), (2, "fp32", "fp32"), (1, "bf16", "fp32")],
 )
-@pytest.mark.parametrize("compiled_elements", [0, norms.COMPILED_ELEMENTS])
-def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, factor, compiled_elements, monkeypatch):
-    monkeypatch.setattr(norms, "COMPILED_ELEMENTS", compiled_elements)
+def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, factor):
     types, n = {"bf16": torch.bfloat16, "fp32": torch.float32}, 1000
     generator = torch.Generator().manual_seed(2)
     parts = tuple(torch.randn(n, generator=generator).to(types[found]) for _ in range(n_parts))

@@ -84,7 +84,6 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
 def interpreted(monkeypatch):
     """Loops run by the interpreter, whose calls are seen."""
     monkeypatch.setattr(optimizer, "host_loop", lambda: chunks.update_loop(adamw.fused))
-    monkeypatch.setattr(norms, "IS_COMPILED", False)
     monkeypatch.setattr(norms, "run_squares", chunks.squares_of_chunks)
     monkeypatch.setattr(chunks, "run_add", chunks.add_chunks)
 
