@@ -67,29 +67,21 @@ def widened(
     return total
 
 
-def halves() -> list[torch.Tensor]:
-    """Half a unit of bf16's last place in fp32's bits, and how many bits it drops: as tensors, which a call takes faster."""
-    return [torch.full([], 0x8000, dtype=torch.int32), torch.full([], 16, dtype=torch.int32)]
-
-
 def nan_of(wide: torch.Tensor) -> torch.Tensor | None:
     """Where there are NaN; None if there are none, which a finite sum proves."""
     total = float(wide.sum())
     return wide != wide if total - total != 0.0 else None
 
 
-def round_up_half(
-    wide_bits: torch.Tensor, bits: torch.Tensor, half: list[torch.Tensor], nan: torch.Tensor | None, out_bits: torch.Tensor
-) -> None:
-    """Round the bits of fp32 to those of bf16, ties away from zero, by way of `bits`, which may be `wide_bits` themselves.
+def round_up_half(wide_bits: torch.Tensor, nan: torch.Tensor | None, out_bits: torch.Tensor) -> None:
+    """Round the bits of fp32, in place, to those of bf16, ties away from zero.
 
-    `half` is what `halves` makes. NaN stays NaN (its payload could otherwise carry into the sign).
+    NaN stays NaN (its payload could otherwise carry into the sign).
     """
-    torch.add(wide_bits, half[0], out=bits)
-    bits.bitwise_right_shift_(half[1])
+    wide_bits.add_(0x8000).bitwise_right_shift_(16)
     if nan is not None:
-        bits.masked_fill_(nan, 0x7FC0)
-    out_bits.copy_(bits)
+        wide_bits.masked_fill_(nan, 0x7FC0)
+    out_bits.copy_(wide_bits)
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, wide: torch.Tensor, wide_bits: torch.Tensor, bits: torch.Tensor) -> None:
@@ -99,21 +91,14 @@ def join(weight: torch.Tensor, remainder: torch.Tensor, wide: torch.Tensor, wide
     wide_bits.add_(bits)
 
 
-def cut(
-    wide: torch.Tensor,
-    wide_bits: torch.Tensor,
-    bits: torch.Tensor,
-    half: list[torch.Tensor],
-    weight_bits: torch.Tensor,
-    remainder: torch.Tensor,
-) -> None:
-    """Split an fp32 master by way of `bits`, which may be `wide_bits` themselves.
+def cut(wide: torch.Tensor, wide_bits: torch.Tensor, weight_bits: torch.Tensor, remainder: torch.Tensor) -> None:
+    """Split an fp32 master, which is lost: `wide_bits` are its bits.
 
     What a weight that was rounded half up lacks is the lower half of the master's bits, read with a sign.
     """
     nan = nan_of(wide)
     remainder.copy_(wide_bits)  # keeps the lower half of each; added to the bits of a NaN, any of them leaves one
-    round_up_half(wide_bits, bits, half, nan, weight_bits)
+    round_up_half(wide_bits, nan, weight_bits)
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
@@ -126,52 +111,47 @@ def update_loop(kernel: Kernel) -> UpdateLoop:
         start: int,
         end: int,
         chunk: int,
-        weight: torch.Tensor,
+        to: list[torch.Tensor],
         weight_bits: torch.Tensor,
-        remainder: torch.Tensor | None,
-        moments: list[torch.Tensor],
+        is_split: bool,
         before: list[torch.Tensor],
         parts: list[torch.Tensor],
         rounded: torch.Tensor | None,
         factor: float,
         numbers: list[float],
         n_updates: float,
-        wide_scratch: torch.Tensor,
-        wide_scratch_bits: torch.Tensor,
-        bits_scratch: torch.Tensor,
-        gradient_scratch: torch.Tensor,
+        scratch: list[torch.Tensor],
         operands: list[list[torch.Tensor]],
     ) -> None:
-        """Elements start .. end - 1, `start` being a chunk's. `weight` is the master, fp32 or bf16, or the bf16 half of a split
-        one, which has a `remainder`; `_bits` are the same bits as integers. `before`: all of these to start from, in this order,
-        which stay as they are; or empty. The gradient is the sum of `parts`, rounded to the dtype of `rounded`, times `factor`."""
-        half, step = halves(), torch.full([], n_updates, dtype=torch.float32)
+        """Elements start .. end - 1, `start` being a chunk's, of the state `to`: the master, fp32 or bf16, or the bf16 half of a
+        split one and its remainder; then moments. `weight_bits` are those of the first as integers. It starts from `before`, a
+        state that stays as it is, if that is not empty. The gradient is the sum of `parts`, rounded to the dtype of `rounded`,
+        times `factor`."""
+        wide_scratch, wide_bits_scratch, bits_scratch, gradient_scratch = scratch
+        step = torch.full([], n_updates, dtype=torch.float32)
         scale = torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None
-        in_place = weight.dtype == torch.float32  # the kernel then works on the master itself
-        source, source_remainder, sources = weight, remainder, before
-        if len(before) > 0:
-            source, sources = before[0], before[1:]
-            if remainder is not None:
-                source_remainder, sources = before[1], before[2:]
+        in_place = to[0].dtype == torch.float32  # the kernel then works on the master itself
+        source, first_moment = before if len(before) > 0 else to, 2 if is_split else 1
         for at in range(start, end, chunk):
             n = min(chunk, end - at)
-            gradient, bits = widened(parts, at, n, gradient_scratch, rounded, scale), bits_scratch.narrow(0, 0, n)
-            wide = weight.narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
-            wide_bits = weight_bits.narrow(0, at, n) if in_place else wide_scratch_bits.narrow(0, 0, n)
-            if source_remainder is not None:
-                join(source.narrow(0, at, n), source_remainder.narrow(0, at, n), wide, wide_bits, bits)
+            gradient = widened(parts, at, n, gradient_scratch, rounded, scale)
+            wide = to[0].narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
+            wide_bits = weight_bits.narrow(0, at, n) if in_place else wide_bits_scratch.narrow(0, 0, n)
+            if is_split:
+                join(source[0].narrow(0, at, n), source[1].narrow(0, at, n), wide, wide_bits, bits_scratch.narrow(0, 0, n))
             elif not in_place or len(before) > 0:
-                wide.copy_(source.narrow(0, at, n))
+                wide.copy_(source[0].narrow(0, at, n))
             operands[0][0], operands[1][0] = wide, gradient
-            for i, moment in enumerate(moments):
-                operands[i + 2][0] = moment.narrow(0, at, n)
+            for i in range(first_moment, len(to)):
+                moment = to[i].narrow(0, at, n)
                 if len(before) > 0:
-                    operands[i + 2][0].copy_(sources[i].narrow(0, at, n))
+                    moment.copy_(source[i].narrow(0, at, n))
+                operands[i - first_moment + 2][0] = moment
             kernel(operands, numbers, step)
-            if remainder is not None:
-                cut(wide, wide_bits, wide_bits, half, weight_bits.narrow(0, at, n), remainder.narrow(0, at, n))
+            if is_split:
+                cut(wide, wide_bits, weight_bits.narrow(0, at, n), to[1].narrow(0, at, n))
             elif not in_place:
-                round_up_half(wide_bits, wide_bits, half, nan_of(wide), weight_bits.narrow(0, at, n))
+                round_up_half(wide_bits, nan_of(wide), weight_bits.narrow(0, at, n))
 
     return update_chunks
 

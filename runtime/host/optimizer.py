@@ -65,13 +65,12 @@ class Master:
         if self.weight.dtype is torch.float32:
             self.weight[part] = given
             return
-        wide, half = given.float(), chunks.halves()
-        wide_bits, bits = wide.view(torch.int32), torch.empty_like(wide, dtype=torch.int32)
-        weight_bits = self.weight[part].view(torch.int16)
+        wide = given.to(torch.float32, copy=True)
+        wide_bits, weight_bits = wide.view(torch.int32), self.weight[part].view(torch.int16)
         if self.remainder is not None:
-            chunks.cut(wide, wide_bits, bits, half, weight_bits, self.remainder[part])
+            chunks.cut(wide, wide_bits, weight_bits, self.remainder[part])
         else:
-            chunks.round_up_half(wide_bits, bits, half, chunks.nan_of(wide), weight_bits)
+            chunks.round_up_half(wide_bits, chunks.nan_of(wide), weight_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +153,9 @@ class Step:
         before, weight = [] if self.start_from is None else self.start_from.tensors, self.to.master.weight
         weight_bits = weight.view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
         loop(
-            start, end, chunk, weight, weight_bits, self.to.master.remainder, list(self.to.moments), before,
-            list(self.gradient.parts), self.gradient.rounded(own), self.factor,
-            self.settings.numbers, float(self.n_updates),
-            own.wide, own.wide.view(torch.int32), own.bits, own.gradient, [[own.wide] for _ in (0, 1, *self.to.moments)],
+            start, end, chunk, self.to.tensors, weight_bits, self.to.master.remainder is not None, before,
+            list(self.gradient.parts), self.gradient.rounded(own), self.factor, self.settings.numbers, float(self.n_updates),
+            [own.wide, own.wide.view(torch.int32), own.bits, own.gradient], [[own.wide] for _ in (0, 1, *self.to.moments)],
         )  # fmt: skip
 
     def tasks(self) -> list[Task]:
