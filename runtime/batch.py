@@ -39,6 +39,9 @@ class Batch:
         return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=None if lengths is None else lengths[rows])
 
 
+Batches = Callable[[int], Batch]  # of each step
+
+
 def positions_of(document_tokens: Sequence[Sequence[int]]) -> torch.Tensor:
     """Where in its document each token stands: (B, T), from 0 in every document."""
     return torch.stack([torch.cat([torch.arange(n) for n in of_sequence]) for of_sequence in document_tokens])

@@ -272,18 +272,15 @@ class Execution:
                 say_at_s *= 2
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait until every lane has ended. After a failure, for `quiet_s` at most: an op that hangs never ends."""
-        deadline_s = time.perf_counter() + self._quiet_s
+        """Wait until every lane has ended. After a failure, for each `quiet_s` at most: an op that hangs never ends."""
         for thread in threads:
             while thread.is_alive():  # not so the one whose start a signal interrupted: it sees the failure and ends by itself
-                thread.join(timeout=max(0.0, deadline_s - time.perf_counter()))
-                if not thread.is_alive():
-                    break
-                if self._failure is not None:
+                thread.join(timeout=self._quiet_s)
+                if thread.is_alive() and self._failure is not None:
                     say(f"the run has failed, and waits no longer for {thread.name}: {self}")
                     return
-                say(f"every op is done, but {thread.name} does not end; the run waits for it")
-                deadline_s = time.perf_counter() + self._quiet_s
+                if thread.is_alive():
+                    say(f"every op is done, but {thread.name} does not end; the run waits for it")
 
 
 def execute(

@@ -82,8 +82,6 @@ class Track:
     _asked: dict["Track", int] = field(default_factory=dict)  # lanes that sleep until the op at a position is done
     _wants: tuple["Track", int] | None = None  # what this lane sleeps for
 
-    # -- its ops --------------------------------------------------------------------------------------------------------
-
     @property
     def times(self) -> int:
         """How many times a step performs what repeats."""
@@ -112,8 +110,6 @@ class Track:
     def _repeats_at(self, position: int) -> bool:
         """Whether the op at this position is one that repeats."""
         return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
-
-    # -- how far it is --------------------------------------------------------------------------------------------------
 
     def n_repeated(self, position: int) -> int:
         """Repetitions that are over, counted over all steps, when the ops before this position are done."""

@@ -5,13 +5,12 @@ one in the order of its lane: `gather` of weights, `exchange` of partial sums of
 shared. No library adds anything up: in which order is decided here, so that the bits do not depend on how many ranks there are.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
 
-from .batch import Batch
+from .batch import Batch, Batches
 from .host.slabs import Shared
 
 Among = Literal["here", "hosts"]  # the ranks of this host; or those, one of every host, that have this one's place there
@@ -51,7 +50,7 @@ def folded(parts: torch.Tensor, n: int) -> torch.Tensor:
     return parts[0]
 
 
-def of_rank(batches: Callable[[int], Batch], rank: int, batch_size: int) -> Callable[[int], Batch]:
+def of_rank(batches: Batches, rank: int, batch_size: int) -> Batches:
     """The sequences of each step that are one rank's, counting the supervised tokens of all: what a mean is over."""
 
     def batch_of(step: int) -> Batch:

@@ -27,9 +27,8 @@ from runtime.layers.split import Call, Split
 from runtime.layers.tiles import TiledLayer
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
+from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
-
-LayerInputs = Call  # what one decoder layer is given for one micro-batch
 
 
 class Templates:
@@ -48,7 +47,7 @@ class Templates:
         `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
         (frequencies, scales) will be on `device`; on the CPU, without one.
         """
-        self.workload, self.semantics = workload, semantics
+        self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
         self.split = Split(meta_model(config, semantics))
         self.split.look()
         self.model, self.layers = self.split.model, self.split.layers
@@ -58,7 +57,7 @@ class Templates:
             self.model.config._attn_implementation = BY_DOCUMENT
         self._refuse_surprises()
         self._trained = {p.name for block in workload.blocks for p in block.trained}
-        pointwise = fastest(device or torch.device("cpu"), DTYPE[semantics.compute_dtype])
+        pointwise = fastest(self.device, DTYPE[semantics.compute_dtype])
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora)
@@ -69,17 +68,15 @@ class Templates:
         self._tiled: list[TiledLayer] | None = None  # where the semantics have tiles, and one would not hold all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
             self._tiled = [TiledLayer(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
-        self.split.make_buffers(device or "cpu", of_layers=True)
+        self.split.make_buffers(self.device, of_layers=True)
 
     def _prefix(self, block: int) -> str:
         return f"{self.split.layers_name}.{block - 1}."
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
-        for block in range(len(self.workload.blocks)):
-            for name in self._adapters(block):
-                del planned[name]
+        owned = (p for b in self.workload.blocks for p in b.parameters if p.tied_to is None)
+        planned = {p.name: p.shape for p in owned if not is_adapter(p.name)}
         if odd := sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)):
             raise WorkloadError(
                 f"the installed transformers builds other parameters than the plan counted (first: {odd[0]}); make the plan again"
@@ -92,7 +89,7 @@ class Templates:
 
     # -- embedding and layers ---------------------------------------------------------------------------------------
 
-    def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[LayerInputs]]:
+    def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
         """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
         prefix = f"{self.split.body_name}."
         short = {name.removeprefix(prefix): w for name, w in weights.items()}
@@ -101,11 +98,10 @@ class Templates:
 
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding's table (B, T, D), as its module has them."""
-        prefix = f"{self.split.embedding_name}."
-        short = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        return functional_call(self.model.get_input_embeddings(), short, (tokens_BT,))  # type: ignore[no-any-return]
+        own = _within(f"{self.split.embedding_name}.", weights)
+        return functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))  # type: ignore[no-any-return]
 
-    def by_document(self, inputs: LayerInputs, packed: Batch) -> LayerInputs:
+    def by_document(self, inputs: Call, packed: Batch) -> Call:
         """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
         if self._no_documents is not None:
             raise WorkloadError(f"{self._no_documents}; choose another packing")
@@ -118,19 +114,15 @@ class Templates:
             "document_tokens": packed.document_tokens,
         })  # fmt: skip
 
-    def layer(
-        self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: LayerInputs, again: bool = False
-    ) -> torch.Tensor:
+    def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
         """The output (B, T, D) of decoder layer number `block` (1 is the first).
 
         With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
         """
-        prefix = self._prefix(block)
-        short = {name.removeprefix(prefix): w for name, w in weights.items()}
-        args, kwargs = inputs.arguments(hidden_BTD)
+        own, (args, kwargs) = _within(self._prefix(block), weights), inputs.arguments(hidden_BTD)
         if self._tiled is not None:
-            return inputs.output(self._tiled[block - 1](short, args, kwargs, again))
-        return inputs.output(functional_call(self.layers[block - 1], short, args, kwargs))
+            return inputs.output(self._tiled[block - 1](own, args, kwargs, again))
+        return inputs.output(functional_call(self.layers[block - 1], own, args, kwargs))
 
     # -- the head ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +139,8 @@ class Templates:
         Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the loss,
         summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters.
         """
-        own, prefix = self._of_norm(weights), self._norm_prefix
+        prefix = self._norm_prefix
+        own = _within(prefix, weights)
         norm_weights = {n: w.detach().requires_grad_(prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
@@ -203,22 +196,17 @@ class Templates:
         return self._logits(weights[self.head_weight], self._normed(weights, hidden_ND))
 
     def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.norm, self._of_norm(weights), (hidden,), strict=True)  # type: ignore[no-any-return]
-
-    def _of_norm(self, weights: Weights) -> Weights:
-        """The head's weights but for the output matrix, by the names that the norm gives them."""
-        return {name.removeprefix(self._norm_prefix): w for name, w in weights.items() if name.startswith(self._norm_prefix)}
+        return functional_call(self.norm, _within(self._norm_prefix, weights), (hidden,), strict=True)  # type: ignore[no-any-return]
 
     def constants(self) -> Weights:
         """What files hold of layers though it is no weight, by its names in the model."""
-        own = [(self._prefix(i), dict(layer.named_buffers())) for i, layer in enumerate(self.layers, start=1)]
-        return {prefix + name: found[name] for prefix, found in own for name in self.split.stored_buffers.get(prefix, [])}
+        layers = [layer.state_dict(prefix=self._prefix(i), keep_vars=True) for i, layer in enumerate(self.layers, start=1)]
+        return {name: held for layer in layers for name, held in sorted(layer.items()) if not isinstance(held, nn.Parameter)}
 
     def set_constant(self, name: str, value: torch.Tensor) -> None:
         """Put one there, in the precision that it has."""
         parent, _, child = name.rpartition(".")
-        own = self.constants()[name]
-        self.model.get_submodule(parent).register_buffer(child, value.to(own.device))
+        self.model.get_submodule(parent).register_buffer(child, value.to(self.device))
 
     # -- modes ------------------------------------------------------------------------------------------------------
 
@@ -269,6 +257,11 @@ class Templates:
     def initial_adapters(self, block: int, seed: int) -> Weights:
         """Those of a block, as `initial_weights` has them."""
         return initial_factors(self._adapters(block), op_seed(seed, 0, 1, block))
+
+
+def _within(prefix: str, weights: Weights) -> Weights:
+    """Those of a part of the model, by the names that it gives them."""
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
 
 
 def _tile_at_once(

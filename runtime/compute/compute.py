@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from runtime.batch import Batch, positions_of
+from runtime.batch import Batch, Batches, positions_of
 from runtime.host.memory import Arenas
-from runtime.layers.recompute import Graph, Replay, kept
-from runtime.layers.views import Shelf, Views, Weights
+from runtime.layers.recompute import Graph, Replay
+from runtime.layers.split import Call
+from runtime.layers.views import Shelf, Spot, Views, Weights
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.workload import Saved
 
-from .blocks import LayerInputs, Templates, op_seed
+from .blocks import Templates, op_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +47,17 @@ class Compute:
     """The ops of the gpu lane that compute. Only that lane's thread may use it."""
 
     def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        templates: Templates,
-        batches: Callable[[int], Batch],
-        seed: int,
-        generator: torch.Generator,
-        rank: int = 0,
-        head: Head | None = None,
+        self, plan: Plan, arenas: Arenas, templates: Templates, batches: Batches, seed: int, rank: int = 0, head: Head | None = None
     ) -> None:
-        """`batches` gives a step's tokens on the device, those of this rank if there are several; `generator` is what dropout draws
-        from there. `head`: of a forward plan, which has no backward; it gets what the last layer made."""
+        """`batches` gives a step's tokens on the device, those of this rank if there are several. `head`: of a forward plan, which
+        has no backward; it gets what the last layer made."""
         self._head, self._head_block = head, len(plan.workload.blocks) - 1
         self._first_trained = plan.workload.first_trained if head is None else len(plan.workload.blocks)
         self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
-        self.plan, self.arenas, self.seed, self.generator = plan, arenas, seed, generator
+        self.plan, self.arenas, self.seed = plan, arenas, seed
+        # What dropout draws from. Seeding it is the host's own affair: no device is waited for
+        on = templates.device
+        self._generator = torch.default_generator if on.type == "cpu" else torch.cuda.default_generators[on.index]
         self.losses: dict[int, Losses] = {}  # of the steps that have begun, until they are taken
         self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
@@ -85,7 +81,7 @@ class Compute:
             self.losses[step] = Losses(batch.n_supervised, total, [])
 
     def _seed(self, step: int, op: Op) -> None:
-        self.generator.manual_seed(op_seed(self.seed, step, self._first + (op.micro_batch or 0), op.block))
+        self._generator.manual_seed(op_seed(self.seed, step, self._first + (op.micro_batch or 0), op.block))
 
     def _at(self, op: Op, slot: Slot) -> torch.Tensor:
         return self._views.activation(slot, op.micro_batch or 0)
@@ -142,12 +138,19 @@ class Compute:
         return Replay(saved, lambda: self._again(op, step), shelf).recording()
 
     def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
-        def rebind(offset_bytes: int, like: torch.Tensor) -> torch.Tensor:
-            assert self._site is not None, "a kept graph used weights while no backward was running"
-            flat = self.arenas.raw(self._site[0])[offset_bytes:].view(like.dtype)
-            return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+        """Hooks under which autograd saves a weight as its spot, to be found in whichever slot holds the block at backward."""
 
-        return kept(lambda tensor: self.arenas.offset_in(weight_slot, tensor), rebind)
+        def pack(tensor: torch.Tensor) -> torch.Tensor | Spot:
+            offset_bytes = self.arenas.offset_in(weight_slot, tensor)
+            return tensor.detach() if offset_bytes is None else Spot(offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
+
+        def unpack(packed: torch.Tensor | Spot) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            assert self._site is not None, "a kept graph used weights while no backward was running"
+            return packed.view(self.arenas.raw(self._site[0]))
+
+        return saved_tensors_hooks(pack, unpack)
 
     def _again(self, op: Op, step: int) -> None:
         """A layer's forward a second time, while its backward runs: with weights and input in the slots that have them by then."""
@@ -238,14 +241,14 @@ class Inputs:
     kept for a group they would be memory that no plan has set aside.
     """
 
-    def __init__(self, templates: Templates, batches: Callable[[int], Batch]) -> None:
+    def __init__(self, templates: Templates, batches: Batches) -> None:
         """`batches` gives a step's tokens on the device."""
         self.templates, self._batches = templates, batches
         self._micro_batch = templates.semantics.micro_batch
         self._batch: tuple[int, Batch] | None = None  # of the step at work
-        self.first: dict[int, list[LayerInputs]] = {}  # by sequences: what the first such micro-batch's layers were passed
+        self.first: dict[int, list[Call]] = {}  # by sequences: what the first such micro-batch's layers were passed
         self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
-        self.passed: dict[int, list[LayerInputs]] = {}  # by micro-batch
+        self.passed: dict[int, list[Call]] = {}  # by micro-batch
         self.packed: dict[int, Batch | None] = {}  # by micro-batch, where its sequences are packed
 
     def forget(self) -> None:
@@ -283,7 +286,7 @@ class Inputs:
         self.passed[m] = passed
         return hidden_BTD
 
-    def of_layer(self, block: int, m: int) -> LayerInputs:
+    def of_layer(self, block: int, m: int) -> Call:
         """What layer number `block` is passed for the micro-batch that was embedded last under this number."""
         passed, packed = self.passed[m][block - 1], self.packed[m]
         return passed if packed is None else self.templates.by_document(passed, packed)
@@ -294,7 +297,7 @@ def _same(new: Any, old: Any) -> bool:
     match new, old:
         case torch.Tensor(), torch.Tensor():
             return new is old or (new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old))
-        case LayerInputs(), LayerInputs():
+        case Call(), Call():
             return _same(new.leaves, old.leaves)
         case dict(), dict():
             return new.keys() == old.keys() and all(_same(new[key], old[key]) for key in new)

@@ -1,8 +1,7 @@
 """Loops over the chunks of a flat parameter: each chunk is done with while it is in a core's cache (cache blocking).
 
-TorchScript runs them on the host: a loop then holds no interpreter lock, and neither other threads nor the lane that computes wait
-for it. Where torch has no TorchScript the interpreter runs the same functions, with the same results, slower. Signatures have no
-classes, as TorchScript compiles none.
+TorchScript runs them on the host: a loop then holds no interpreter lock, and no other thread waits for it. Where torch has none the
+interpreter runs the same functions, with the same results, slower. Signatures have no classes, as TorchScript compiles none.
 
 A byte outside of the scratch memory is read once and, if it changes, written once: `Optimizer.update_bytes` counts them.
 """
@@ -28,8 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 class Scratch:
-    """Memory of one thread for a chunk of an update, or for some of a gradient, allocated once: an allocation per chunk would be
-    page faults."""
+    """Memory of one thread for a chunk of an update, or some of a gradient: an allocation per chunk would be page faults."""
 
     def __init__(self, n_elements: int = UPDATE_ELEMENTS, n_squares: int = SQUARES_ELEMENTS) -> None:
         """Of zeros, so that its pages are there."""
@@ -45,9 +43,6 @@ def scripted(function: _F) -> _F:
             return torch.jit.script(function)  # type: ignore[no-any-return]
         except (AttributeError, NotImplementedError, RuntimeError):
             return function
-
-
-# -- a chunk ----------------------------------------------------------------------------------------------------------
 
 
 def widened(
@@ -101,9 +96,6 @@ def cut(wide: torch.Tensor, wide_bits: torch.Tensor, weight_bits: torch.Tensor, 
     round_up_half(wide_bits, nan, weight_bits)
 
 
-# -- loops ------------------------------------------------------------------------------------------------------------
-
-
 def update_loop(kernel: Kernel) -> UpdateLoop:
     """The loop in which an optimizer's kernel updates a parameter."""
 
@@ -124,9 +116,8 @@ def update_loop(kernel: Kernel) -> UpdateLoop:
         operands: list[list[torch.Tensor]],
     ) -> None:
         """Elements start .. end - 1, `start` being a chunk's, of the state `to`: the master, fp32 or bf16, or the bf16 half of a
-        split one and its remainder; then moments. `weight_bits` are those of the first as integers. It starts from `before`, a
-        state that stays as it is, if that is not empty. The gradient is the sum of `parts`, rounded to the dtype of `rounded`,
-        times `factor`."""
+        split one and its remainder; then moments. `weight_bits` are those of the first as integers. `before`: a state to start
+        from, which stays; or empty. The gradient is the sum of `parts`, rounded to the dtype of `rounded`, times `factor`."""
         wide_scratch, wide_bits_scratch, bits_scratch, gradient_scratch = scratch
         step = torch.full([], n_updates, dtype=torch.float32)
         scale = torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None

@@ -12,7 +12,6 @@ class Copies:
     def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0) -> None:
         self.plan, self.arenas, self._rank = plan, arenas, rank
         self._blocks = plan.workload.blocks
-        self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
         self._uploaded = [plan.uploaded(b) for b in range(len(self._blocks))]  # in bytes
         item_bytes = ITEM_BYTES[plan.semantics.compute_dtype]
         # Of those bytes, what is on the device, and is not uploaded
@@ -35,9 +34,9 @@ class Copies:
             weights[apart_bytes:n_bytes].copy_(state[: n_bytes - apart_bytes], non_blocking=True)
             return
         for p in self._blocks[op.block].parameters:
-            view = self.arenas.view(to, dtype, (p.n_elements,), self._offsets[op.block][p.name])
+            view = self.arenas.view(to, dtype, (p.n_elements,), self.plan.offsets[op.block][p.name])
             if p.tied_to is not None:
-                view.copy_(self.arenas.view(tied, dtype, (p.n_elements,), self._offsets[0][p.tied_to]), non_blocking=True)
+                view.copy_(self.arenas.view(tied, dtype, (p.n_elements,), self.plan.offsets[0][p.tied_to]), non_blocking=True)
             elif (first := owned[p.name] - apart_bytes) >= 0:
                 part = self.arenas.view(op["state"], dtype, (p.n_elements,), first // view.element_size())
                 view.copy_(part, non_blocking=True)

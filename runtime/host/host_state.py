@@ -70,8 +70,6 @@ class HostState:
         self._slots = [plan.state_slot(b) for b in range(len(self.owned))]
         self._shadows = {b: Slot("state", len(self.owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
 
-    # -- where it is ------------------------------------------------------------------------------------------------
-
     def all_owned(self) -> Iterator[Parameter]:
         """Every owned parameter, trained or frozen, in `named_parameters` order."""
         return (p for block in self.plan.workload.blocks for p in block.parameters if p.tied_to is None)
@@ -91,8 +89,6 @@ class HostState:
         """Where in its block's part that begins."""
         block, at = self._places[p.name]
         return max(at - self._rank * self._n_elements[block], 0) if self.part(p).stop else 0
-
-    # -- of one parameter -------------------------------------------------------------------------------------------
 
     def param_state(self, *run: Parameter, of_shadow: bool = False, copy: Copy | None = None) -> ParamState:
         """All of a trained parameter's state, or of several of a block that follow each other without a gap as if they were one; or
@@ -134,8 +130,6 @@ class HostState:
         at = self._frozen_at[p.name]
         return self.arenas.raw(Slot("state", self.block_of(p)))[at : at + self.plan.stored_bytes(p)]
 
-    # -- setting weights --------------------------------------------------------------------------------------------
-
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
         """Put an owned parameter, of any float dtype, in its place, or its bytes where it is packed. No lane may be at work."""
         with torch.no_grad():
@@ -150,12 +144,11 @@ class HostState:
                 master.put(part, flat[part].to(master.weight.device))
 
     def set_weights(self, block: int, weights: Mapping[str, torch.Tensor]) -> None:
-        """Put a block's own weights into the store. No lane may be at work."""
+        """Put those of a block's own weights that are given into the store. No lane may be at work."""
         for p in (*self.owned[block], *self.frozen[block]):
-            self.set_weight(p, weights[p.name])
+            if p.name in weights:
+                self.set_weight(p, weights[p.name])
         self.settle(block)
-
-    # -- of a block -------------------------------------------------------------------------------------------------
 
     def n_bytes(self, block: int) -> int:
         """Bytes of a block's state, without what is frozen: that never changes."""

@@ -1,6 +1,7 @@
 """Arenas: a plan's memory, allocated once as slabs of exactly the bytes that the plan says; tensors are views of a slot."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from math import prod
 
 import torch
@@ -27,41 +28,31 @@ class Arenas:
     ) -> None:
         """Allocate every slab, zero-filled. PlanError when the machine has not that much memory.
 
-        `fronts`: of slots of the host, the bytes at their beginning that lie apart, in one slab that `fronts_slab` makes.
-        No view reaches across.
+        `fronts`: of slots of the host, the bytes at their beginning that lie apart, where no view reaches across, in one slab.
         """
         fronts = fronts or {}
         self.slabs: dict[str, torch.Tensor] = {}  # bytes, by name: its arena's, with a number from the second on
         self._arena_of: dict[str, Arena] = {}  # by slab
         self._pieces: dict[Slot, list[torch.Tensor]] = {}  # bytes of each slot, in order: one, or two where its front is apart
         for arena in arenas:
-            on = device if arena.place is Place.DEVICE else torch.device("cpu")
+            on_host = arena.place is Place.HOST or device.type == "cpu"
+            make = slabs.host_slab if on_host else partial(torch.zeros, dtype=torch.uint8, device=device)
             for number, indices in enumerate(_slots_of_slabs(arena)):
                 slots = {Slot(arena.name, i): arena.slot_bytes[i] - fronts.get(Slot(arena.name, i), 0) for i in indices}
-                self._allocate(arena, f"{arena.name}.{number}" if number else arena.name, slots, on)
+                self._allocate(arena, f"{arena.name}.{number}" if number else arena.name, slots, make)
             if apart := {slot: n_bytes for slot, n_bytes in fronts.items() if slot.arena == arena.name}:
-                self._allocate(arena, FRONTS, apart, on, fronts_slab)
+                self._allocate(arena, FRONTS, apart, fronts_slab)
 
-    def _allocate(
-        self,
-        arena: Arena,
-        name: str,
-        slots: Mapping[Slot, int],
-        device: torch.device,
-        make: Callable[[int], torch.Tensor] = slabs.host_slab,
-    ) -> None:
+    def _allocate(self, arena: Arena, name: str, slots: Mapping[Slot, int], make: Callable[[int], torch.Tensor]) -> None:
         """A new slab of some bytes of each slot, one after another, which come before those that the slot has."""
-        n_bytes = sum(slots.values())
         try:
-            slab = make(n_bytes) if device.type == "cpu" else torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+            slab = make(sum(slots.values()))
         except (RuntimeError, MemoryError) as error:  # the allocator's own out-of-memory error, or the system's
             reason = (str(error).splitlines() or ["no memory"])[0][:120]
             raise PlanError(f"arena {arena.name} of {arena.n_bytes} bytes cannot be allocated ({reason})") from None
         self.slabs[name], self._arena_of[name] = slab, arena
         for slot, piece in zip(slots, slab.split(list(slots.values())), strict=True):
             self._pieces.setdefault(slot, []).insert(0, piece)
-
-    # -- slabs ----------------------------------------------------------------------------------------------------------
 
     def touch(self, n_threads: int) -> None:
         """Fault in all host memory, which is fresh: no step shall wait for the system to find pages."""
@@ -78,8 +69,6 @@ class Arenas:
         for name, slab in self.slabs.items():
             total[self._arena_of[name].name] += slab.nbytes
         return total
-
-    # -- slots ----------------------------------------------------------------------------------------------------------
 
     def view(self, slot: Slot, dtype: str, shape: tuple[int, ...] | None = None, offset_elements: int = 0) -> torch.Tensor:
         """A tensor over part of a slot: `shape` from `offset_elements` on, or flat over all of the slot.

@@ -49,9 +49,6 @@ def sum_of_squares(
     return added(square for task in squares_tasks(summed(gradient), cuts) for square in task(own))
 
 
-# -- on a device ------------------------------------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=8)
 def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, Kernel]:
     """What squares and adds up each chunk there, and what adds those up. PlanError for a GPU that does not give the host's bits."""

@@ -32,9 +32,6 @@ def host_loop() -> UpdateLoop:
     return chunks.scripted(chunks.update_loop(chunks.scripted(adamw.fused)))
 
 
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Master:
     """A flat master: fp32 or bf16; or, with a `remainder`, an fp32 one in two halves: the bf16 compute weight as it is uploaded,
@@ -87,9 +84,6 @@ class ParamState:
         return [*of_master, *self.moments]
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class SummedGradient:
     """A parameter's gradient: flat parts to be added, and the dtype to which their sum is rounded.
@@ -129,9 +123,6 @@ def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[T
         chunks.run_add(start, end, chunks.UPDATE_ELEMENTS, total, part, is_first, own.gradient)
 
     return tasks_of(work, total.numel())
-
-
-# -- updates ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +166,6 @@ class Step:
             n = parts[0].numel()
             kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *by])
         return None
-
-
-# -- a device ---------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8)

@@ -178,8 +178,7 @@ class Shared:
 
     def close(self) -> None:
         """All that are to map this process's slab have: it goes with the last of its mappings."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +194,12 @@ class CommonMemory:
 
 
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
-    """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much. Where there are none to
-    share, one that the others find they cannot map."""
+    """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much."""
     name = f"penstock-{secrets.token_hex(16)}"
+    shared = Shared(os.getpid(), os.memfd_create(name), n_bytes, name)
     try:
-        descriptor = os.memfd_create(name)
-    except (AttributeError, OSError):
-        return Shared(os.getpid(), -1, n_bytes, name), host_slab(n_bytes)
-    shared = Shared(os.getpid(), descriptor, n_bytes, name)
-    try:
-        os.ftruncate(descriptor, n_bytes)
-        return shared, mapped(descriptor, n_bytes, mmap.MAP_SHARED)
+        os.ftruncate(shared.descriptor, n_bytes)
+        return shared, mapped(shared.descriptor, n_bytes, mmap.MAP_SHARED)
     except (OSError, OverflowError, ValueError) as error:
         shared.close()
         raise MemoryError(getattr(error, "strerror", None) or str(error)) from None

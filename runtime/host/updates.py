@@ -10,13 +10,13 @@ import torch
 
 from runtime.errors import PenstockError
 from runtime.executor import AgreedStop
-from runtime.plan import Kind, Op, Plan, Slot, Update
-from runtime.plan.optimizer import Hyperparameters
+from runtime.plan import Kind, Op, Slot, Update
+from runtime.plan.optimizer import Hyperparameters, Schedule
 from runtime.plan.workload import Parameter
 
 from .chunks import Scratch
 from .host_state import HostState
-from .memory import DTYPE, Arenas
+from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
 from .optimizer import Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
 from .workers import Workers
@@ -33,19 +33,13 @@ class Updates:
     device squares and updates, on that lane's thread alone."""
 
     def __init__(
-        self,
-        plan: Plan,
-        arenas: Arenas,
-        state: HostState,
-        settings: Callable[[int], Hyperparameters],
-        workers: Workers[Scratch],
-        device: torch.device,
-        shared: SharedNumbers | None = None,
+        self, state: HostState, settings: Schedule, workers: Workers[Scratch], device: torch.device, shared: SharedNumbers | None
     ) -> None:
         """`shared`: what ranks tell each other of a step; None: there is one."""
         self._shared = shared
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
-        self.plan, self.arenas, self.state, self.settings, self.workers = plan, arenas, state, settings, workers
+        plan, self.plan, self.arenas = state.plan, state.plan, state.arenas
+        self.state, self.settings, self.workers = state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
         host_loop()  # compiled now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread
         self._device_kernel = None
@@ -57,7 +51,7 @@ class Updates:
         if plan.squared and device.type != "cpu":
             squares_kernels(device, DTYPE[plan.semantics.gradient_dtype])
         blocks = plan.workload.blocks
-        self._offsets = [plan.offsets(b) for b in range(len(blocks))]  # in gradients, which hold those of tied weights too
+        self._offsets = plan.offsets  # in gradients, which hold those of tied weights too
         self._tied = {p.tied_to: p.name for p in blocks[-1].trained if p.tied_to is not None}
         self._cuts = [b.cuts(plan.semantics.n_pieces) for b in blocks]  # by parameter: where chunks of the norm begin anew
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
@@ -77,8 +71,6 @@ class Updates:
         self._norms.pop(step - 1, None)  # a device that works later may still ask for this one
         norm, losses = self._norms[step], self._losses.pop(step, None)
         return norm, self._is_skipped(norm), None if losses is None else added(losses)
-
-    # -- gradients --------------------------------------------------------------------------------------------------
 
     def accumulate(self, op: Op) -> None:
         n = self.plan.gradient_elements(op.block)
@@ -108,8 +100,6 @@ class Updates:
         """The gradient of parameters that follow each other in the device's slot."""
         n, at = sum(p.n_elements for p in run), self._offsets[op.block][run[0].name]
         return self.arenas.view(op["gradient"], self.plan.gradient_dtype(op.block), (n,), at)
-
-    # -- the norm ---------------------------------------------------------------------------------------------------
 
     def square(self, op: Op) -> None:
         """Sums of squares of a block's gradient by the device, one for each parameter: none of these is another's."""
@@ -174,8 +164,6 @@ class Updates:
                 self.state.n_updates += factor is not None
                 self._factor = (step, factor)
             return self._factor[1]
-
-    # -- the optimizer ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def changing(self, block: int, step: int, workers: Workers[Scratch]) -> Iterator[None]:

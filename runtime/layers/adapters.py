@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from runtime.errors import WorkloadError
 from runtime.plan.train import ADAPTERS, Lora
@@ -29,7 +29,7 @@ def adapt(module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], lo
         setattr(module.get_submodule(parent), child, AdaptedLinear(linear, lora))
 
 
-def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
     """An adapter as it begins, fp32, as PEFT makes it: B zero, so that it does nothing yet, A uniform; the same for a seed."""
     generator = torch.Generator().manual_seed(seed)
     factors = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -42,7 +42,7 @@ def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, 
 class Factor(nn.Module):
     """A matrix of an adapter, under the name that files give it. No `nn.Linear`: transformers would initialise that."""
 
-    def __init__(self, shape: tuple[int, int], like: torch.Tensor) -> None:
+    def __init__(self, shape: tuple[int, int], like: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
@@ -59,7 +59,7 @@ class AdaptedLinear(nn.Linear):
         self.lora_B = Factor((linear.out_features, lora.rank), linear.weight)
         self.scale, self.dropout, self.is_aside = lora.scale, lora.dropout, False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.is_aside:
             return F.linear(x, self.weight, self.bias)
         drops = self.training and self.dropout > 0
@@ -73,22 +73,15 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        dropped: torch.Tensor,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
-        a_RI: torch.Tensor,
-        b_OR: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, dropped: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    ) -> Tensor:
         y, h = torch.ops.penstock.adapted_linear(x, dropped, weight_OI, bias_O, a_RI, b_OR, scale)
         ctx.drops, ctx.scale = dropped is not x, scale
         ctx.save_for_backward(dropped, weight_OI, a_RI, b_OR, h)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dropped, weight_OI, a_RI, b_OR, h = ctx.saved_tensors
         of_x, of_dropped, _, _, of_a, of_b, _ = ctx.needs_input_grad
         gradient_NO, dropped_NI, h_NR = (rows(each) for each in (gradients[0], dropped, h))
@@ -105,19 +98,13 @@ class _Adapted(torch.autograd.Function):
         return towards, towards_dropped, None, None, da_RI, db_OR, None
 
 
-def rows(x: torch.Tensor) -> torch.Tensor:
+def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
 def _adapted_linear(
-    x: torch.Tensor,
-    dropped: torch.Tensor,
-    weight_OI: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    a_RI: torch.Tensor,
-    b_OR: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, dropped: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """The product, and what the adapter makes on the way, of the rank's width."""
     y, h = F.linear(x, weight_OI, bias_O), F.linear(dropped, a_RI)
     rows(y).addmm_(rows(h), b_OR.t(), alpha=scale)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -44,15 +45,15 @@ def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | No
 
 def _by_document(
     module: torch.nn.Module,
-    query_BHTE: torch.Tensor,
-    key_BHTE: torch.Tensor,
-    value_BHTE: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query_BHTE: Tensor,
+    key_BHTE: Tensor,
+    value_BHTE: Tensor,
+    attention_mask: Tensor | None,
     document_tokens: tuple[tuple[int, ...], ...] | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention as transformers calls it, (B, H, T, E) to (B, T, H, E). Without documents it is transformers' own."""
     given = query_BHTE, key_BHTE, value_BHTE
     others |= {"dropout": dropout, "scaling": scaling}
@@ -62,15 +63,15 @@ def _by_document(
         n_of_all = [n for of_sequence in document_tokens for n in of_sequence]
         return _Attention.apply(*given, n_of_all, scaling), None  # type: ignore[no-untyped-call]
     attend: Any = sdpa_attention_forward
-    one_each = [1] * len(document_tokens)
     done = []
-    for n_tokens, *sequence in zip(document_tokens, *(_split(x, one_each, 0) for x in given), strict=True):
-        parts = zip(*(_split(x, n_tokens, 2) for x in sequence), strict=True)
-        done.append(_joined([attend(module, *part, None, **others)[0] for part in parts], 1))
-    return _joined(done, 0), None
+    # Parts are not slices: the gradient of each would be as large as what it was cut from
+    for n_tokens, *sequence in zip(document_tokens, *(x.split(1) for x in given), strict=True):
+        parts = zip(*(x.split(list(n_tokens), 2) for x in sequence), strict=True)
+        done.append(torch.cat([attend(module, *part, None, **others)[0] for part in parts], 1))
+    return torch.cat(done), None
 
 
-def _is_fused(query_BHTE: torch.Tensor, key_BHTE: torch.Tensor, value_BHTE: torch.Tensor) -> bool:
+def _is_fused(query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> bool:
     """Whether torch has the kernel that is called for each document: on CUDA also where it would rather take cuDNN's."""
     if query_BHTE.is_cuda and query_BHTE.shape[-1] % CUDA_HEAD_ELEMENTS:
         return False
@@ -79,27 +80,13 @@ def _is_fused(query_BHTE: torch.Tensor, key_BHTE: torch.Tensor, value_BHTE: torc
     return choice in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
 
 
-def _split(x: torch.Tensor, sizes: Sequence[int], dim: int) -> Sequence[torch.Tensor]:
-    """Parts of a tensor. Not slices: the gradient of each would be as large as what it was cut from."""
-    return x.split(list(sizes), dim) if len(sizes) > 1 else (x,)
-
-
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-
-
 class _Attention(torch.autograd.Function):
     """Fused attention to each document: one node of autograd, which saves what attention to whole sequences saves."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query_BHTE: torch.Tensor,
-        key_BHTE: torch.Tensor,
-        value_BHTE: torch.Tensor,
-        n_tokens: list[int],
-        scale: float | None,
-    ) -> torch.Tensor:
+        ctx: Any, query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
+    ) -> Tensor:
         given = query_BHTE, key_BHTE, value_BHTE
         out_BTHE, sums_BTH = torch.ops.penstock.attention_by_document(*given, n_tokens, scale)
         ctx.n_tokens, ctx.scale = n_tokens, scale
@@ -107,7 +94,7 @@ class _Attention(torch.autograd.Function):
         return out_BTHE  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *given, out_BTHE, sums_BTH = ctx.saved_tensors
         inputs = (gradients[0].transpose(1, 2), *given, out_BTHE.transpose(1, 2), sums_BTH.transpose(1, 2))
         found = [torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in given]
@@ -118,8 +105,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _attention_by_document(
-    query_BHTE: torch.Tensor, key_BHTE: torch.Tensor, value_BHTE: torch.Tensor, n_tokens: list[int], scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor, n_tokens: list[int], scale: float | None
+) -> tuple[Tensor, Tensor]:
     """Attention of documents of `n_tokens`, in the order of the sequences: results (B, T, H, E) and the logarithms of its sums
     (B, T, H). One call of a library, so that what is remembered of a layer's forward holds both of them whole."""
     inputs, (n_sequences, n_heads, seq_len, width) = (query_BHTE, key_BHTE, value_BHTE), query_BHTE.shape
@@ -131,7 +118,7 @@ def _attention_by_document(
     return out_BTHE, sums_BTH
 
 
-def _turns(query_BHTE: torch.Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
+def _turns(query_BHTE: Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
     """Of each document its sequence, its tokens there, and how many are computed for it.
 
     The library with which torch multiplies bf16 on processors compiles and keeps something for every shape: so there a document is
@@ -145,13 +132,13 @@ def _turns(query_BHTE: torch.Tensor, n_tokens: list[int]) -> Iterator[tuple[slic
         at += n
 
 
-def _put(outputs: list[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+def _put(outputs: list[Tensor], made: Sequence[Tensor]) -> None:
     """The document's part of what was made for its length class."""
     for place, x in zip(outputs, made, strict=True):
         place.copy_(x[:, :, : place.shape[2]])
 
 
-def _attend(inputs: Sequence[torch.Tensor], scale: float | None) -> Sequence[torch.Tensor]:
+def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
     """Torch's fused attention to one document, of its queries, keys and values: results (B, H, T, E) and the logarithms of sums
     (B, H, T). It is causal: no token sees the padding after it, and what padding gets is not read."""
     aten: Any = torch.ops.aten
@@ -162,7 +149,7 @@ def _attend(inputs: Sequence[torch.Tensor], scale: float | None) -> Sequence[tor
     return made  # type: ignore[no-any-return]
 
 
-def _attend_backward(inputs: Sequence[torch.Tensor], scale: float | None) -> Sequence[torch.Tensor]:
+def _attend_backward(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
     """The gradients of queries, keys and values, of the gradient of results, the three themselves, results and sums."""
     aten: Any = torch.ops.aten
     *others, sums_BHT = inputs
@@ -175,7 +162,7 @@ def _attend_backward(inputs: Sequence[torch.Tensor], scale: float | None) -> Seq
     return found  # type: ignore[no-any-return]
 
 
-def _padded(x: torch.Tensor, n_tokens: int) -> torch.Tensor:
+def _padded(x: Tensor, n_tokens: int) -> Tensor:
     """With zeros after its tokens: (1, H, T, E), or (1, H, T)."""
     n_more = n_tokens - x.shape[2]
     return F.pad(x, (0, 0) * (x.dim() - 3) + (0, n_more)) if n_more else x

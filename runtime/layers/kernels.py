@@ -35,16 +35,20 @@ def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+def _made(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function of transformers' makes of these; None where it takes others, or reads of a module what is not there."""
+    try:
+        return function(*given)
+    except Exception:
+        return None
+
+
 @cache
 def rotates(function: Callable[..., Any]) -> bool:
     """Whether a rotary embedding is that of halves, as `rotary` computes it."""
     q, k, cos, sin = _drawn((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
-    try:
-        found = function(q, k, cos, sin)
-    except Exception:  # whatever it makes of other arguments than its own
-        return False
-    turn = cos.unsqueeze(1), sin.unsqueeze(1)
-    return all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), found, strict=True))
+    found, turn = _made(function, q, k, cos, sin), (cos.unsqueeze(1), sin.unsqueeze(1))
+    return found is not None and all(torch.equal(y, CALL_BY_CALL.rotate(x, *turn)) for x, y in zip((q, k), found, strict=True))
 
 
 def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
@@ -62,11 +66,8 @@ def is_gated(part: nn.Module) -> bool:
 def _is_gated(forward: Callable[..., Any]) -> bool:
     x, gate, up, down = _drawn((3, 4), (6, 4), (6, 4), (4, 6))
     products = {name: partial(F.linear, weight=w) for name, w in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))}
-    try:
-        found = forward(SimpleNamespace(**products, act_fn=F.silu), x)
-    except Exception:  # whatever it reads of itself that is not there
-        return False
-    return torch.equal(found, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
+    found = _made(forward, SimpleNamespace(**products, act_fn=F.silu), x)
+    return found is not None and torch.equal(found, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down))
 
 
 def is_rms_norm(part: nn.Module) -> bool:
@@ -79,11 +80,9 @@ def is_rms_norm(part: nn.Module) -> bool:
 @cache
 def _is_rms_norm(forward: Callable[..., Any]) -> bool:
     x, weight = _drawn((3, 8), (8,))
-    part = SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1)
-    try:
-        return torch.allclose(forward(part, x), F.rms_norm(x, (8,), part.weight, 0.1), rtol=1e-5)
-    except Exception:  # whatever it reads of itself that is not there
-        return False
+    found = _made(forward, SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1), x)
+    is_like = isinstance(found, torch.Tensor) and found.shape == x.shape
+    return is_like and torch.allclose(found, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
 
 
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
@@ -96,9 +95,6 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
                 setattr(parent, name, GatedMlp(child, pointwise))
         if semantics.pointwise == "fused":
             _rotate_at_once(parent, pointwise)
-
-
-# -- norms ------------------------------------------------------------------------------------------------------------
 
 
 def fused_norm(norm: nn.Module) -> "FusedRMSNorm":
@@ -160,9 +156,6 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return parts
 
 
-# -- activation -------------------------------------------------------------------------------------------------------
-
-
 class GatedMlp(nn.Module):
     """down(silu(gate(x)) * up(x)), with the modules of one of transformers' MLPs."""
 
@@ -177,9 +170,6 @@ class GatedMlp(nn.Module):
         gate, up = parts.gate_proj(x), parts.up_proj(x)
         activation = _AtOnce.apply(self.pointwise.swiglu, self.pointwise.swiglu_gradients, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
         return parts.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
-
-
-# -- rotary embedding -------------------------------------------------------------------------------------------------
 
 
 def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:

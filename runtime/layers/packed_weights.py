@@ -40,9 +40,6 @@ def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, T
     return codes.view(torch.int8 if base == "int8" else torch.float8_e4m3fn).view(shape), scales
 
 
-# -- to the weight ----------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
     """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32.
@@ -102,9 +99,6 @@ def _unpack_fp8(codes_RC: Tensor, scales_GH: Tensor, out_RC: Tensor) -> None:
             blocks.mul_(scale)
 
 
-# -- to packed bytes --------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def pack(weight: Tensor, base: Base) -> Tensor:
     """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite.
@@ -156,9 +150,6 @@ def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:
             scale.copy_(1.0 / factor)
             blocks.mul_(factor)
         codes_RC[rows] = wide
-
-
-# -- rows and blocks --------------------------------------------------------------------------------------------------
 
 
 def _chunks_of_rows(matrix_RC: Tensor, step: int) -> Iterator[slice]:

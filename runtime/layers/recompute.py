@@ -1,8 +1,8 @@
 """Activation checkpointing: what of a layer's forward is kept for its backward, and what is computed again.
 
-Kept is everything that autograd saved, but for the weights (`kept`); or some results, from which the rest is computed again
-(`Replay`: selective checkpointing; without any, full). Both let go of the slots that the forward used: the backward names those
-that hold weights and input by then.
+Kept is everything that autograd saved, but for the weights (`Compute._keeping`); or some results, from which the rest is computed
+again (`Replay`: selective checkpointing; without any, full). Both let go of the slots that the forward used: the backward names
+those that hold weights and input by then.
 """
 
 from collections import deque
@@ -41,27 +41,6 @@ class Graph:
     edge: GradientEdge
     inputs: list[torch.Tensor]
     names: list[str]  # of the weights, which are the last inputs
-
-
-def kept(
-    is_weight: Callable[[torch.Tensor], int | None], rebind: Callable[[int, torch.Tensor], torch.Tensor]
-) -> AbstractContextManager[None]:
-    """Saved-tensor hooks under which autograd keeps no view of a weight slot.
-
-    `is_weight` gives the byte offset of a tensor in the weight slot, or None; `rebind(offset, like)` makes the same view of
-    the slot that holds the block when backward runs, which may be another one.
-    """
-
-    def pack(tensor: torch.Tensor) -> object:
-        if (offset := is_weight(tensor)) is None:
-            return tensor.detach()
-        # A meta tensor remembers dtype, shape and strides without holding data.
-        return offset, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-    def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else rebind(*packed)
-
-    return saved_tensors_hooks(pack, unpack)
 
 
 class Replay:

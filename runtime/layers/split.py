@@ -1,15 +1,13 @@
 """A model cut into prologue, layers and epilogue: its own forward, run with stand-ins in the layers' places.
 
-Nothing is told again by type. The stand-ins note what the model gives each layer (masks, rotary tables, positions), and prove that
-a chain of layers is what the model is: each must be given the very tensor that the one before returned. A model that is no such
-chain is refused with the reason.
+The stand-ins note what the model gives each layer (masks, rotary tables, positions), and prove that the model is a chain of layers:
+each must be given the very tensor that the one before returned. A model that is no such chain is refused with the reason.
 """
 
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,7 +90,6 @@ class Split:
     def __init__(self, model: PreTrainedModel) -> None:
         """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
         self.model, self.body = model, model.base_model
-        self.config: Any = model.config
         self._where = _layer_list(model)
         names = {id(module): name for name, module in model.named_modules()}
         self.layers_name, self.body_name = names[id(self._where)], names[id(self.body)]
@@ -122,10 +119,14 @@ class Split:
             for p in layer.parameters():
                 if owners.setdefault(id(p), i) != i:
                     self._fail(f"layers {owners[id(p)]} and {i} share a weight")
-        inside = {id(m) for layer in self.layers for m in layer.modules()}
-        outside = {id(p) for m in self.model.modules() if id(m) not in inside for p in m.parameters(recurse=False)}
+        outside = {id(p) for m in self._outside() for p in m.parameters(recurse=False)}
         if outside & owners.keys():
             self._fail("a layer's weight is used outside of it")
+
+    def _outside(self) -> list[nn.Module]:
+        """The modules that are in no layer."""
+        inside = {id(m) for layer in self.layers for m in layer.modules()}
+        return [m for m in self.model.modules() if id(m) not in inside]
 
     def met(self, i: int, args: Any, kwargs: Any) -> Any:
         """A layer's turn: what it is given is noted, and the hidden state handed on untouched."""
@@ -232,8 +233,7 @@ class Split:
     @contextmanager
     def blank(self) -> Iterator[None]:
         """Until the context ends, what is no layer's has weights that take no memory: one zero, seen at every place."""
-        inside = {id(m) for layer in self.layers for m in layer.modules()}
-        before = [(part, dict(part._parameters)) for part in self.model.modules() if id(part) not in inside]
+        before = [(part, dict(part._parameters)) for part in self._outside()]
         for part, own in before:
             for name, p in own.items():
                 if p is not None:
@@ -253,15 +253,6 @@ class Split:
             self.prove_norm(tokens_BT)
         self.noted()
 
-    @cached_property
-    def stored_buffers(self) -> dict[str, list[str]]:
-        """By layer the names, in the model, of what a file holds of it though it is no weight (a router's correction)."""
-        return {
-            f"{self.layers_name}.{i}.": names
-            for i, layer in enumerate(self.layers)
-            if (names := sorted(layer.state_dict(keep_vars=True).keys() - dict(layer.named_parameters()).keys()))
-        }
-
     @staticmethod
     def kind(layer: nn.Module, call: Call, by_place: bool = True) -> object:
         """What layers have in common that compute the same: modules with their numbers, parameters, what they are given.
@@ -277,8 +268,7 @@ class Split:
 
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
         """What the model computes for itself (frequencies, scales), made on the device: outside of its layers, or in all of it."""
-        inside = {id(m) for layer in self.layers for m in layer.modules()}
-        for part in [m for m in self.model.modules() if of_layers or id(m) not in inside]:
+        for part in list(self.model.modules()) if of_layers else self._outside():
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
             for name, buffer in buffers.items():
                 part.register_buffer(name, _unknown(buffer, device), name not in part._non_persistent_buffers_set)

@@ -8,7 +8,6 @@ the fp32 sum of the tiles' gradients in ascending order, starting from zero, rou
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,30 +81,14 @@ class TiledMlp(nn.Module):
             yield slice(start, min(start + self.tile_tokens, len(x_ND)))
 
 
-@dataclass(slots=True)
-class _Site:
-    """Where input and weights lie while a backward runs."""
-
-    x_ND: torch.Tensor | None = None
-    weights: tuple[torch.Tensor, ...] = ()
-
-    def again(self, mlp: TiledMlp, at: slice) -> torch.Tensor:
-        """The forward of a tile, under grad."""
-        assert self.x_ND is not None, "a tile is computed again while no backward is running"
-        rows_ND = self.x_ND[at].detach().requires_grad_()
-        names = [name for name, _ in mlp.rows.named_parameters()]
-        weights = [w.detach().requires_grad_() for w in self.weights]
-        with torch.enable_grad():
-            return functional_call(mlp.rows, dict(zip(names, weights, strict=True)), (rows_ND,), strict=True)  # type: ignore[no-any-return]
-
-
 class _ByTiles(torch.autograd.Function):
     """Saves its input and the weights. What the policy remembers besides is remembered tile by tile, or one would need all."""
 
     @staticmethod
     def forward(ctx: Any, mlp: TiledMlp, x_ND: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x_ND, *weights)
-        ctx.mlp, ctx.site, ctx.remembered, ctx.shelf = mlp, _Site(), [], shelf_in_use()
+        ctx.mlp, ctx.remembered, ctx.shelf = mlp, [], shelf_in_use()
+        ctx.inputs = []  # and weights: where they are, while a backward runs
         if mlp.again:
             return x_ND.new_zeros(1).expand_as(x_ND)
         with unnoticed():  # of the whole layer's: a `Replay` of each tile notes them
@@ -115,20 +98,20 @@ class _ByTiles(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient_ND,) = gradients
         x_ND, *weights = ctx.saved_tensors  # hooks give it once
-        ctx.site.x_ND, ctx.site.weights = x_ND, tuple(weights)
+        ctx.inputs += [x_ND, *weights]
         towards_ND = torch.empty_like(x_ND)
         sums = [torch.zeros(w.shape, dtype=torch.float32, device=w.device) for w in weights]
         for at in ctx.mlp.tiles(x_ND):
             output, inputs = ctx.remembered.pop(0)
             towards_ND[at] = _add_gradients(output, inputs, gradient_ND[at], sums)
-        ctx.site.x_ND, ctx.site.weights = None, ()  # or they would be alive until all of the layer's backward is done
+        ctx.inputs.clear()  # or they would be alive until all of the layer's backward is done
         return None, towards_ND, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
 
 def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The output of a tile, whose graph is remembered as that of the whole layer is."""
-    mlp, site = ctx.mlp, ctx.site
-    replay = Replay(mlp.saved, lambda: site.again(mlp, at), ctx.shelf)
+    mlp, inputs = ctx.mlp, ctx.inputs
+    replay = Replay(mlp.saved, lambda: _again(mlp, at, *inputs), ctx.shelf)
     how: AbstractContextManager[None] = nullcontext() if mlp.kept else replay.recording()
     with torch.enable_grad():
         rows_ND = x_ND[at]  # no leaf: a graph holds its leaves, and with them all of the input
@@ -136,6 +119,14 @@ def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Te
             y_ND: torch.Tensor = mlp.rows(rows_ND)
     ctx.remembered.append((get_gradient_edge(y_ND), [get_gradient_edge(leaf) for leaf in (rows_ND, *weights)]))
     return y_ND.detach()
+
+
+def _again(mlp: TiledMlp, at: slice, x_ND: torch.Tensor, *weights: torch.Tensor) -> None:
+    """The forward of a tile a second time, under grad."""
+    names = [name for name, _ in mlp.rows.named_parameters()]
+    leaves = [w.detach().requires_grad_() for w in weights]
+    with torch.enable_grad():
+        functional_call(mlp.rows, dict(zip(names, leaves, strict=True)), (x_ND[at].detach().requires_grad_(),), strict=True)
 
 
 def _add_gradients(

@@ -25,7 +25,6 @@ class Views:
     def __init__(self, plan: Plan, arenas: Arenas) -> None:
         self._semantics, self._arenas = plan.semantics, arenas
         self._blocks = plan.workload.blocks
-        self._offsets = [plan.offsets(b) for b in range(len(self._blocks))]
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
         self._plan = plan
         if plan.semantics.base == "nf4":  # the first to be unpacked shall not wait for it
@@ -36,7 +35,7 @@ class Views:
         """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""
         weights, dtype = Weights(), self._semantics.compute_dtype
         for p in self._blocks[block].parameters:
-            of, at = (slot, self._offsets) if trained is None or p.frozen else (trained, self._owned)
+            of, at = (slot, self._plan.offsets) if trained is None or p.frozen else (trained, self._owned)
             weights[p.name] = self._arenas.view(of, dtype, p.shape, at[block][p.name])
         return weights
 
@@ -49,7 +48,7 @@ class Views:
 
     def gradients(self, block: int, slot: Slot, dtype: str) -> Weights:
         """Those of all that is trained of what the block uses, by name."""
-        at = self._offsets[block]
+        at = self._plan.offsets[block]
         return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].trained}
 
     def unpack(self, op: Op) -> None:
@@ -59,7 +58,7 @@ class Views:
         for p in self._blocks[op.block].parameters:
             if not p.frozen and self._plan.is_apart(op.block):
                 continue
-            out = self._arenas.view(op["weights"], self._semantics.compute_dtype, p.shape, self._offsets[op.block][p.name])
+            out = self._arenas.view(op["weights"], self._semantics.compute_dtype, p.shape, self._plan.offsets[op.block][p.name])
             if self._plan.is_packed(p):
                 unpack_into(packed[places[p.name] :][: layout(p.shape, base).n_bytes], out, base)
             else:
@@ -80,6 +79,10 @@ class Spot:
     shape: torch.Size
     stride: tuple[int, ...]
 
+    def view(self, slot: torch.Tensor) -> torch.Tensor:
+        """The tensor there, given the slot's bytes, with a version counter of its own."""
+        return slot.data[self.offset_bytes :].view(self.dtype).as_strided(self.shape, self.stride)
+
 
 class Shelf:
     """A slot for what a forward saves that goes to the host: products are computed into it, other results copied, in the order in
@@ -89,10 +92,6 @@ class Shelf:
         """`slot`: its bytes. Once they are elsewhere, that is to be assigned anew."""
         self.slot, self.n_bytes = slot, 0
 
-    def view(self, spot: Spot) -> torch.Tensor:
-        """The tensor there, with a version counter of its own."""
-        return self.slot.data[spot.offset_bytes :].view(spot.dtype).as_strided(spot.shape, spot.stride)
-
     def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """What a call returns, and the same with spots in place of the tensors that are on the shelf."""
         packet = func.overloadpacket
@@ -100,16 +99,16 @@ class Shelf:
             a, b = args[MATRICES[packet.__name__] :][:2]
             shape = torch.Size((a.shape[0], b.shape[1]))
             if (spot := self._room(a.dtype, shape, (shape[1], 1))) is not None:
-                return packet.out(*args, **kwargs, out=self.view(spot)), spot
+                return packet.out(*args, **kwargs, out=spot.view(self.slot)), spot
         made, form = tree_flatten(func(*args, **kwargs))
         noted = list(map(self._put, made))
-        found = [self.view(spot) if isinstance(spot, Spot) else thing for thing, spot in zip(made, noted, strict=True)]
+        found = [spot.view(self.slot) if isinstance(spot, Spot) else thing for thing, spot in zip(made, noted, strict=True)]
         return tree_unflatten(found, form), tree_unflatten(noted, form)
 
     def found(self, noted: Any) -> Any:
         """What was noted, with the tensor in place of its spot. What found no room must not be asked for."""
         assert noted is not NO_ROOM, "what is saved finds no room in its slot"
-        return self.view(noted) if isinstance(noted, Spot) else noted
+        return noted.view(self.slot) if isinstance(noted, Spot) else noted
 
     def _put(self, thing: Any) -> Any:
         """Where a result lies now. States of random numbers, which are a few integers, stay where they are."""
@@ -122,7 +121,7 @@ class Shelf:
         spot = self._room(thing.dtype, thing.shape, thing.stride())
         if spot is None:
             return NO_ROOM
-        self.view(spot).copy_(thing)
+        spot.view(self.slot).copy_(thing)
         return spot
 
     def _room(self, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> Spot | None:

@@ -2,8 +2,7 @@
 
 On a CPU every lane does its own work; beside a GPU only the host's does. A stream's lane only issues: that one op is done before
 another is left to events. `mark` records one on the stream, `follow` makes the other stream, or the lane that works itself, wait
-for it. So an executor's "done" means issued, and how far the host runs ahead is bounded by what its own lane, which does real work,
-waits for.
+for it. An executor's "done" then means issued; how far the host runs ahead is bounded by what its own lane waits for.
 """
 
 import os

@@ -66,8 +66,6 @@ class Processes:
         """Drop the process groups, which ends their threads: one that still frees a tensor while Python exits would crash it."""
         self._of_device = self._here = self._between_hosts = self._of_host = self._of_meetings = self._between_steps = None
 
-    # -- ops ----------------------------------------------------------------------------------------------------------
-
     def meet(self) -> None:
         with _meeting("brought weights together"):
             dist.barrier(group=self._of_meetings)
@@ -86,8 +84,6 @@ class Processes:
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         with _meeting("shared norms"):
             _gather_into(rows.view(-1), row, group=self._of_host)
-
-    # -- between steps --------------------------------------------------------------------------------------------------
 
     def tell(self, message: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Broadcast rank 0's message, JSON, to all."""

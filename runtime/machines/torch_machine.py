@@ -15,7 +15,7 @@ from typing import assert_never
 import torch
 from torch.cuda import Event
 
-from runtime.batch import Batch, positions_of
+from runtime.batch import Batch, Batches, positions_of
 from runtime.compute.blocks import Templates
 from runtime.compute.compute import Compute, Head
 from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
@@ -30,7 +30,7 @@ from runtime.host.workers import Workers
 from runtime.layers.attention import use_attention
 from runtime.layers.packed_weights import pack
 from runtime.plan import Kind, Lane, Op, Plan, Slot
-from runtime.plan.optimizer import Hyperparameters
+from runtime.plan.optimizer import Schedule
 from runtime.plan.timeline import Span
 from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
@@ -183,8 +183,8 @@ class TorchMachine(LaneMachine):
     def __init__(
         self,
         plan: Plan,
-        batches: Callable[[int], Batch],
-        settings: Callable[[int], Hyperparameters],
+        batches: Batches,
+        settings: Schedule,
         lanes: Lanes,
         seed: int = 0,
         n_workers: int | None = None,
@@ -204,17 +204,14 @@ class TorchMachine(LaneMachine):
             arenas, memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, arenas, self._rank)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
-            # What dropout draws from. Seeding it is the host's own affair: no device is waited for
-            is_cpu = lanes.device.type == "cpu"
-            generator = torch.default_generator if is_cpu else torch.cuda.default_generators[lanes.device.index]
-            compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, generator, self._rank)
+            compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
         if lanes.streams is not None:
             lanes.streams.lock(arenas, () if memory is None else memory.of_others(self._rank))
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
         with lanes.current(Lane.GPU):  # in which a device is tried
-            updates = Updates(plan, arenas, self.host, settings, workers, lanes.device, shared)
+            updates = Updates(self.host, settings, workers, lanes.device, shared)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
         super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory)
 
@@ -230,10 +227,7 @@ class TorchMachine(LaneMachine):
     def initialise_adapters(self, seed: int) -> None:
         """Those alone, as `initialise` would."""
         for block in range(len(self.plan.workload.blocks)):
-            factors = self.compute.templates.initial_adapters(block, seed)
-            for p in self.host.owned[block] if factors else ():
-                self.host.set_weight(p, factors[p.name])
-            self.host.settle(block)
+            self.host.set_weights(block, self.compute.templates.initial_adapters(block, seed))
 
     def agree(self, stop: Stop) -> Stop:
         """What ends the next steps of all ranks once `stop` is requested of the first; of one rank, that itself."""
@@ -242,7 +236,7 @@ class TorchMachine(LaneMachine):
         self._updates.agreed = agreed = AgreedStop(stop)
         return agreed
 
-    def forward(self, plan: Plan, batches: Callable[[int], Batch], head: Head, n_passes: int, stop: Stop | None) -> None:
+    def forward(self, plan: Plan, batches: Batches, head: Head, n_passes: int, stop: Stop | None) -> None:
         """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile.
 
         Other ranks, which have to be told to take part, are told of one at a time: all perform it to its end, and may then save.
@@ -256,14 +250,14 @@ class TorchMachine(LaneMachine):
             if stop is not None and stop.is_requested:
                 raise Abandoned
 
-    def forwards(self, plan: Plan, batches: Callable[[int], Batch], head: Head | None) -> LaneMachine:
+    def forwards(self, plan: Plan, batches: Batches, head: Head | None) -> LaneMachine:
         """A machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
 
         It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
         is not. Without a head it only gives other ranks its weights.
         """
         on_device, of = _uploaded(batches, self.lanes), self.compute
-        compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, of.generator, self._rank, head)
+        compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, self._rank, head)
         kind = GivingMachine if head is None else LaneMachine
         return kind(plan, self.arenas, self.lanes, self._workers, compute, self._updates, self.ranks, self._memory)
 
@@ -290,8 +284,8 @@ class CpuMachine(TorchMachine):
     def __init__(
         self,
         plan: Plan,
-        batches: Callable[[int], Batch],
-        settings: Callable[[int], Hyperparameters],
+        batches: Batches,
+        settings: Schedule,
         seed: int = 0,
         pin_threads: bool = False,
         n_workers: int | None = None,
@@ -312,8 +306,8 @@ class CudaMachine(TorchMachine):
     def __init__(
         self,
         plan: Plan,
-        batches: Callable[[int], Batch],
-        settings: Callable[[int], Hyperparameters],
+        batches: Batches,
+        settings: Schedule,
         seed: int = 0,
         streams: CudaStreams | None = None,
         ranks: Ranks | None = None,
@@ -353,7 +347,7 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
 
 
-def _uploaded(batches: Callable[[int], Batch], lanes: Lanes) -> Callable[[int], Batch]:
+def _uploaded(batches: Batches, lanes: Lanes) -> Batches:
     """A step's tokens on the device, as work of the lane that computes: a GPU copies pinned memory while the host goes on."""
     if (streams := lanes.streams) is None:
         return batches

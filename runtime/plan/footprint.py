@@ -70,8 +70,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
             wide = config.get("model_type") in WIDE_TABLES
             table_bytes = 2 * (ITEM_BYTES["fp32"] * (attention.n_sequences - 1) if wide else item_bytes * attention.n_sequences)
             kept_bytes += n_keeping * of.seq_len * width * (table_bytes + attention.n_sequences * n_joined * item_bytes)
-        # Most in backward: the gradients of queries, keys and values, and a copy of the sums; padded, besides, all that goes in:
-        # the same three, results, and their gradient.
+        # Most in backward: gradients of queries, keys, values, a copy of the sums; padded, those three too, results, its gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
         token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
         turn_bytes = max(turn_bytes, n_computed * token_bytes)

@@ -3,6 +3,7 @@
 Arenas, costs, the checker and checkpoints ask here; `runtime/host` has a file with the arithmetic.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -68,6 +69,7 @@ class AdamW:
 
 
 Hyperparameters = AdamW  # of any optimizer
+Schedule = Callable[[int], Hyperparameters]  # those of each step
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:

@@ -42,8 +42,7 @@ _PACKED = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def published_as(config: Mapping[str, object]) -> Base | Literal["mxfp4"] | None:
-    """What a model's configuration (transformers' config.json) says that its weights are packed in: bf16 if it says nothing of it,
-    None for what is not read."""
+    """What a model's config.json says that its weights are packed in: bf16 if it says nothing of it, None for what is not read."""
     match config.get("quantization_config") or config.get("compression_config"):
         case None:
             return "bf16"

@@ -151,8 +151,7 @@ class Setup:
         return self.semantics.base != "bf16" and any(map(self.is_packed, self.workload.blocks[block].parameters))
 
     def is_apart(self, block: int) -> bool:
-        """Whether the device holds what is trained of the block, and the host what is frozen. The slot of the block's gradient is
-        then its fp32 sum over micro-batches, too."""
+        """Whether the device holds what is trained of the block, with its gradient's fp32 sum, and the host what is frozen."""
         return block in self.policy.device_blocks and self.workload.blocks[block].is_mixed
 
     def stays_loaded(self, block: int) -> bool:
@@ -172,13 +171,14 @@ class Setup:
         most = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
         return min(largest // ranks, most - most % ALIGN_ELEMENTS)
 
-    def offsets(self, block: int) -> dict[str, int]:
-        """First element of each parameter, by name, in a slot on the device."""
-        of = self.workload.blocks[block]
-        if self.semantics.ranks == 1 or not of.tied:
-            return of.offsets()[0]
-        tied = self.regions(block)[1][0]
-        return of.offsets(owned_only=True)[0] | {p.name: tied for p in of.parameters if p.tied_to is not None}
+    @cached_property
+    def offsets(self) -> list[dict[str, int]]:
+        """Of each block the first element of each parameter, by name, in a slot on the device."""
+        several = self.semantics.ranks > 1
+        found = [block.offsets(owned_only=several)[0] for block in self.workload.blocks]
+        for b, block in enumerate(self.workload.blocks if several else ()):
+            found[b] |= {p.name: self.regions(b)[1][0] for p in block.parameters if p.tied_to is not None}
+        return found
 
     # -- the global gradient norm -------------------------------------------------------------------------------------
 
@@ -326,8 +326,7 @@ class Setup:
 
     @property
     def other_transient_bytes(self) -> int:
-        """The same without layers: embedding, head, unpacking. Where the host sums micro-batches, the device has no sum
-        of the head's earlier ones."""
+        """The same without layers: embedding, unpacking, head; without its sum of earlier micro-batches where the host sums."""
         embedding, head = self.workload.blocks[0], self.workload.blocks[-1]
         unpacked = UNPACK_SCRATCH_BYTES if self.packed_slots else 0
         return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), unpacked)

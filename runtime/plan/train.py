@@ -91,8 +91,7 @@ def is_adapter(name: str) -> bool:
 
 
 def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dtype | None = None) -> dict[str, Any]:
-    """The fields of `Semantics` that say what is trained, as a file has them; none that was not named. Gradients of adapters are
-    fp32 by default, as adapters are."""
+    """The fields of `Semantics` that say what is trained, as in a file, if named. Gradients of adapters are fp32, as these are."""
     found = parse_train(train) if isinstance(train, str) else train or Train()
     dtype = gradient_dtype or ("fp32" if found.lora is not None else None)
     fields = {"train": None if train is None else asdict(found), "base": base, "gradient_dtype": dtype}

@@ -102,7 +102,7 @@ HOME = {
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search/relax.py"),
-        *("planner/show/memory.py", "runtime/compiled.py", "runtime/host/chunks.py", "runtime/host/norms.py"),
+        *("planner/show/memory.py", "runtime/compiled.py"),
     },
 }
 
