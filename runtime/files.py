@@ -13,16 +13,13 @@ from typing import Any
 
 def read_whole(path: Path, max_bytes: int) -> bytes:
     """The bytes of a plain file. OSError for anything else: a pipe or a device may never end, and opening one may wait."""
-    if stat.S_ISDIR(path.stat().st_mode):
-        raise OSError(errno.EISDIR, "a folder, not a file")
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "a pipe or device, not a file")
-        content = b"" if found.st_size > max_bytes else file.read(max_bytes + 1)
-        if max(found.st_size, len(content)) > max_bytes:
-            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes")
-        return content
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        is_folder = stat.S_ISDIR(found.st_mode)
+        raise OSError(errno.EISDIR if is_folder else errno.EINVAL, f"a {'folder' if is_folder else 'pipe or device'}, not a file")
+    if found.st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes")
+    return path.read_bytes()
 
 
 @contextmanager
