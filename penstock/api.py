@@ -248,7 +248,7 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
     Profile.from_json(file.plan.profile, f"{where}: profile")
     try:
         prove(file.plan)
-        checked = "nothing is claimed of it" if claim is None else _recounted(file.plan, claim, search)
+        checked = _recounted(file.plan, claim, search)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     return f"{summary(file.plan)}; {checked}"
@@ -259,6 +259,8 @@ def _recounted(plan: Plan, claim: Any, search: bool) -> str:
     from planner.check.claim import check_claim, check_origin, check_search
 
     left = check_origin(plan, claim)
+    if claim is None:
+        return "nothing is claimed of it"
     left += check_search(plan, claim) if search else check_claim(plan, claim)
     if not search:
         left.append("the bounds over policies and sizes and n_simulated, for which --search searches again")

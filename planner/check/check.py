@@ -18,7 +18,6 @@ from runtime.units import show_bytes
 
 from .contract import check_arenas, check_ops, check_repeat
 from .dataflow import check_data
-from .legality import check_workload
 from .shape import Shape, wrong
 
 N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
@@ -27,7 +26,6 @@ N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
 def check(plan: Plan) -> None:
     """Raise PlanError with the first thing that is wrong with the plan; else return."""
     refuse_malformed(plan)
-    check_workload(plan)
     refuse_illegal(plan.workload, plan.semantics, plan.policy)  # by the same rules as where it is lowered
     shape = Shape(plan)
     check_arenas(plan)

@@ -31,7 +31,7 @@ class Parameter:
     `frozen` is read, and nothing else is done to it."""
 
     name: Annotated[str, Field(max_length=200)]
-    shape: tuple[Natural, ...]
+    shape: Annotated[tuple[Natural, ...], Field(max_length=8)]
     tied_to: str | None = None
     frozen: bool = False
 

@@ -8,9 +8,9 @@ import pytest
 from planner.check.check import check
 from planner.lower.lower import lower
 from runtime.errors import PlanError
-from runtime.plan import Plan, Policy, Semantics, Update, saves
+from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.train import Train
-from runtime.plan.workload import Parameter, Saved, Tier
+from runtime.plan.workload import Saved, Tier
 from tests.edits import error_of, small, under
 from tests.mutants import ADAPTED
 from tests.strategies import MODEL, PROFILE, small_workload
@@ -66,7 +66,6 @@ def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str
         ({}, {"base": "nf4"}, "what is trained is not packed"),
         (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "several GPUs, or sum groups, train whole models only"),
         (APART, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
-        (APART, {"train": Train()}, "which is not what the semantics train"),
     ],
 )
 def test_semantics_that_a_policy_does_not_suit_are_refused(choices: dict[str, Any], changes: dict[str, Any], says: str) -> None:
@@ -85,60 +84,3 @@ def test_ways_to_recompute_are_asked_of_layers_that_need_them() -> None:
     assert "cannot save only products" in error_of(under(plan, save=saves(products=(2,))))
     poor = tuple(replace(b, tiers=()) for b in blocks)
     assert "cannot save only attention" in error_of(replace(plan, workload=replace(workload, smaller=poor)))
-
-
-def parameter(plan: Plan, block: int, name: str) -> Parameter:
-    return next(p for p in plan.workload.blocks[block].parameters if p.name.endswith(name))
-
-
-def with_parameter(plan: Plan, block: int, name: str, *instead: Parameter) -> Plan:
-    """The plan in which other weights, or none, stand where that one of the block does."""
-    blocks = plan.workload.blocks
-    parameters = tuple(q for p in blocks[block].parameters for q in (instead if p.name.endswith(name) else (p,)))
-    changed = replace(blocks[block], parameters=parameters)
-    return replace(plan, workload=replace(plan.workload, blocks=(*blocks[:block], changed, *blocks[block + 1 :])))
-
-
-@pytest.mark.parametrize("tied_to", ["no such weight", "embed.weight"])
-def test_a_weight_tied_to_none_of_its_shape_is_refused(tied_to: str) -> None:
-    odd = with_parameter(small(), 4, "lm_head.weight", Parameter("lm_head.weight", (3,), tied_to))
-    assert "only the head may share a weight of block 0, in its shape" in error_of(odd)
-
-
-def test_frozen_weights_are_those_that_semantics_do_not_train() -> None:
-    plan = small(tied=True, train=Train(layers=(1, 1)))
-    for block, name in ((0, "embed.weight"), (2, "norm.weight"), (4, "lm_head.weight")):
-        p = parameter(plan, block, name)
-        message = error_of(with_parameter(plan, block, name, replace(p, frozen=not p.frozen)))
-        assert f"block {block}: weight '{p.name}' is {'trained' if p.frozen else 'frozen'}, which is not what" in message
-
-
-def test_a_smaller_micro_batch_has_the_same_frozen_weights() -> None:
-    of = small(**APART)
-    workload = replace(of.workload, smaller=of.workload.blocks)
-    plan = lower(of.model, workload, replace(of.semantics, batch_size=3, micro_batch=2), Policy(update=Update.DEFERRED), PROFILE)
-    check(plan)
-    thawed = tuple(replace(b, parameters=tuple(replace(p, frozen=False) for p in b.parameters)) for b in workload.blocks)
-    assert "other weights" in error_of(replace(plan, workload=replace(workload, smaller=thawed)))
-
-
-@pytest.mark.parametrize("factor", ["lora_A.weight", "lora_B.weight"])
-def test_an_adapter_has_two_factors_of_a_matrix(factor: str) -> None:
-    plan = small(**APART)
-    p = parameter(plan, 2, factor)
-    transposed = replace(p, shape=p.shape[::-1] if p.shape[0] != p.shape[1] else (p.shape[0], 7))
-    stacked, vector = replace(p, shape=(2, *p.shape)), replace(p, shape=(p.n_elements,))
-    astray = replace(p, name=p.name.replace("up_proj", "norm"))
-    thinner = replace(p, shape=tuple(n - 1 if n == 8 else n for n in p.shape))
-    for instead in ((), (transposed,), (stacked,), (vector,), (astray,), (thinner,)):
-        assert "no factor, of rank 8, of an adapter" in error_of(with_parameter(plan, 2, factor, *instead))
-    assert "two weights have one name" in error_of(with_parameter(plan, 2, factor, p, p))
-    alone = Parameter("a.lora_A.b", (8, 8))
-    assert "no factor" in error_of(with_parameter(plan, 0, "embed.weight", parameter(plan, 0, "embed.weight"), alone))
-
-
-def test_only_weights_of_layers_are_packed() -> None:
-    plan = small(**APART, base="int8")
-    odd = Parameter("model.layers.9.up_proj.weight", (40, 8), frozen=True)
-    for block, name in ((0, "embed.weight"), (4, "norm.weight")):
-        assert "as only weights of layers can be" in error_of(with_parameter(plan, block, name, odd))

@@ -83,19 +83,39 @@ def test_a_slower_policy_claimed_to_be_the_best_is_refused(honest: PlanFile, tmp
 
 
 def tampered(plan: Plan) -> dict[str, Plan]:
-    blocks = plan.workload.blocks
-    smaller = replace(blocks[1], kept_bytes=blocks[1].kept_bytes - 256)
-    quicker = replace(blocks[1], n_kernels=blocks[1].n_kernels - 1)
+    first, layer, *others, head = plan.workload.blocks
+    frozen, *weights = layer.parameters
+    layers = {
+        "what a layer keeps": replace(layer, kept_bytes=layer.kept_bytes - 256),
+        "what a layer computes": replace(layer, n_kernels=layer.n_kernels - 1),
+        "what is trained": replace(layer, parameters=(replace(frozen, frozen=True), *weights)),
+        "a weight twice": replace(layer, parameters=(frozen, frozen, *weights[1:])),
+        "what is tied": layer,
+    }
+    untied = replace(head, parameters=tuple(replace(p, tied_to=None) for p in head.parameters))
+    heads = dict.fromkeys(layers, head) | {"what is tied": untied}
     arenas = (replace(plan.arenas[0], slot_bytes=(*plan.arenas[0].slot_bytes, 256)), *plan.arenas[1:])
     return {
-        "what a layer keeps": replace(plan, workload=replace(plan.workload, blocks=(blocks[0], smaller, *blocks[2:]))),
-        "what a layer computes": replace(plan, workload=replace(plan.workload, blocks=(blocks[0], quicker, *blocks[2:]))),
+        name: replace(plan, workload=replace(plan.workload, blocks=(first, layer, *others, heads[name])))
+        for name, layer in layers.items()
+    } | {
         "an arena": replace(plan, arenas=arenas),
         "the model": replace(plan, model=replace(plan.model, config=plan.model.config | {"num_hidden_layers": 1})),
     }
 
 
-@pytest.mark.parametrize("what", ["what a layer keeps", "what a layer computes", "an arena", "the model"])
+TAMPERED = [
+    "what a layer keeps",
+    "what a layer computes",
+    "what is trained",
+    "a weight twice",
+    "what is tied",
+    "an arena",
+    "the model",
+]
+
+
+@pytest.mark.parametrize("what", TAMPERED)
 def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile, what: str) -> None:
     claim, plan = claimed(honest.claim, "plan.json"), tampered(honest.plan)[what]
     with pytest.raises(PlanError):
