@@ -80,19 +80,19 @@ class Planned:
         return Path(path)
 
     def __str__(self) -> str:
-        from planner.show.facts import facts
+        from planner.show.facts import Facts
         from planner.show.text import print_plan
 
         text = StringIO()
-        print_plan(facts(self.file, "the plan", answer=self.answer), Console(file=text))
+        print_plan(Facts(self.file, "the plan", answer=self.answer), Console(file=text))
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        from planner.show.facts import facts
+        from planner.show.facts import Facts
         from planner.show.page import page
 
         where = self.plan.model.name or "plan"
-        return _framed(page(facts(self.file, where), where))
+        return _framed(page(Facts(self.file, where), where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ class Trained:
     def page(self) -> str:
         """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
         from penstock.run_files import read_logged_run
-        from planner.show.facts import facts
+        from planner.show.facts import Facts
         from planner.show.page import page
 
         file = PlanFile.read(self.folder / PLAN_FILE)
-        return page(facts(file, self.folder.name, read_logged_run(self.folder, file.plan)), self.folder.name)
+        return page(Facts(file, self.folder.name, read_logged_run(self.folder, file.plan)), self.folder.name)
 
     def _repr_html_(self) -> str:
         return _framed(self.page())

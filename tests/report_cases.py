@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hwprofiles.schema import Profile
 from penstock.cli.main import cli
 from penstock.run_files import read_logged_run
-from planner.show.facts import facts
+from planner.show.facts import Facts
 from planner.show.page import page
 from runtime.plan import PlanFile
 from tests.strategies import predicted
@@ -109,7 +109,7 @@ class Page(HTMLParser):
 
 
 def written(file, run=None, where="p.json"):
-    return page(facts(file, where, run), where)
+    return page(Facts(file, where, run), where)
 
 
 def page_of(plan_file, folder=None):

@@ -92,7 +92,7 @@ def plan(
     MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
-    from planner.show.facts import facts
+    from planner.show.facts import Facts
     from planner.show.text import print_plan
     from runtime.compiled import IS_COMPILED
 
@@ -117,7 +117,7 @@ def plan(
     if as_json:
         click.echo(json.dumps(_fields(found, tokens)))
     else:
-        print_plan(facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
+        print_plan(Facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
     for note in filter(None, (note_on_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):
@@ -141,12 +141,12 @@ def _needed(model: Model) -> str:
 def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
     from planner.predict.rests_on import rests_on
-    from planner.show.price import hourly, job
+    from planner.show.price import hourly, job_fields
 
     answer, hour = found.answer, hourly(found.profile)
     rented, bought = hour.per_million(found.tokens_per_s)
     device, others = rests_on(found.plan, found.profile)
-    fields = {
+    return {
         "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},
         "policy": found.plan.policy.to_json(),
         **answer.claim.to_json(),
@@ -154,10 +154,9 @@ def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
+        **job_fields(tokens, found.tokens_per_s, hour),
+        "rests_on": {"device": device.to_json(), "others": others and others.to_json()},
     }
-    if tokens is not None:
-        fields["job"] = asdict(job(tokens, found.tokens_per_s, hour))
-    return fields | {"rests_on": {"device": device.to_json(), "others": others and others.to_json()}}
 
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:

@@ -75,13 +75,13 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 
 def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     from penstock.run_files import read_logged_run
-    from planner.show.facts import facts
+    from planner.show.facts import Facts
     from planner.show.page import page
 
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
     where = on_one_line(plan_file.name)
-    return page(facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
+    return page(Facts(file, where, run), where, f"{date.today().isoformat()}, {version_in_words()}: penstock report {names}")
 
 
 def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:

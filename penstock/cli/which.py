@@ -22,12 +22,12 @@ from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from hwprofiles.several import on_network, part_of
 from planner.model.workload import read_model, supported_attention
-from planner.show.price import hourly, show_usd
+from planner.show.price import JOB_TITLES, hourly, job_cells
 from runtime.errors import PenstockError, PlanError
 from runtime.plan import Semantics
 from runtime.plan.packed import Base
 from runtime.plan.policy import trained
-from runtime.units import GB, parse_bytes, show_bytes, show_count, show_duration
+from runtime.units import GB, parse_bytes, show_bytes, show_count
 
 from .options import BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
@@ -97,17 +97,16 @@ def fits(
         click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
         return
     click.echo(f"for steps of {whole.batch_size} sequences of {whole.seq_len:,} tokens", err=True)
-    titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(("time", "rented", "bought") if tokens else ()))
+    titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
     show_table(titles, (_row(fit, tokens) for fit in found))
 
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
     where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
+    job = job_cells(tokens, fit.tokens_per_s, fit.hourly)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
-        return (*where, "none fits", "-", "-", *("-",) * (3 if tokens else 0))
-    row = (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}")
-    job = fit.job(tokens) if tokens else None
-    return row if job is None else (*row, show_duration(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd))
+        return (*where, "none fits", "-", "-", *job)
+    return (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}", *job)
 
 
 @click.command()
@@ -143,7 +142,7 @@ def compare(
     Prices that are given hold for every machine.
     """
     from planner.search.micro_batch import SIZES
-    from planner.show.compare import COLUMNS, JOB_TITLES, candidate, ranked
+    from planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
     from planner.show.words import ALONE
 
     described = read_model(model)
@@ -172,12 +171,15 @@ def compare(
         tasks.append((described, part_of(profile, n, hosts, network_gbit), asked, None, free))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
-    found = ranked(described, tasks[0][2].whole, list(swept(candidate, tasks, "machines")))
+    ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
-        click.echo(json.dumps(found.to_json(tokens)))
+        rented, bought = (cheapest(ranked, bought) for bought in (False, True))
+        fields = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
+        fields |= {"cheapest": rented and rented[1], "cheapest_bought": bought and bought[1]}
+        click.echo(json.dumps(fields | {"machines": [of.to_json(tokens) for of in ranked]}))
         return
-    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in found.candidates])
-    for note in found.notes():
+    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in ranked])
+    for note in notes(ranked):
         click.echo(note)
 
 

@@ -1,6 +1,6 @@
 """Machines ranked for one workload, each with a search, and a micro-batch, of its own."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -16,9 +16,9 @@ from planner.search.search import search
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
-from runtime.units import show_bytes, show_duration, show_seconds
+from runtime.units import show_bytes, show_seconds
 
-from .price import USD_PER_KWH, Hourly, Job, hourly, job
+from .price import USD_PER_KWH, Hourly, hourly, job_cells, job_fields
 from .words import advice
 
 
@@ -59,24 +59,22 @@ class Candidate:
     refusal: Refusal | None
     smallest_host_bytes: int | None = None  # of all policies that the device has memory for; None: for none, or a plan too long
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.speed is None else self.speed.tokens_per_s
+
     def per_million(self) -> tuple[float | None, float | None]:
         """USD of a million tokens, rented and bought; None where there is no plan or no price."""
-        return (None, None) if self.speed is None else self.hourly.per_million(self.speed.tokens_per_s)
-
-    def job(self, n_tokens: int) -> Job | None:
-        """Time and price of a job; None where there is no plan."""
-        return None if self.speed is None else job(n_tokens, self.speed.tokens_per_s, self.hourly)
+        return (None, None) if self.tokens_per_s is None else self.hourly.per_million(self.tokens_per_s)
 
     def rank(self) -> tuple[bool, bool, float, str]:
         """The fastest first; then those that the work does not fit, the nearest first; then plans that are too long."""
         missing = {} if self.refusal is None else self.refusal.fields
-        speed = 0.0 if self.speed is None else self.speed.tokens_per_s
-        return self.speed is None, "n_ops" in missing, sum(missing.values()) - speed, self.machine
+        return self.speed is None, "n_ops" in missing, sum(missing.values()) - (self.tokens_per_s or 0.0), self.machine
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
         """All fields; with the job of `--tokens`, where that is given and there is a plan."""
         hour, (rented, bought), refusal = self.hourly, self.per_million(), self.refusal
-        of = None if n_tokens is None else self.job(n_tokens)
         return {
             "machine": self.machine,
             "fits": self.speed is not None,
@@ -91,21 +89,15 @@ class Candidate:
             "ram_fraction": hour.ram_fraction,
             "price_date": hour.date,
             "price_note": hour.note,
-        } | ({} if of is None else {"job": asdict(of)})
+        } | job_fields(n_tokens, self.tokens_per_s, hour)
 
     def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
         """One text per title of `COLUMNS`, and of `JOB_TITLES` where a job is asked about."""
-        speed, of = self.speed, None if n_tokens is None else self.job(n_tokens)
-        cells = {title: "-" if speed is None else text(self, speed) for title, text in COLUMNS.items()}
+        cells = {title: "-" if self.speed is None else text(self, self.speed) for title, text in COLUMNS.items()}
         cells |= {"machine": self.machine} | ({} if self.refusal is None else {"tokens/s": self.refusal.status})
         if self.smallest_host_bytes is not None:
             cells["least host memory"] = show_bytes(self.smallest_host_bytes)
-        if n_tokens is not None:
-            words = (
-                ("-",) * 3 if of is None else (show_duration(of.seconds), _usd(of.rent_usd, ",.2f"), _usd(of.bought_usd, ",.2f"))
-            )
-            cells |= dict(zip(JOB_TITLES, words, strict=True))
-        return tuple(cells.values())
+        return *cells.values(), *job_cells(n_tokens, self.tokens_per_s, self.hourly)
 
 
 def _usd(usd: float | None, form: str = ".3g") -> str:
@@ -125,56 +117,32 @@ COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
     "bound by": lambda of, speed: speed.binding,
     "measured on it": lambda of, speed: f"{speed.rests_on[BASES[0]]:.0%}",
 }
-JOB_TITLES = ("time", "rented: USD", "bought: USD")  # of a job
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Machines for one workload, in the order of `Candidate.rank`."""
-
-    model: str
-    tokens_per_step: int
-    candidates: tuple[Candidate, ...]
-
-    def cheapest(self, bought: bool) -> tuple[str, float] | None:
-        """The machine whose tokens cost least to rent, or to buy, and USD per million of them; None: no machine has a price."""
-        priced = [(usd, c.machine) for c in self.candidates if (usd := c.per_million()[bought]) is not None]
-        return min(priced)[::-1] if priced else None
-
-    def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
-        rented, bought = (self.cheapest(bought) for bought in (False, True))
-        return {
-            "model": self.model,
-            "tokens_per_step": self.tokens_per_step,
-            "cheapest": rented and rented[0],
-            "cheapest_bought": bought and bought[0],
-            "machines": [c.to_json(n_tokens) for c in self.candidates],
-        }
-
-    def notes(self) -> Iterator[str]:
-        """The cheapest machines, why machines have no plan, where streaming is the slower way, missing prices and their age."""
-        for bought, how in ((False, "to rent"), (True, "to buy")):
-            if (found := self.cheapest(bought)) is not None:
-                are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in self.candidates)
-                among = "" if are_all_priced else " of those with a price"
-                yield f"Cheapest {how}{among}: {found[0]}, {found[1]:.3g} USD per million tokens"
-        for c in self.candidates:
-            if c.refusal is not None:
-                yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
-            elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.step_s)) is not None:
-                yield f"{c.machine}: {advised}"
-        yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
-        yield from (f"{c.machine}: {c.hourly.note}" for c in self.candidates if c.hourly.note is not None)
-        if dates := [c.hourly.date for c in self.candidates if c.hourly.date is not None]:
-            yield (
-                f"Prices as of {min(dates)} or later. Rented: the price of an hour, with the host memory in it. Bought: "
-                f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
-            )
+def cheapest(candidates: Iterable[Candidate], bought: bool) -> tuple[float, str] | None:
+    """USD per million tokens where these cost least to rent, or to buy, and the machine; None: no machine has a price."""
+    return min(((usd, c.machine) for c in candidates if (usd := c.per_million()[bought]) is not None), default=None)
 
 
-def ranked(model: Model, semantics: Semantics, candidates: Sequence[Candidate]) -> Comparison:
-    """Machines in their order."""
-    return Comparison(model.name or str(model.path), semantics.tokens_per_step, tuple(sorted(candidates, key=Candidate.rank)))
+def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """The cheapest machines, why machines have no plan, where streaming is the slower way, missing prices and their age."""
+    for bought, how in ((False, "to rent"), (True, "to buy")):
+        if (found := cheapest(candidates, bought)) is not None:
+            are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in candidates)
+            among = "" if are_all_priced else " of those with a price"
+            yield f"Cheapest {how}{among}: {found[1]}, {found[0]:.3g} USD per million tokens"
+    for c in candidates:
+        if c.refusal is not None:
+            yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
+        elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.step_s)) is not None:
+            yield f"{c.machine}: {advised}"
+    yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
+    yield from (f"{c.machine}: {c.hourly.note}" for c in candidates if c.hourly.note is not None)
+    if dates := [c.hourly.date for c in candidates if c.hourly.date is not None]:
+        yield (
+            f"Prices as of {min(dates)} or later. Rented: the price of an hour, with the host memory in it. Bought: "
+            f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
+        )
 
 
 def candidate(
@@ -193,7 +161,10 @@ def candidate(
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
         return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))
     except DoesNotFitError as error:
-        return Candidate(profile.name, hour, None, _misfit(error), least_bytes)
+        short = {"device": error.short_device_bytes, "host": error.short_host_bytes}
+        reason = " and ".join(f"{place} memory is {show_bytes(n_bytes)} short" for place, n_bytes in short.items() if n_bytes)
+        fields = {f"short_{place}_bytes": n_bytes for place, n_bytes in short.items()}
+        return Candidate(profile.name, hour, None, Refusal("does not fit", reason, error.smallest_change, fields), least_bytes)
     return Candidate(profile.name, hour, speed, None, least_bytes)
 
 
@@ -212,9 +183,3 @@ def _speed(answer: Answer, profile: Profile, n_here: int) -> Speed:
         resident_step_s=None if answer.resident is None else answer.resident.step_s,
         rests_on=rests_on(answer.plan, profile)[0].to_json(),
     )
-
-
-def _misfit(error: DoesNotFitError) -> Refusal:
-    places = (("device", error.short_device_bytes), ("host", error.short_host_bytes))
-    reason = " and ".join(f"{place} memory is {show_bytes(n_bytes)} short" for place, n_bytes in places if n_bytes)
-    return Refusal("does not fit", reason, error.smallest_change, {f"short_{place}_bytes": n_bytes for place, n_bytes in places})

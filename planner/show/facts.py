@@ -1,22 +1,22 @@
 """The facts of a plan, and of a run of it: numbers in base units, computed once for the text and the page."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
-from typing import Any
 
 from hwprofiles.schema import Profile
 from planner.predict.cost import CostModel, region_of
-from planner.predict.memory import Footprint, footprint
+from planner.predict.memory import footprint
 from planner.predict.resident import resident_in_parts
 from planner.predict.rests_on import RestsOn, rests_on
-from planner.predict.simulate import Prediction, simulate
+from planner.predict.simulate import simulate
 from planner.search.answer import Answer, model_flop
-from planner.search.claim import Claim, claimed
-from runtime.plan import Plan, PlanFile, Policy
+from planner.search.claim import claimed
+from runtime.plan import PlanFile, Policy
 from runtime.plan.timeline import Timeline
 
-from .price import Hourly, Job, hourly, job
+from .price import hourly
 from .run_log import LoggedRun
 from .waterfall import Gain, Waterfall, gains, waterfall
 
@@ -40,81 +40,62 @@ class Measured:
         return median([t for t in self.settled.step_times_s if t > 0] or [self.step_s])
 
 
-@dataclass(frozen=True, slots=True)
 class Facts:
-    """A plan on the machine of its profile."""
+    """A plan file on the machine of its profile; of a run of it, and of the search that found it, where they are at hand.
 
-    plan: Plan
-    profile: Profile
-    prediction: Prediction  # of a step whose gradient is not clipped
-    step_s: float  # predicted: the mean over steps that are clipped and steps that are not
-    claim: Claim | None  # the plan file's interval and bounds; None: it has none, or those of another step
-    unconfirmed_step_s: float | None  # a claimed step that the simulation does not confirm
-    needs: Footprint
-    resident_s: float | None  # of a step with all state on the device; None: it does not fit, or device and host are one memory
-    rests_on: tuple[RestsOn, RestsOn | None]  # the device's seconds, and those of the other lanes
-    outside: tuple[str, ...]  # what costs rest on outside of the measured grid
-    waterfall: Waterfall | None  # None: the plan has too many ops
-    gains: tuple[Gain, ...]
-    hourly: Hourly
-    job: Job | None = None
-    run: LoggedRun | None = None
-    measured: Measured | None = None
-    # Known to the search alone
-    baselines: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    next_best: tuple[Policy, float] | None = None
-    clipped_step_s: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.plan.semantics.tokens_per_step / self.step_s
-
-    @property
-    def model_flop_per_s(self) -> float:
-        return model_flop(self.plan) / self.step_s
-
-
-def facts(
-    file: PlanFile, where: str, run: LoggedRun | None = None, answer: Answer | None = None, n_tokens: int | None = None
-) -> Facts:
-    """The facts of a plan file; of a run of it, and of the search that found it, where they are at hand. `n_tokens`: of a job.
-
-    PlanError for a plan, or a claim, that cannot be right.
+    PlanError for a plan, or a claim, that cannot be right. What takes simulations of its own is worked out when it is asked for.
     """
-    plan, profile = file.plan, Profile.from_json(file.plan.profile, where)
-    cost = CostModel(profile)
-    prediction = answer.prediction if answer is not None else simulate(plan, cost.demands(plan), region_of(profile))
-    claim, unconfirmed_step_s = None if file.claim is None else claimed(file.claim, where), None
-    if claim is not None and not _is_step(claim.prediction.step_s, prediction.step_s, bool(plan.policy.speculate_blocks)):
-        unconfirmed_step_s, claim = claim.prediction.step_s, None
-    step_s = prediction.step_s if claim is None else claim.prediction.step_s
-    kept, hour = resident_in_parts(plan, cost), hourly(profile)
-    is_analysed = len(plan.ops) <= MOST_ANALYSED_OPS
-    return Facts(
-        plan,
-        profile,
-        prediction,
-        step_s,
-        claim,
-        unconfirmed_step_s,
-        footprint(plan, profile),
-        None if kept is None else kept.step_s,
-        rests_on(plan, profile),
-        tuple(sorted(cost.outside)) if answer is None else answer.outside,
-        waterfall(plan, profile) if is_analysed else None,
-        gains(plan, profile) if is_analysed else (),
-        hour,
-        None if n_tokens is None else job(n_tokens, plan.semantics.tokens_per_step / step_s, hour),
-        run,
-        None if run is None else measured(run.timeline, run.step_times_s(plan.semantics.tokens_per_step)),
-        *(() if answer is None else (answer.all_baselines(), answer.next_best, answer.clipped_step_s)),
-    )
+
+    def __init__(
+        self, file: PlanFile, where: str, run: LoggedRun | None = None, answer: Answer | None = None, n_tokens: int | None = None
+    ) -> None:
+        plan = file.plan
+        self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a job
+        self.profile = Profile.from_json(plan.profile, where)
+        self.cost = CostModel(self.profile)
+        # Of a step whose gradient is not clipped
+        self.prediction = answer.prediction if answer else simulate(plan, self.cost.demands(plan), region_of(self.profile))
+        self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # of the measured grid: what costs rest on
+        self.claim = None if file.claim is None else claimed(file.claim, where)  # None: it has none, or of another step
+        self.unconfirmed_step_s: float | None = None  # a claimed step that the simulation does not confirm
+        if self.claim is not None and not _is_step(self.claim.prediction.step_s, self.prediction.step_s, plan.policy):
+            self.unconfirmed_step_s, self.claim = self.claim.prediction.step_s, None
+        # Predicted: the mean over steps that are clipped and steps that are not
+        self.step_s = self.prediction.step_s if self.claim is None else self.claim.prediction.step_s
+        self.tokens_per_s = plan.semantics.tokens_per_step / self.step_s
+        self.model_flop_per_s = model_flop(plan) / self.step_s
+        self.needs, self.hourly = footprint(plan, self.profile), hourly(self.profile)
+        self.measured = None if run is None else measured(run.timeline, run.step_times_s(plan.semantics.tokens_per_step))
+
+    @property
+    def is_analysed(self) -> bool:
+        return len(self.plan.ops) <= MOST_ANALYSED_OPS
+
+    @cached_property
+    def waterfall(self) -> Waterfall | None:
+        """None: the plan has too many ops."""
+        return waterfall(self.plan, self.profile) if self.is_analysed else None
+
+    @cached_property
+    def gains(self) -> tuple[Gain, ...]:
+        return gains(self.plan, self.profile) if self.is_analysed else ()
+
+    @cached_property
+    def rests_on(self) -> tuple[RestsOn, RestsOn | None]:
+        """The device's seconds, and those of the other lanes."""
+        return rests_on(self.plan, self.profile)
+
+    @cached_property
+    def resident_s(self) -> float | None:
+        """Of a step with all state on the device; None: it does not fit, or device and host are one memory."""
+        found = resident_in_parts(self.plan, self.cost)
+        return None if found is None else found.step_s
 
 
-def _is_step(claimed_s: float, simulated_s: float, may_be_clipped: bool) -> bool:
+def _is_step(claimed_s: float, simulated_s: float, policy: Policy) -> bool:
     """Whether a claimed step is the simulated one; the mean over clipped steps is longer than one that is not clipped."""
     off = claimed_s / simulated_s - 1 if simulated_s > 0 else 0.0
-    return off >= -SAME_FRACTION and (off <= SAME_FRACTION or may_be_clipped)
+    return off >= -SAME_FRACTION and (off <= SAME_FRACTION or bool(policy.speculate_blocks))
 
 
 def measured(timeline: Timeline | None, times_s: Sequence[float]) -> Measured | None:

@@ -26,7 +26,7 @@ from runtime.plan.workload import Model
 from runtime.units import GB
 
 from .compare import candidate
-from .price import Hourly, Job, hourly, job
+from .price import Hourly, hourly, job_fields
 
 HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
@@ -49,14 +49,9 @@ class Fit:
     n_params: int | None = None
     tokens_per_s: float | None = None
 
-    def job(self, n_tokens: int) -> Job | None:
-        """Time and price of a job; None where no model fits."""
-        return None if self.tokens_per_s is None else job(n_tokens, self.tokens_per_s, self.hourly)
-
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
-        of = None if n_tokens is None else self.job(n_tokens)
         fields = {name: value for name, value in asdict(self).items() if name != "hourly"}
-        return fields | ({} if of is None else {"job": asdict(of)})
+        return fields | job_fields(n_tokens, self.tokens_per_s, self.hourly)
 
 
 def family_of(name: str, model_type: str) -> str:
@@ -123,7 +118,7 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
     if searched:
         best = candidate(model, profile, semantics).speed
         assert best is not None, f"{model.name} fits {profile.name}"
-        return best.tokens_per_s, best.host_peak_bytes // semantics.ranks
+        return best.tokens_per_s, best.host_peak_bytes * profile.n_hosts // semantics.ranks
     trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
     likely = [(of, policy) for of in trials[:N_ESTIMATED] for policy in Greedy(of.frames).policies()]
     if not likely:  # so tight that only the leanest fit

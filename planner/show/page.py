@@ -8,6 +8,7 @@ plain HTML, so that the page says the same without its script.
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -21,7 +22,6 @@ from runtime.units import show_bytes, show_count, show_duration, show_rate
 from . import words
 from .facts import Facts
 from .memory import OTHER, Held, held
-from .run_log import Points
 from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
@@ -123,13 +123,14 @@ def _curves(facts: Facts) -> list[dict[str, Any]]:
         return []
     log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step
 
-    def line(name: str, ink: str, points: Points, dots: bool = False) -> dict[str, Any]:
-        values = [None if v is None else float(f"{v:.6g}") for v in points[1]]
-        return {"name": name, "colour": ink, "steps": points[0], "values": values, "dots": dots}
+    def line(name: str, ink: str, values: Sequence[float | None], steps: Sequence[int] = log.steps, dots: bool = False) -> Any:
+        drawn = [None if v is None else float(f"{v:.6g}") for v in values]
+        return {"name": name, "colour": ink, "steps": steps, "values": drawn, "dots": dots}
 
-    held_out = [step for step, _ in log.evaluated], [v for _, v in log.evaluated]
-    loss = [line("training", "forward", log.curve("loss")), line("held-out", "gradients", held_out, dots=True)]
-    speed, rate = line("measured", "weights", log.curve("tokens_per_s")), line("learning rate", "update", log.curve("lr"))
+    after = [step for step, _ in log.evaluated]
+    held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], after, dots=True)
+    loss = [line("training", "forward", log.columns["loss"]), held_out]
+    speed, rate = line("measured", "weights", log.columns["tokens_per_s"]), line("learning rate", "update", log.columns["lr"])
     level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
     curves: list[dict[str, Any]] = [
         {"id": "loss", "title": "Loss", "height": 260, "lines": [of for of in loss if of["steps"]]},

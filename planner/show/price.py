@@ -4,7 +4,8 @@ Rent is the price of an hour, with the memory that comes with it. Buying is the 
 three years of full use, and the power it draws. They are never added up. Both are dated; what has no price has none here.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hwprofiles.schema import Profile
 from runtime.units import GB, show_duration
@@ -56,6 +57,22 @@ def job(n_tokens: int, tokens_per_s: float, hour: Hourly) -> Job:
     seconds = n_tokens / tokens_per_s
     rent_usd, bought_usd = (None if usd is None else usd * seconds / HOUR_S for usd in (hour.rent_usd, hour.bought_usd))
     return Job(n_tokens, seconds, rent_usd, bought_usd)
+
+
+JOB_TITLES = ("time", "rented", "bought")
+
+
+def job_cells(n_tokens: int | None, tokens_per_s: float | None, hour: Hourly) -> tuple[str, ...]:
+    """A cell for each of `JOB_TITLES`; none where no job is asked about."""
+    if n_tokens is None or tokens_per_s is None:
+        return () if n_tokens is None else ("-",) * len(JOB_TITLES)
+    of = job(n_tokens, tokens_per_s, hour)
+    return show_duration(of.seconds), show_usd(of.rent_usd), show_usd(of.bought_usd)
+
+
+def job_fields(n_tokens: int | None, tokens_per_s: float | None, hour: Hourly) -> dict[str, Any]:
+    """The job as a field of JSON; none where no job is asked about, or nothing trains."""
+    return {} if n_tokens is None or tokens_per_s is None else {"job": asdict(job(n_tokens, tokens_per_s, hour))}
 
 
 def hourly(profile: Profile) -> Hourly:

@@ -6,7 +6,7 @@ steps again, of which the later lines count. A damaged line is left out and coun
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,12 +15,10 @@ from planner.predict.settled import WARM_UP_STEPS
 from runtime.files import fields_of
 from runtime.plan.timeline import Timeline
 
-MOST_POINTS = 1500  # of a curve: about the columns of a wide screen
 MOST_SAMPLES, MOST_SAMPLE_CHARACTERS = 8, 2000
 LONGEST_STEP_S = 1e9  # a file may say more
 LOSSES = frozenset({"loss", "eval_loss"})  # a line of a log has one of them
 COLUMNS = ("loss", "lr", "step_s", "tokens_per_s", "tokens")
-Points = tuple[list[int], list[float | None]]  # steps and values; None: not finite
 
 
 @dataclass(slots=True)
@@ -28,7 +26,7 @@ class Log:
     """The lines of metrics.jsonl: one per step of training, and one per evaluation."""
 
     steps: list[int] = field(default_factory=list)  # rising
-    columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+    columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})  # None: not finite
     evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # after which step, and the loss
     n_damaged: int = 0  # lines
 
@@ -49,10 +47,6 @@ class Log:
         for name, values in self.columns.items():
             values[at:] = [number(fields.get(name))]
         return True
-
-    def curve(self, name: str) -> Points:
-        """A column, thinned out to what can be drawn."""
-        return thinned(self.steps, self.columns[name])
 
     def is_of(self, tokens_per_step: int) -> bool:
         """Whether steps have as many tokens; those of the stand-in for a model in an emulated run have fewer."""
@@ -118,21 +112,6 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
-
-
-def thinned(steps: Sequence[int], values: Sequence[float | None]) -> Points:
-    """Few enough points to draw: of each of many equal runs of steps the lowest, the highest, and one that is not finite."""
-    if len(steps) <= MOST_POINTS:
-        return list(steps), list(values)
-    chosen: set[int] = {0, len(steps) - 1}
-    n_runs = MOST_POINTS // 3
-    for i in range(n_runs):
-        run = range(i * len(steps) // n_runs, (i + 1) * len(steps) // n_runs)
-        finite = [(v, at) for at in run if (v := values[at]) is not None]
-        chosen |= {min(finite)[1], max(finite)[1]} if finite else set()
-        chosen.update([at for at in run if values[at] is None][:1])
-    ordered = sorted(chosen)
-    return [steps[at] for at in ordered], [values[at] for at in ordered]
 
 
 def _cut(text: str) -> str:

@@ -37,7 +37,7 @@ def _report(facts: Facts) -> Iterator[RenderableType]:
             yield Text()
     if facts.waterfall is None:
         yield Text(f"Where the seconds go is left out: the plan has {len(facts.plan.ops):,} ops, too many to simulate ten times.")
-    if facts.baselines:
+    if facts.answer is not None:
         yield Text(OTHERS, style="dim")
 
 

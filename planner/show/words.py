@@ -13,7 +13,7 @@ from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
 from .memory import OTHER, SMALL_FRACTION, Held
-from .price import job_in_words, prices_in_words
+from .price import job, job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
 Line = tuple[str, str]  # a name, and what is said under it
@@ -92,14 +92,14 @@ def verdict(f: Facts) -> Iterator[Line]:
     yield "memory", f"{'it fits' if f.needs.fits else 'it does not fit'}: {', '.join(held)}"
     if binding := _binding(f):
         yield "bound by", binding
-    if f.job is not None:
-        yield f"{show_count(f.job.n_tokens)} tokens", job_in_words(f.job)
+    if f.n_tokens is not None:
+        yield f"{show_count(f.n_tokens)} tokens", job_in_words(job(f.n_tokens, f.tokens_per_s, f.hourly))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
         yield "price", "; ".join(prices)
     if (advised := advice(f.resident_s, f.step_s)) is not None:
         yield "resident", advised
-    if f.clipped_step_s is not None:
-        more = f.clipped_step_s / f.prediction.step_s - 1
+    if f.answer is not None and f.answer.clipped_step_s is not None:
+        more = f.answer.clipped_step_s / f.prediction.step_s - 1
         yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {more:.1%} more if its gradient is clipped"
     if f.unconfirmed_step_s is not None:
         claims = f"the plan file claims a step of {exact(f.unconfirmed_step_s)}, simulating it gives {exact(f.prediction.step_s)}"
@@ -138,8 +138,8 @@ def policy(f: Facts) -> Iterator[Line]:
     """The schedule, a line per topic; and the next best one."""
     for i, clause in enumerate(clauses(f.plan.policy, f.plan).values()):
         yield "" if i else "policy", clause
-    if f.next_best is not None:
-        yield _next_best(f, *f.next_best)
+    if f.answer is not None and f.answer.next_best is not None:
+        yield _next_best(f, *f.answer.next_best)
 
 
 def basis(f: Facts) -> Iterator[Line]:
@@ -300,7 +300,7 @@ def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
 def schedules(f: Facts) -> Table:
     """The schedules of other systems under the same semantics and costs, and training with all state on the device."""
     rows = []
-    for name, outcome in f.baselines.items():
+    for name, outcome in f.answer.all_baselines().items() if f.answer else ():
         if "step_s" in outcome:
             rows.append((name, exact(outcome["step_s"]), f"{outcome['step_s'] / f.step_s:.2f} times as fast"))
         else:

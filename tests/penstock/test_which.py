@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from hwprofiles.schema import shipped_profiles
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
-from planner.show.compare import COLUMNS, JOB_TITLES
+from planner.show.compare import COLUMNS
+from planner.show.price import JOB_TITLES
 from runtime.errors import PenstockError
 from runtime.units import parse_count
 

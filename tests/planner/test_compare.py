@@ -10,9 +10,9 @@ from planner.model.workload import read_model
 from planner.predict.faster import Group, faster
 from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.search import search
-from planner.show.compare import candidate, ranked
+from planner.show.compare import Candidate, candidate, cheapest, notes
 from planner.show.fits import Fit
-from planner.show.price import hourly, job, prices_in_words
+from planner.show.price import hourly, job_fields, prices_in_words
 from runtime.plan import Policy, Semantics, Update
 
 MODEL = read_model("qwen2.5-0.5b")
@@ -30,18 +30,18 @@ def named(profile, name, **price):
 
 
 def compared(*profiles, semantics=SEMANTICS, fixed=DEFERRED, free=SIZES):
-    return ranked(MODEL, semantics, [candidate(MODEL, profile, semantics, fixed, free) for profile in profiles])
+    return sorted((candidate(MODEL, profile, semantics, fixed, free) for profile in profiles), key=Candidate.rank)
 
 
 def alone(profile, **given):
-    return compared(profile, **given).candidates[0]
+    return compared(profile, **given)[0]
 
 
 @pytest.mark.soak
 def test_a_machine_is_ranked_by_its_own_plan():
     names = ("h200-pcie5", "rtx4090-server")
     found = compared(*map(read_profile, names), fixed=None)
-    for of in found.candidates:
+    for of in found:
         profile = read_profile(of.machine)
         answer = search(MODEL, sizes_of(MODEL, with_kernels(MODEL, SEMANTICS, profile), profile), profile, free=SIZES)
         assert (of.speed.step_s, of.speed.tokens_per_s) == (answer.step_s, 512 / answer.step_s)
@@ -50,7 +50,7 @@ def test_a_machine_is_ranked_by_its_own_plan():
             answer.needs.device_peak_bytes,
             answer.needs.host_peak_bytes,
         )
-    speeds = [of.speed.tokens_per_s for of in found.candidates]
+    speeds = [of.speed.tokens_per_s for of in found]
     assert speeds == sorted(speeds, reverse=True)
 
 
@@ -69,8 +69,8 @@ def test_ranks_do_not_depend_on_the_order_of_the_question():
     fast = named(faster(H200, {group: 2.0 for group in Group if group is not Group.SUSTAINED}), "fast")  # that is a share of a rate
     found = [compared(*of) for of in ((H200, fast, small), (small, H200, fast))]
     assert found[0] == found[1]
-    assert [of.machine for of in found[0].candidates] == ["fast", "h200-pcie5", "small"]
-    assert found[0].candidates[0].speed.tokens_per_s == pytest.approx(2 * found[0].candidates[1].speed.tokens_per_s, rel=5e-3)
+    assert [of.machine for of in found[0]] == ["fast", "h200-pcie5", "small"]
+    assert found[0][0].speed.tokens_per_s == pytest.approx(2 * found[0][1].speed.tokens_per_s, rel=5e-3)
 
 
 @pytest.mark.soak_cases("None-free0")
@@ -91,13 +91,14 @@ def test_prices_are_the_same_wherever_they_are_shown():
     million_hours, ram = 1e6 / 3600 / of.speed.tokens_per_s, 1500 * 30 / 26280
     assert of.per_million() == pytest.approx((3.59 * million_hours, (1 + ram) * million_hours))
     assert of.hourly.ram_fraction == pytest.approx(ram / (1 + ram))
-    assert of.job(36_000_000).rent_usd == pytest.approx(36 * of.per_million()[0])
+    assert of.to_json(36_000_000)["job"]["rent_usd"] == pytest.approx(36 * of.per_million()[0])
     fit = Fit("h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "m", 1, of.speed.tokens_per_s)
-    assert fit.job(36_000_000) == of.job(36_000_000) == job(36_000_000, of.speed.tokens_per_s, hourly(priced))
+    told = job_fields(36_000_000, of.speed.tokens_per_s, hourly(priced))
+    assert fit.to_json(36_000_000)["job"] == of.to_json(36_000_000)["job"] == told["job"]
     said = " ".join(prices_in_words(hourly(priced), of.speed.tokens_per_s))
     assert all(f"{usd:.3g} USD per million tokens" in said for usd in of.per_million())
     costly = named(faster(H200, dict.fromkeys(Group, 2.0)), "fast", usd_per_hour=priced.price.usd.model_dump() | {"value": 100.0})
     found = compared(priced, costly)
-    assert found.candidates[0].machine == "fast"
-    assert found.cheapest(bought=False) == ("h200-pcie5", of.per_million()[0])
-    assert next(iter(found.notes())) == f"Cheapest to rent: h200-pcie5, {of.per_million()[0]:.3g} USD per million tokens"
+    assert found[0].machine == "fast"
+    assert cheapest(found, bought=False) == (of.per_million()[0], "h200-pcie5")
+    assert next(notes(found)) == f"Cheapest to rent: h200-pcie5, {of.per_million()[0]:.3g} USD per million tokens"

@@ -42,7 +42,7 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
         assert fitting_sizes(read_model(fit.model), SEMANTICS, profile)
         assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
     (none,) = fits("rtx4090", [DESKTOP], "qwen3", SEMANTICS, (8 * GB,), searched=False)
-    assert (none.model, none.n_params, none.tokens_per_s, none.job(1000)) == (None,) * 4
+    assert (none.model, none.n_params, none.tokens_per_s, none.to_json(1000).get("job")) == (None,) * 4
 
 
 def test_a_row_is_about_its_own_memory_whatever_others_are_asked_for():

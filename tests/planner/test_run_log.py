@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.show.run_log import MOST_POINTS, read_log, read_samples, thinned
+from planner.show.run_log import read_log, read_samples
 
 
 def lines(*rows):
@@ -33,19 +33,6 @@ def test_a_damaged_line_is_left_out_and_counted(damaged):
 def test_a_loss_that_is_not_finite_is_a_gap(loss):
     log = read_log([b'{"step": 1, "loss": %s}\n' % loss.encode(), *lines({"step": 2, "loss": 1.0})])
     assert log.columns["loss"] == [None, 1.0]
-
-
-@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=40), st.integers(1, 300))
-def test_a_thinned_curve_keeps_ends_extremes_and_gaps(pattern, repeats):
-    column = pattern * repeats
-    steps, kept = thinned(range(len(column)), column)
-    assert len(steps) <= MOST_POINTS + 2
-    assert steps == sorted(set(steps))
-    assert all(column[step] == value for step, value in zip(steps, kept, strict=True))
-    assert {steps[0], steps[-1]} == {0, len(column) - 1}
-    finite = [v for v in column if v is not None]
-    assert {min(finite), max(finite)} <= set(kept) if finite else True
-    assert (None in kept) == (None in column)
 
 
 def test_samples_are_those_of_the_last_step_and_cut():
