@@ -6,10 +6,12 @@ machine. Factors that the ops of this plan do not show stay as they were, and ar
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hwprofiles.quantity import Quantity, Source
 from hwprofiles.schema import Profile
@@ -19,7 +21,7 @@ from runtime.units import show_seconds
 
 from .cost import CostModel, region_of
 from .faster import scaled, sped_up, with_quantities
-from .regression import Observation, fit_factors
+from .regression import Floats, fit_factors
 from .settled import Settled, predicted_of, settled
 from .simulate import Prediction, simulate
 from .uncertainty import P10_P90_DEVIATIONS
@@ -105,10 +107,9 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     profile = Profile.from_json(plan.profile, "the plan's profile")
     measured = settled(plan, timeline)
     machine = _Machine(plan, profile, _clips(plan, profile, measured))
-    rows = _rows(plan, measured)
-    fit = fit_factors(rows, len(machine.resources), lambda logs: [math.log(s) for s in machine.times_s(logs)])
-    logs, before_s, after_s = _no_worse(machine, [x if abs(x) > LEAST_CHANGE else 0.0 for x in fit.logs], measured.step_s)
-    spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in fit.deviations]
+    found_logs, deviations = fit_factors(*_rows(plan, measured), len(machine.resources), lambda x: np.log(machine.times_s(x)))
+    logs, before_s, after_s = _no_worse(machine, [float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in found_logs], measured.step_s)
+    spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in deviations]
     found = list(zip(machine.resources, logs, spreads, strict=True))
     changes = tuple(
         Change(name, math.exp(log), spread, log > 0 and machine.is_held_up(logs, number))
@@ -171,14 +172,14 @@ def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tu
     return [0.0] * len(logs), before_s, before_s
 
 
-def _rows(plan: Plan, measured: Settled) -> list[Observation]:
-    """An observation for each op, weighted by its share of its lane; and one for the step."""
-    taken = [(op, plan.often(i), max(s, LEAST_S)) for i, (op, s) in enumerate(zip(plan.ops, measured.ops_s, strict=True))]
-    lanes_s = Counter[str]()
-    for op, n, s in taken:
-        lanes_s[op.lane] += n * s  # type: ignore[assignment]
-    rows = [Observation(math.log(s), LANE_ROWS * n * s / lanes_s[op.lane], op.kind) for op, n, s in taken]
-    return [*rows, Observation(math.log(measured.step_s), LANE_ROWS, "step")]
+def _rows(plan: Plan, measured: Settled) -> tuple[Floats, Floats, NDArray[np.str_]]:
+    """The logarithm of each op's time, its share of its lane as weight, and its kind; and last those of the step."""
+    taken_s, lanes = np.array([max(s, LEAST_S) for s in measured.ops_s]), np.array([op.lane for op in plan.ops])
+    weights = taken_s * [plan.often(i) for i in range(len(plan.ops))]
+    for lane in plan.lanes:
+        weights[lanes == lane] *= LANE_ROWS / weights[lanes == lane].sum()
+    kinds = [*(op.kind for op in plan.ops), "step"]
+    return np.log([*taken_s, measured.step_s]), np.append(weights, LANE_ROWS), np.array(kinds)
 
 
 def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:

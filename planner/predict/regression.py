@@ -7,7 +7,6 @@ enough: many sets of factors give nearly the same times, and the fewest causes a
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,61 +22,50 @@ LARGEST_MOVE = 0.7  # of a logarithm in one round: twice as fast
 N_REWEIGHTED = 12  # solutions of a robust problem, each with outliers weighed by the one before
 
 Floats = NDArray[np.float64]
-Model = Callable[[Sequence[float]], Sequence[float]]
-Residuals = Callable[[Floats], Floats]
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """The logarithm of a measured time, the number of independent observations that it counts for, and its kind."""
+def fit_factors(
+    measured: Floats, weights: Floats, kinds: NDArray[np.str_], n_factors: int, model: Callable[[list[float]], Floats]
+) -> tuple[Floats, Floats]:
+    """Logarithms of the fewest and likeliest factors, zero for those that are not needed, and the standard deviation of each.
 
-    measured: float
-    weight: float
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Logarithms of the factors, zero for those that were not needed; and the standard deviation of each."""
-
-    logs: tuple[float, ...]
-    deviations: tuple[float, ...]
-
-
-def fit_factors(rows: Sequence[Observation], n_factors: int, model: Model) -> Fit:
-    """The fewest and likeliest factors. `model` gives the logarithm of each row for logarithms of the factors."""
-    measured = np.array([row.measured for row in rows])
+    A row is the logarithm of a measured time, the number of independent observations that it counts for, and its kind. `model`
+    gives the logarithm of each row for logarithms of the factors.
+    """
 
     def left(logs: Floats) -> Floats:
-        modelled: Floats = np.array(model([*logs]))
-        return measured - modelled
+        return measured - np.asarray(model([*logs]))
 
-    scales, logs = dict.fromkeys({row.kind for row in rows}, TRUSTED), np.zeros(n_factors)
+    widths, logs = np.full(len(measured), TRUSTED), np.zeros(n_factors)
     for probe in PROBES:
-        near = _Near(rows, left, logs, probe, scales)
+        near = _Near(weights, widths, left, logs, probe)
         logs = logs + np.clip(near.fewest() - logs, -LARGEST_MOVE, LARGEST_MOVE)
         # A later factor may have made an earlier one superfluous.
         for k in sorted(np.flatnonzero(logs), key=np.abs(logs).__getitem__):
             without = np.where(np.arange(n_factors) == k, 0.0, logs)
             if near.unexplained(left(without), without) - near.unexplained(left(logs), logs) < LEAST_GAIN:
                 logs = without
-    near = _Near(rows, left, logs, PROBES[-1], _scales(rows, left(logs)))
+    sizes = np.abs(left(logs))
+    for kind in np.unique(kinds):  # how far its rows are to be trusted: by the median of what is left, which outliers do not move
+        of = np.flatnonzero(kinds == kind)
+        of = of[np.argsort(sizes[of], kind="stable")]
+        passed = np.cumsum(weights[of])
+        widths[of] = max(LEAST_SCALE, MEDIAN_TO_DEVIATION * sizes[of[np.searchsorted(passed, passed[-1] / 2)]])
+    near = _Near(weights, widths, left, logs, PROBES[-1])
     _, logs = near.solved(np.flatnonzero(logs).tolist())
     # Of all factors, chosen or not: one that might be the cause as well makes the others less sure.
-    deviations = np.sqrt(np.diag(np.linalg.inv(near.normal(logs)[0])))
-    return Fit(tuple(map(float, logs)), tuple(map(float, deviations)))
+    return logs, np.sqrt(np.diag(np.linalg.inv(near.normal(logs)[0])))
 
 
 class _Near:
     """The rows, and the model as steep as it is near some logarithms: central differences of each row for a factor, at most
     proportional, for ops of several lanes that meet otherwise make a step, which is no slope."""
 
-    def __init__(self, rows: Sequence[Observation], left: Residuals, logs: Floats, probe: float, scales: dict[str, float]) -> None:
+    def __init__(self, weights: Floats, widths: Floats, left: Callable[[Floats], Floats], logs: Floats, probe: float) -> None:
         falls = [left(logs - move) - left(logs + move) for move in probe * np.eye(len(logs))]
         self.slopes: Floats = np.clip(np.stack(falls, axis=1) / (2 * probe), -1.0, 1.0)
         self.wanted: Floats = left(logs) + self.slopes @ logs
-        self.weights = np.array([row.weight for row in rows]) * LOSS_WIDTH**2
-        self.widths = np.array([scales[row.kind] for row in rows]) * LOSS_WIDTH
+        self.weights, self.widths = weights * LOSS_WIDTH**2, widths * LOSS_WIDTH
 
     def fewest(self) -> Floats:
         """The logarithms of as few factors as explain enough."""
@@ -107,13 +95,3 @@ class _Near:
     def unexplained(self, left: Floats, logs: Floats) -> float:
         """The objective: the robust loss of the residuals, and how unlikely the factors are."""
         return float((self.weights * np.log1p((left / self.widths) ** 2)).sum() + ((logs / BELIEF) ** 2).sum())
-
-
-def _scales(rows: Sequence[Observation], left: Floats) -> dict[str, float]:
-    """How far a row of each kind is to be trusted: by the weighted median of the residuals, which outliers do not move."""
-    scales = {}
-    for kind in {row.kind for row in rows}:
-        sizes = sorted((abs(x), row.weight) for row, x in zip(rows, left.tolist(), strict=True) if row.kind == kind)
-        passed = np.cumsum([weight for _, weight in sizes])
-        scales[kind] = max(LEAST_SCALE, MEDIAN_TO_DEVIATION * sizes[int(np.searchsorted(passed, passed[-1] / 2))][0])
-    return scales

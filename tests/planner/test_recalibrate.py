@@ -4,6 +4,7 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, costs, region_of
 from planner.predict.faster import sped_up, with_quantities
 from planner.predict.recalibrate import RESOURCES, recalibrate
-from planner.predict.regression import BELIEF, LEAST_GAIN, Observation, fit_factors
+from planner.predict.regression import BELIEF, LEAST_GAIN, fit_factors
 from planner.predict.simulate import simulate
 from runtime.errors import PlanError, ProfileError
 from runtime.executor import execute
@@ -175,15 +176,20 @@ def test_a_timeline_of_a_single_step_is_one_line():
 def test_the_fewest_factors_explain_and_the_others_are_unsure():
     """Three rows that two factors move alike, and a third alone: as least squares by hand."""
     slopes = [(-1.0, -1.0, 0.0), (-1.0, -1.0, 0.0), (0.0, 0.0, -0.5)]
-    rows = [Observation(0.2, 5.0, "a"), Observation(0.2, 5.0, "a"), Observation(-0.15, 5.0, "b")]
-    fit = fit_factors(rows, 3, lambda logs: [sum(s * x for s, x in zip(slope, logs, strict=True)) for slope in slopes])
-    assert sorted(fit.logs[:2]) == pytest.approx([-0.2, 0.0], abs=0.01)
-    assert fit.logs[2] == pytest.approx(0.3, abs=0.01)
-    assert fit.deviations[0] == fit.deviations[1] == pytest.approx(BELIEF / math.sqrt(2), rel=0.01)
-    assert fit.deviations[2] < 0.05
-    assert fit_factors([Observation(0.0, 1.0, "a")], 1, lambda logs: [0.0]).deviations == (BELIEF,)
-    small = fit_factors([Observation(0.01, 1.0, "a")], 1, lambda logs: [-logs[0]])
-    assert small.logs == (0.0,), f"a square of {LEAST_GAIN} is not reached"
+
+    def model(logs):
+        return [sum(s * x for s, x in zip(slope, logs, strict=True)) for slope in slopes]
+
+    logs, deviations = fit_factors(np.array([0.2, 0.2, -0.15]), np.full(3, 5.0), np.array(["a", "a", "b"]), 3, model)
+    assert sorted(logs[:2]) == pytest.approx([-0.2, 0.0], abs=0.01)
+    assert logs[2] == pytest.approx(0.3, abs=0.01)
+    assert deviations[0] == deviations[1] == pytest.approx(BELIEF / math.sqrt(2), rel=0.01)
+    assert deviations[2] < 0.05
+    one, kind = np.array([1.0]), np.array(["a"])
+    assert fit_factors(np.array([0.0]), one, kind, 1, lambda logs: [0.0])[1] == (BELIEF,)
+    assert fit_factors(np.array([0.01]), one, kind, 1, lambda logs: [-logs[0]])[0] == (0.0,), (
+        f"a square of {LEAST_GAIN} is not reached"
+    )
 
 
 def test_an_emulated_machine_with_another_link_is_recalibrated():
