@@ -8,7 +8,7 @@ repetitions of a long step for any number.
 from graphlib import CycleError, TopologicalSorter
 
 from hwprofiles.schema import Profile
-from planner.predict.memory import Footprint, footprint, short_of
+from planner.predict.memory import footprint, short_of
 from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Plan, Slot, Update
 from runtime.plan.legality import refuse_illegal
@@ -38,7 +38,9 @@ def check(plan: Plan) -> None:
             _check_step(short, Shape(short))
         except PlanError as error:  # its ops have other numbers
             raise PlanError(f"with {N_REPETITIONS} of {plan.repeat.times} repetitions written out: {error}") from None
-    _check_memory(plan)
+    needs = footprint(plan, Profile.from_json(plan.profile, "profile"))
+    if not needs.fits:
+        raise PlanError(f"{short_of(needs)}; plan for a machine with more")
 
 
 def _check_step(plan: Plan, shape: Shape) -> None:
@@ -53,7 +55,8 @@ def _check_step(plan: Plan, shape: Shape) -> None:
 
 def summary(plan: Plan) -> str:
     """One line about a plan that passed: what it computes and how much of the machine's memory it takes."""
-    policy, n_micro_batches, needs = plan.policy, plan.semantics.n_micro_batches, _needs(plan)
+    policy, n_micro_batches = plan.policy, plan.semantics.n_micro_batches
+    needs = footprint(plan, Profile.from_json(plan.profile, "profile"))
     device = f"device {show_bytes(needs.device_peak_bytes)} of {show_bytes(needs.device_memory_bytes)}"
     host = f"host {show_bytes(needs.host_peak_bytes)} of {show_bytes(needs.host_memory_bytes)}"
     return (
@@ -141,8 +144,7 @@ def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:
 
 def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
     """What the policy promises of the order of ops, beyond what keeps the data right."""
-    policy = plan.policy
-    if policy.update is Update.BARRIER:
+    if plan.policy.update is Update.BARRIER:
         last_updates = {op.kind: i for i, op in enumerate(plan.ops) if op.kind in (Kind.UPDATE, Kind.UPDATE_ON_DEVICE)}
         first_load = min(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
         for last_update in last_updates.values():
@@ -155,14 +157,3 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
             if op.micro_batch // shape.group < group:
                 raise wrong(i, op, "comes after a later group of micro-batches")
             group = op.micro_batch // shape.group
-
-
-def _needs(plan: Plan) -> Footprint:
-    """Bytes at the peak, and what the machine has that the plan was made for."""
-    return footprint(plan, Profile.from_json(plan.profile, "profile"))
-
-
-def _check_memory(plan: Plan) -> None:
-    """The peaks are within what the plan's machine has."""
-    if not (needs := _needs(plan)).fits:
-        raise PlanError(f"{short_of(needs)}; plan for a machine with more")

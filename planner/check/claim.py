@@ -25,7 +25,6 @@ from planner.search.space import families
 from planner.search.trial import Trial
 from runtime.errors import PenstockError, PlanError
 from runtime.plan import Plan
-from runtime.plan.workload import Block, Workload
 from runtime.units import on_one_line
 
 from .shape import AGAIN
@@ -47,15 +46,12 @@ def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     except PenstockError as error:
         raise PlanError(f"model: {error}") from None
     is_other, is_by_this = plan.workload != built, claim is None or claim.by_this_code
-    if is_other and (is_by_this or _sizes(plan.workload) != _sizes(built)):
+    sizes, of_built = ([replace(block, **_OF_TIME) for block in (*of.blocks, *of.smaller)] for of in (plan.workload, built))
+    if is_other and (is_by_this or sizes != of_built):
         raise PlanError(f"workload: its blocks are not those of the model and the semantics; {AGAIN}")
     if sorted(plan.arenas, key=lambda arena: arena.name) != sorted(arenas_of(plan), key=lambda arena: arena.name):
         raise PlanError(f"arenas: they are not those of the policy; {AGAIN}")
     return ["what blocks take, which another version counted"] if is_other else []
-
-
-def _sizes(workload: Workload) -> list[Block]:
-    return [replace(block, **_OF_TIME) for block in (*workload.blocks, *workload.smaller)]
 
 
 def check_claim(plan: Plan, claim: Claim) -> list[str]:
@@ -68,7 +64,7 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     if proof.n_families:
         n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
         proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
-    return _held(claim, answer_of(trial, plan, proven, {}), "certificate.n_simulated")
+    return _held(claim, answer_of(trial, plan, proven, {}), "n_simulated")
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:
@@ -92,28 +88,22 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
 
 def _held(claim: Claim, answer: Answer, *unheld: str) -> list[str]:
     """PlanError at a difference of a claim from the answer; of another version's claim that difference is told."""
-    said, found = (dict(_leaves("", fields)) for fields in (claim.to_json(), answer.claim.to_json()))
-    for place in found:
-        unsaid = said.get(place) is None and not claim.by_this_code  # an older file does not know the field
-        if place in unheld or place == "certificate.arithmetic" or unsaid or _same(said.get(place), found[place]):
+    said, found = claim.to_json(), answer.claim.to_json()
+    for part, name in [(part, name) for part, fields in found.items() for name in fields if name not in ("arithmetic", *unheld)]:
+        old, new = said[part][name], found[part][name]
+        if _same(old, new) or (old is None and not claim.by_this_code):  # an older file does not know the field
             continue
-        what = f"claim: {place} is {said.get(place)}, not {found[place]} as the plan on its profile has it"
+        what = f"claim: {part}.{name} is {old}, not {new} as the plan on its profile has it"
         if claim.by_this_code:
             raise PlanError(f"{on_one_line(what, 300)}; {AGAIN}")
         return [f"{what}, but it was claimed by another version"]
     return []
 
 
-def _leaves(place: str, fields: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(fields, Mapping):
-        for key, value in fields.items():
-            yield from _leaves(f"{place}.{key}" if place else str(key), value)
-    else:
-        yield place, fields
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether two values are one, but for rounding of numbers."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     are_numbers = isinstance(a, float | int) and isinstance(b, float | int)
     return isclose(a, b, rel_tol=SAME_FRACTION) if are_numbers else bool(a == b)
 

@@ -3,17 +3,16 @@
 `docs/plan-language.md` as a verifier reads it, given workload, semantics and policy. Only the checker uses it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Place, Plan, Repeat, Slot
+from runtime.plan import Kind, Op, Plan, Repeat, Slot
 from runtime.plan.ops import Often
 
-from .operands import ON_DEVICE, ON_HOST, OPERANDS, Slots, expected
+from .operands import PLACES, expected, n_bytes
 from .shape import AGAIN, ALIGN_BYTES, Shape, wrong
-
-_Key = tuple[Kind, int, int | None]  # kind, block, micro-batch: no two ops of a step are alike in all of them
 
 
 class _Rule(NamedTuple):
@@ -53,20 +52,11 @@ _RULES = {
 }
 
 
-def _expected_ops(shape: Shape) -> Iterator[_Key]:
-    """Every op that a step must have exactly once. Lazy: a hostile plan may promise 2^50 micro-batches."""
-    for kind, rule in _RULES.items():
-        for b in range(shape.n_blocks):
-            if rule.has(shape, b) and (rule.often is not Often.USE or b in shape.resident):
-                micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.is_each(shape) else (None,)
-                yield from ((kind, b, m) for m in micro_batches)
-
-
 def check_ops(plan: Plan, shape: Shape) -> None:
     """Each op is one that the step must have, once (of streamed blocks what brings weights: any number), with its operands in the
     arenas meant for them and in slots that are large enough."""
     slot_bytes = {a.name: a.slot_bytes for a in plan.arenas}
-    seen, fitting = set[_Key](), set[tuple[str, Slot, Kind, int]]()
+    seen, fitting = set[tuple[Kind, int, int | None]](), set[tuple[str, Slot, Kind, int]]()
     for i, op in enumerate(plan.ops):
         rule, key = _RULES[op.kind], (op.kind, op.block, op.micro_batch)
         if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.is_each(shape):
@@ -77,15 +67,17 @@ def check_ops(plan: Plan, shape: Shape) -> None:
         _check_operands(i, op, shape)
         for name, slot in op.operands:  # of all micro-batches alike
             if (use := (name, slot, op.kind, op.block)) not in fitting:
-                has_bytes, n_bytes = slot_bytes[slot.arena][slot.index], OPERANDS[name].n_bytes(shape, op)
-                if has_bytes < n_bytes:
-                    raise wrong(i, op, f"{slot} has {has_bytes} bytes, but {n_bytes} go into it")
+                has_bytes, needed_bytes = slot_bytes[slot.arena][slot.index], n_bytes(name, shape, op)
+                if has_bytes < needed_bytes:
+                    raise wrong(i, op, f"{slot} has {has_bytes} bytes, but {needed_bytes} go into it")
                 fitting.add(use)
-    for key in _expected_ops(shape):
-        if key not in seen:
-            kind, block, micro_batch = key
-            of = "" if micro_batch is None else f", micro-batch {micro_batch}"
-            raise PlanError(f"the step has no {kind} of block {block}{of}; {AGAIN}")
+    for (kind, rule), b in product(_RULES.items(), range(shape.n_blocks)):
+        if rule.has(shape, b) and (rule.often is not Often.USE or b in shape.resident):
+            micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.is_each(shape) else (None,)
+            for m in micro_batches:  # lazily: a hostile plan may promise 2^50 of them
+                if (kind, b, m) not in seen:
+                    of = "" if m is None else f", micro-batch {m}"
+                    raise PlanError(f"the step has no {kind} of block {b}{of}; {AGAIN}")
 
 
 def _check_operands(i: int, op: Op, shape: Shape) -> None:
@@ -95,7 +87,8 @@ def _check_operands(i: int, op: Op, shape: Shape) -> None:
         for (name, slot), (known, (arena, slots)) in zip(op.operands, wanted, strict=True)
     ):
         found = " ".join(f"{name}={slot}" for name, slot in op.operands[:6]) or "nothing"
-        raise wrong(i, op, f"must use {_text(wanted)}, not {found}")
+        asked = " ".join(f"{name}={arena}[{of.start if len(of) == 1 else 'any'}]" for name, (arena, of) in wanted) or "nothing"
+        raise wrong(i, op, f"must use {asked}, not {found}")
     if op.block and op.kind is Kind.FORWARD and op["x"] == op.get("y"):
         raise wrong(i, op, f"has {op['x']} for both its input and its output")
 
@@ -103,17 +96,11 @@ def _check_operands(i: int, op: Op, shape: Shape) -> None:
 def check_arenas(plan: Plan) -> None:
     """Arenas are those of the language, each in its memory, and every slot starts at an aligned place; else PlanError."""
     for arena in plan.arenas:
-        places = [Place.DEVICE] * (arena.name in ON_DEVICE) + [Place.HOST] * (arena.name in ON_HOST)
-        if arena.place not in places:
-            is_known = f"must be in {places[0]} memory" if places else "not one that a plan has"
+        if arena.place is not (place := PLACES.get(arena.name)):
+            is_known = f"must be in {place} memory" if place else "not one that a plan has"
             raise PlanError(f"arena {arena.name}: {is_known}; {AGAIN}")
         if odd := [n_bytes for n_bytes in arena.slot_bytes[:-1] if n_bytes % ALIGN_BYTES]:
             raise PlanError(f"arena {arena.name}: a slot of {odd[0]} bytes, no multiple of {ALIGN_BYTES}; {AGAIN}")
-
-
-def _text(wanted: Sequence[tuple[str, Slots]]) -> str:
-    slots = (f"{name}={arena}[{of.start if len(of) == 1 else 'any'}]" for name, (arena, of) in wanted)
-    return " ".join(slots) or "nothing"
 
 
 def check_repeat(plan: Plan, repeat: Repeat, shape: Shape) -> None:

@@ -6,7 +6,7 @@ They follow from workload, semantics and a legal policy. Only the checker uses t
 from collections.abc import Iterable
 
 from runtime.errors import PlanError
-from runtime.plan import Op, Plan, Policy, Update
+from runtime.plan import Op, Plan, Update
 from runtime.plan.packed import is_packed, layout
 from runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
@@ -43,7 +43,9 @@ class Shape:
         self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # whose output is computed again
         self.trained = {b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters)}
         self.apart = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
-        self.squared = {b for b in range(self.n_blocks) if b in self.on_device or self._may_square(policy, b)}
+        self.squared = {  # of whose gradient the device sums the squares
+            b for b in range(self.n_blocks) if b in self.on_device or (policy.square_on_device and not self.sums_itself(b))
+        }
         self.packed = {  # layers that come packed
             b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, of.base) for p in blocks[b].parameters)
         }
@@ -71,10 +73,6 @@ class Shape:
         self.boundary_bytes = [b.boundary_bytes for b in blocks]
         self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
 
-    def _may_square(self, policy: Policy, block: int) -> bool:
-        """Whether the device sums the squares of a gradient that leaves it."""
-        return policy.square_on_device and not (self.tied and self.is_vocab(block))
-
     def _wire_bytes(self, block: int, layers_bytes: int) -> int:
         """An element of a block's gradient on the device and on the link; of the vocabulary's, where it is a sum, in fp32."""
         if block in self.apart or (self.is_vocab(block) and (self.tied or not self.reduced)):
@@ -84,6 +82,10 @@ class Shape:
     def is_vocab(self, block: int) -> bool:
         """Whether it is the embedding or the head."""
         return block in (0, self.head)
+
+    def sums_itself(self, block: int) -> bool:
+        """Whether the sum of the block's gradients is the gradient: of a tied weight."""
+        return self.tied and self.is_vocab(block)
 
     def is_recomputed(self, block: int) -> bool:
         """Whether its output is computed again: it shares slots, and a backward comes to the last layer of its run."""
