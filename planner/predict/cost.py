@@ -51,11 +51,6 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
-def device_update_bytes_per_param(plan: Setup) -> int:
-    """Traffic in the device's memory of the optimizer there, per parameter."""
-    return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.semantics.gradient_dtype)
-
-
 def backward_matmuls(m: Matmul) -> int:
     """How many products a backward makes of one of the forward."""
     return BACKWARD_MATMULS - m.frozen
@@ -141,14 +136,20 @@ class CostModel:
             case Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
                 return self._demand(0.0, 0.0, {})
             case Kind.LOAD if op.block in plan.policy.device_blocks and not plan.is_apart(op.block):
-                return self._compute(2 * block.slot_elements * item / self.profile.device.memory_bytes_per_s.value, 0)
+                return self._compute(2 * block.slot_elements * item / self._memory_bytes_per_s, 0)
             case Kind.LOAD:
                 return self._copy("h2d", loaded_bytes(plan, op.block))
             case Kind.DEQUANTISE:
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
+            case Kind.GATHER if (
+                self.profile.meets_on_host
+            ):  # of the bytes each rank copies the others' parts from the memory of all
+                n_bytes = plan.slot_elements(op.block) * item
+                copies = self._copy("h2d", n_bytes * (of.ranks - 1) // of.ranks, of.ranks - 1)
+                return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
             case Kind.GATHER:
-                return self._gathered(plan, plan.slot_elements(op.block) * item)
+                return self.together(of.ranks, plan.slot_elements(op.block) * item, "all_gather")
             case Kind.EXCHANGE:
                 n_elements = plan.slot_elements(op.block)
                 # Put together what goes to one rank, twice; added up, and written
@@ -156,7 +157,9 @@ class CostModel:
                 moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES
                 moved_bytes += n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
-                return self._exchanged(plan, n_elements, sum_bytes, moved_bytes, n_times)
+                if self.profile.meets_on_host:
+                    return self._exchanged_in_memory(of.ranks, sum_bytes, moved_bytes, n_times)
+                return self._exchanged(of.ranks, n_elements, sum_bytes, moved_bytes, n_times)
             case Kind.CLIP if of.ranks == 1:
                 return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
             case Kind.CLIP:
@@ -166,8 +169,8 @@ class CostModel:
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                n_bytes = block.n_trained * device_update_bytes_per_param(plan)
-                return self._compute(self.update_on_device_s(plan, block), n_bytes)
+                n_bytes, n_kernels = self._updated_on_device(plan, block)
+                return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
             case Kind.OFFLOAD_GRADIENT:
                 n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
@@ -182,24 +185,26 @@ class CostModel:
             case Kind.FORWARD | Kind.RECOMPUTE:
                 leaving = op.block in plan.policy.offload_blocks
                 copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
-                seconds = self.forward_s(block, plan.semantics) + copied_bytes / self.profile.device.memory_bytes_per_s.value
+                seconds = self.forward_s(block, of) + copied_bytes / self._memory_bytes_per_s
                 return self._compute(seconds, block.pointwise_bytes + copied_bytes)
             case Kind.LOSS:
-                n_bytes = self.loss_bytes(block, plan.semantics) + self._gradient_bytes(plan, op)
-                seconds = self.loss_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_bytes_per_s
-                return self._compute(seconds, n_bytes)
+                # Besides products: norm and softmax, both ways, the weight's gradient, and the sums that it joins
+                summed_bytes = self._gradient_bytes(plan, op)
+                n_bytes = (1 + BACKWARD_POINTWISE) * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
+                return self._compute(self.loss_s(block, of) + summed_bytes / self._memory_bytes_per_s, n_bytes)
             case Kind.BACKWARD:
-                n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + self._gradient_bytes(plan, op)
-                seconds = self.backward_s(block, plan.semantics) + self._gradient_bytes(plan, op) / self._memory_bytes_per_s
+                summed_bytes = self._gradient_bytes(plan, op)
+                n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
+                seconds = self.backward_s(block, of) + summed_bytes / self._memory_bytes_per_s
                 if op.block != 0:
                     again = block.recompute(plan.policy.saved(op.block))
                     assert again is not None, "lower refuses what a block cannot save"
-                    seconds += self.recompute_s(block, again, plan.semantics)
+                    seconds += self.recompute_s(block, again, of)
                     n_bytes += again.pointwise_bytes
                 return self._compute(seconds, n_bytes)
             case Kind.ACCUMULATE:
                 # Read what was staged and the sum, write the sum.
-                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], plan.semantics.n_joined(op.micro_batch or 0)
+                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], of.n_joined(op.micro_batch or 0)
                 return self._reduce(block.trained_elements * (staged + 2 * FP32_BYTES + joined * JOINED_BYTES))
             case Kind.SQUARE:
                 n_bytes = block.trained_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
@@ -212,8 +217,10 @@ class CostModel:
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places
-                n_params = -(-block.n_trained // of.ranks)
-                return self._update(n_params, update_bytes_per_param(plan, op.block))
+                n_cores = self.profile.host.n_cores
+                rate = self.profile.optimizer_params_per_s(n_cores)
+                uses = {Resource.DRAM: rate * update_bytes_per_param(plan, op.block), Resource.CORES: float(n_cores)}
+                return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses)
             case _:
                 assert_never(op.kind)
 
@@ -247,8 +254,7 @@ class CostModel:
         """Seconds of summing the squares of a block's gradient on the device."""
         if self.profile.device.kind == "cpu":
             return n_bytes / self.square_bytes_per_s
-        n_kernels = SQUARE_KERNELS + len(block.trained)
-        return n_bytes / self.square_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
+        return self.moving_s(n_bytes, SQUARE_KERNELS + len(block.trained))
 
     def moving_s(self, n_bytes: int, n_kernels: int) -> float:
         """Seconds of kernels that do little but read and write that many bytes of the device's memory."""
@@ -257,9 +263,8 @@ class CostModel:
     @property
     def square_bytes_per_s(self) -> float:
         """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
-        if self.profile.device.kind == "cpu":
-            return self.profile.host.reduce_bytes_per_s.value
-        return self._memory_bytes_per_s
+        is_cpu = self.profile.device.kind == "cpu"
+        return self.profile.host.reduce_bytes_per_s.value if is_cpu else self._memory_bytes_per_s
 
     def loss_s(self, head: Block, of: Semantics) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
@@ -270,10 +275,6 @@ class CostModel:
             + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
-
-    def loss_bytes(self, head: Block, of: Semantics) -> int:
-        """Device memory traffic of the head besides its products: norm and softmax, both ways, and the weight's gradient."""
-        return (1 + BACKWARD_POINTWISE) * head.pointwise_bytes + self._tile_sum_bytes(head, of)
 
     def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
@@ -293,12 +294,11 @@ class CostModel:
 
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
-        elements = plan.workload.blocks[op.block].trained_elements if plan.semantics.ranks == 1 else plan.slot_elements(op.block)
-        item = ITEM_BYTES[plan.semantics.compute_dtype]
-        out = ITEM_BYTES[plan.gradient_dtype(op.block)]
-        m, of = op.micro_batch or 0, plan.semantics
+        m, of, block = op.micro_batch or 0, plan.semantics, plan.workload.blocks[op.block]
+        elements = block.trained_elements if of.ranks == 1 else plan.slot_elements(op.block)
+        item, out = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
         first, last = of.begins_sum(m), m == of.n_micro_batches - 1
-        dense = item if plan.workload.blocks[op.block].kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
+        dense = item if block.kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
         if plan.is_apart(op.block):
             return elements * (item + (1 if first else 2) * FP32_BYTES)
         if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
@@ -368,31 +368,20 @@ class CostModel:
         }
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
-    def _gathered(self, plan: Setup, n_bytes: int) -> Demand:
-        """Of the bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
-        ranks = plan.semantics.ranks
-        if self.profile.meets_on_host:
-            copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
-            return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
-        return self.together(ranks, n_bytes, "all_gather")
-
     def together(self, ranks: int, n_bytes: int, of: Collective) -> Demand:
         """What a library's collective asks for, an all-gather or a reduce-scatter: of the bytes each rank gets the others'
         parts, or one part from each of the others, round a ring, which is as fast as its slowest part. Each host passes all of them
         on once, for all of its devices."""
-        return self._moved(
-            of, ranks, n_bytes, 1, self._here(ranks), at_least_s=n_bytes * (ranks - 1) // ranks / self._network_rate(1)
-        )
+        at_least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
+        return self._moved(of, ranks, n_bytes, 1, self._here(ranks), at_least_s=at_least_s)
 
-    def _exchanged(self, plan: Setup, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
+    def _exchanged(self, ranks: int, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
         """Each rank gets its part from each of the others, those of its host first: what they have added up, in fp32, is exchanged
         with the other hosts. And some is moved in a device's own memory."""
-        if self.profile.meets_on_host:
-            return self._exchanged_in_memory(plan.semantics.ranks, sum_bytes, moved_bytes, n_times)
-        here, n_hosts = self._here(plan.semantics.ranks), self.profile.n_hosts
+        here, n_hosts = self._here(ranks), self.profile.n_hosts
         sent = n_elements // here * FP32_BYTES  # by each to the other hosts
         between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
-        moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self.profile.device.memory_bytes_per_s.value
+        moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self._memory_bytes_per_s
         return self._moved("alltoall", here, sum_bytes, n_times, here, moved_s + between_s)
 
     def _exchanged_in_memory(self, ranks: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
@@ -409,7 +398,7 @@ class CostModel:
             Resource.CORES: link.host_cores_per_copy.value,
         }
         each_s = 2 * self._meeting_s + link.d2h.latency_s.value + (ranks - 1) * link.h2d.latency_s.value
-        return self._demand(n_times * each_s + moved_bytes / self.profile.device.memory_bytes_per_s.value, copying_s, uses)
+        return self._demand(n_times * each_s + moved_bytes / self._memory_bytes_per_s, copying_s, uses)
 
     def _moved(
         self, of: Collective, ranks: int, n_bytes: int, n_times: int, here: int, overhead_s: float = 0.0, at_least_s: float = 0.0
@@ -458,14 +447,14 @@ class CostModel:
         rate = self.profile.host.reduce_bytes_per_s.value
         return self._demand(0.0, n_bytes / rate, {Resource.DRAM: rate, Resource.CORES: float(self.profile.host.n_cores)})
 
-    def _update(self, n_params: int, bytes_per_param: int) -> Demand:
-        n_cores = self.profile.host.n_cores
-        rate = self.profile.optimizer_params_per_s(n_cores)
-        return self._demand(0.0, n_params / rate, {Resource.DRAM: rate * bytes_per_param, Resource.CORES: float(n_cores)})
-
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
         """Seconds in which the device updates a block's state."""
-        return self.moving_s(block.n_trained * device_update_bytes_per_param(plan), len(block.trained))
+        return self.moving_s(*self._updated_on_device(plan, block))
+
+    def _updated_on_device(self, plan: Setup, block: Block) -> tuple[int, int]:
+        """Traffic of the device's memory, and kernels."""
+        of = plan.semantics
+        return block.n_trained * of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype), len(block.trained)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with
