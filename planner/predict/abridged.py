@@ -5,14 +5,11 @@ repetitions between, which is cut out. Whatever draws or reads a timeline then h
 """
 
 from collections import defaultdict
-from dataclasses import replace
 
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, Repeat
 from runtime.plan.repetition import shortened, unrolled
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
-
-from .simulate import Prediction
 
 N_KEPT = FIRST_KEPT + LAST_KEPT
 
@@ -38,16 +35,6 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
         cut_s = sum(s for step, s in cuts_s.items() if step < span.step) + (cuts_s[span.step] if is_later else 0.0)
         spans.append(Span(numbers[span.op][kept], span.step, span.start_s - cut_s, span.end_s - cut_s))
     return Timeline(tuple(spans))
-
-
-def abridged_prediction(plan: Plan, prediction: Prediction) -> Prediction:
-    """The prediction of the short step: where a step's cut is, no time is spent."""
-    if plan.repeat is None:
-        return prediction
-    cuts_s = _cuts_s(plan, plan.repeat, prediction.timeline)
-    last = sorted(cuts_s)[-prediction.n_cycle_steps :]
-    cut_s = sum(cuts_s[step] for step in last) / max(len(last), 1)
-    return replace(prediction, step_s=prediction.step_s - cut_s, timeline=abridged(plan, prediction.timeline))
 
 
 def numbers_of(plan: Plan) -> list[list[int]]:

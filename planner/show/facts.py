@@ -13,7 +13,7 @@ from planner.predict.rests_on import RestsOn, rests_on
 from planner.predict.simulate import simulate
 from planner.search.answer import Answer, model_flop
 from planner.search.claim import claimed
-from runtime.plan import PlanFile, Policy
+from runtime.plan import PlanFile
 from runtime.plan.timeline import Timeline
 
 from .price import hourly
@@ -58,8 +58,11 @@ class Facts:
         self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # of the measured grid: what costs rest on
         self.claim = None if file.claim is None else claimed(file.claim, where)  # None: it has none, or of another step
         self.unconfirmed_step_s: float | None = None  # a claimed step that the simulation does not confirm
-        if self.claim is not None and not _is_step(self.claim.prediction.step_s, self.prediction.step_s, plan.policy):
-            self.unconfirmed_step_s, self.claim = self.claim.prediction.step_s, None
+        if self.claim is not None:
+            # The mean over clipped steps is longer than the step that was simulated, which is not clipped.
+            off = self.claim.prediction.step_s / self.prediction.step_s - 1 if self.prediction.step_s > 0 else 0.0
+            if off < -SAME_FRACTION or (off > SAME_FRACTION and not plan.policy.speculate_blocks):
+                self.unconfirmed_step_s, self.claim = self.claim.prediction.step_s, None
         # Predicted: the mean over steps that are clipped and steps that are not
         self.step_s = self.prediction.step_s if self.claim is None else self.claim.prediction.step_s
         self.tokens_per_s = plan.semantics.tokens_per_step / self.step_s
@@ -90,12 +93,6 @@ class Facts:
         """Of a step with all state on the device; None: it does not fit, or device and host are one memory."""
         found = resident_in_parts(self.plan, self.cost)
         return None if found is None else found.step_s
-
-
-def _is_step(claimed_s: float, simulated_s: float, policy: Policy) -> bool:
-    """Whether a claimed step is the simulated one; the mean over clipped steps is longer than one that is not clipped."""
-    off = claimed_s / simulated_s - 1 if simulated_s > 0 else 0.0
-    return off >= -SAME_FRACTION and (off <= SAME_FRACTION or bool(policy.speculate_blocks))
 
 
 def measured(timeline: Timeline | None, times_s: Sequence[float]) -> Measured | None:

@@ -52,12 +52,10 @@ def held(plan: Plan, profile: Profile, stretch: Stretch) -> tuple[Held, Held]:
     always = {a.name: a.n_bytes for a in plan.arenas if a.name in STATE}
     always |= {CONTEXT: needs.device[CONTEXT], RUNTIME: needs.host[RUNTIME]}
     lives = [(name, n_bytes, stretch.start_s, stretch.end_s) for name, n_bytes in always.items()]
-    lives += [*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans), *_transients(plan, spans)]
+    lives += [*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans)]
     on_device, on_host = ([life for life in lives if places[life[0]] is place] for place in (Place.DEVICE, Place.HOST))
-    return (
-        _held(Place.DEVICE, on_device, needs.device, needs.device_memory_bytes, stretch),
-        _held(Place.HOST, on_host, needs.host, needs.host_memory_bytes, stretch),
-    )
+    device = _held(Place.DEVICE, on_device, needs.device, needs.device_memory_bytes, stretch)
+    return device, _held(Place.HOST, on_host, needs.host, needs.host_memory_bytes, stretch)
 
 
 def begins_anew(of: Semantics, op: Op, slot: Slot) -> bool:
@@ -88,30 +86,22 @@ def _lives_of_slots(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
 
 
 def _lives_of_activations(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
-    """Activations that layers save besides their input, from forward to the end of backward, of each micro-batch."""
+    """What layers save besides their input, from forward to the end of backward, of each micro-batch; and the allocator's peak
+    while a block goes backward. Of forwards, which need less, no figure is known."""
     began_s: dict[tuple[int, int, int | None], float] = {}
     stays = {*range(1, plan.workload.n_layers + 1)} - {*plan.policy.offload_blocks}
     for span in spans:
         op = plan.ops[span.op]
-        key = span.step, op.block, op.micro_batch
+        key, block = (span.step, op.block, op.micro_batch), plan.workload.blocks[op.block]
         if op.kind is Kind.FORWARD and op.block in stays:
             began_s[key] = span.start_s
-        elif op.kind is Kind.BACKWARD and key in began_s:
-            yield KEPT, plan.recompute(op.block).saved_bytes, began_s.pop(key), span.end_s
-
-
-def _transients(plan: Plan, spans: Iterable[Span]) -> Iterator[Life]:
-    """The allocator's peak while a block goes backward. Of forwards, which need less, no figure is known."""
-    for span in spans:
-        op = plan.ops[span.op]
-        if op.kind not in (Kind.BACKWARD, Kind.LOSS):
-            continue
-        block = plan.workload.blocks[op.block]
-        if block.kind is BlockKind.LAYER:
-            n_bytes = plan.recompute(op.block).transient_bytes
-        else:
-            n_bytes = block.transient_bytes - (block.own_sum_bytes if block.kind is BlockKind.HEAD and not plan.reduced else 0)
-        yield COMPUTED, n_bytes, span.start_s, span.end_s
+        elif op.kind in (Kind.BACKWARD, Kind.LOSS):
+            again = plan.recompute(op.block) if block.kind is BlockKind.LAYER else None
+            if again is not None and key in began_s:
+                yield KEPT, again.saved_bytes, began_s.pop(key), span.end_s
+            n_bytes = block.transient_bytes if again is None else again.transient_bytes
+            is_its_sum = block.kind is BlockKind.HEAD and not plan.reduced
+            yield COMPUTED, n_bytes - block.own_sum_bytes * is_its_sum, span.start_s, span.end_s
 
 
 def _held(place: Place, lives: Iterable[Life], reserved: dict[str, int], memory_bytes: int, stretch: Stretch) -> Held:

@@ -16,7 +16,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction
+from planner.predict.abridged import N_KEPT, abridged, abridged_plan
+from planner.predict.cost import region_of
+from planner.predict.simulate import simulate
 from runtime.units import show_bytes, show_count, show_duration, show_rate
 
 from . import words
@@ -32,8 +34,10 @@ TICKS = 5_000_000  # of the longer stretch: times are drawn to that many parts, 
 def page(facts: Facts, where: str, made: str = "") -> str:
     """The page. `where`: the plan's file; `made`: when, by which version and by which command, as its last line says."""
     plan, run = facts.plan, facts.run
-    drawn = abridged_plan(plan)
-    stretches = {"predicted": predicted_stretch(drawn, abridged_prediction(plan, facts.prediction))}
+    drawn, prediction = abridged_plan(plan), facts.prediction
+    if plan.repeat is not None:
+        prediction = simulate(drawn, facts.cost.demands(drawn), region_of(facts.profile))
+    stretches = {"predicted": predicted_stretch(drawn, prediction)}
     if run is not None and run.timeline is not None and run.timeline.spans:
         stretches["measured"] = measured_stretch(drawn, abridged(plan, run.timeline))
     memory = held(drawn, facts.profile, stretches["predicted"])

@@ -62,23 +62,22 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
     """
     burdens = ["device compute"]
     computing = _only(profile, *burdens)
-    levels = [_compute_s(_keeping_all(plan), computing, frozenset({Kind.RECOMPUTE})), _compute_s(plan, computing)]
+    # The same ops with memory for every activation: no backward computes anything again.
+    policy = replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=())
+    levels = [_compute_s(replace(plan, policy=policy), computing, without=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
     for burden in ("link", "optimizer", "host DRAM"):
         burdens.append(burden)
         machine = _only(profile, *burdens)
         levels.append(_step_s(plan, machine, _hidden_edges(plan, machine)))
-    step_s = _step_s(plan, profile, costs(plan, profile))
-    ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, step_s)
+    ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, _step_s(plan, profile))
     return Waterfall(ideal_s, recompute_s, link_s, dram_s, optimizer_s, rest_s)
 
 
 def gains(plan: Plan, profile: Profile) -> tuple[Gain, ...]:
     """The gain from 10 % more of each resource, the largest first: the resource that binds."""
-    step_s = _step_s(plan, profile, costs(plan, profile))
-    found = []
+    step_s, found = _step_s(plan, profile), []
     for resource, groups in RESOURCES.items():
-        more = faster(profile, dict.fromkeys(groups, GAIN))
-        with_more_s = _step_s(plan, more, costs(plan, more))
+        with_more_s = _step_s(plan, faster(profile, dict.fromkeys(groups, GAIN)))
         found.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
     return tuple(sorted(found, key=lambda gain: -gain.saved_s))  # equal ones stay in the order of RESOURCES
 
@@ -103,19 +102,14 @@ def _only(profile: Profile, *burdens: str) -> Profile:
     return faster(profile, {group: FREE for name, groups in RESOURCES.items() if name not in burdens for group in groups})
 
 
-def _step_s(plan: Plan, profile: Profile, demands: list[Demand]) -> float:
-    return simulate(plan, demands, region_of(profile), MAX_STEPS).step_s
+def _step_s(plan: Plan, profile: Profile, demands: list[Demand] | None = None) -> float:
+    return simulate(plan, demands or costs(plan, profile), region_of(profile), MAX_STEPS).step_s
 
 
-def _compute_s(plan: Plan, profile: Profile, but: frozenset[Kind] = frozenset()) -> float:
+def _compute_s(plan: Plan, profile: Profile, without: Sequence[Kind] = ()) -> float:
     """Seconds of the device's work alone, without ops of these kinds."""
     demands = zip(plan.ops, costs(plan, profile), strict=True)
-    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in but)
-
-
-def _keeping_all(plan: Plan) -> Plan:
-    """The same ops with memory for every activation: no backward computes anything again."""
-    return replace(plan, policy=replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=()))
+    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in without)
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:

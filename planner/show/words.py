@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hwprofiles.quantity import BASES
 from planner.predict.rests_on import RestsOn
 from planner.search.claim import Claim, Predicted
-from runtime.plan import Lane, Policy
+from runtime.plan import Lane
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
@@ -83,15 +83,21 @@ class Table:
 def verdict(f: Facts) -> Iterator[Line]:
     """The answer: step, certificate, memory, what binds, and the price."""
     claim = f.claim
-    yield "step", f"{exact(f.step_s)}{'' if claim is None else f' ({_interval(claim.prediction)})'}, {f.tokens_per_s:,.0f} tokens/s"
+    yield (
+        "step",
+        f"{exact(f.step_s)}{'' if claim is None else f' ({p10_to_p90(claim.prediction)})'}, {f.tokens_per_s:,.0f} tokens/s",
+    )
     if f.measured is not None:
         yield "measured", _measured(f, f.measured)
     if claim is not None:
         yield "optimal?", _certified(claim)[0]
     held = [f"{place} {show_bytes(sum(parts.values()))} of {show_bytes(has)}" for place, parts, has in _memories(f)]
     yield "memory", f"{'it fits' if f.needs.fits else 'it does not fit'}: {', '.join(held)}"
-    if binding := _binding(f):
-        yield "bound by", binding
+    told = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
+    bound_by = [gain.resource for gain in told[:1]] if claim is None else [claim.certificate.binding]
+    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in told)
+    if bound_by := [*bound_by, *([f"10 % more {saves}"] if saves else [])]:
+        yield "bound by", "; ".join(bound_by)
     if f.n_tokens is not None:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(job(f.n_tokens, f.tokens_per_s, f.hourly))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
@@ -135,11 +141,18 @@ def asked(f: Facts) -> Iterator[Line]:
 
 
 def policy(f: Facts) -> Iterator[Line]:
-    """The schedule, a line per topic; and the next best one."""
-    for i, clause in enumerate(clauses(f.plan.policy, f.plan).values()):
+    """The schedule, a line per topic; and the fastest plan of another kind, how much slower it is (or faster, than a policy that
+    was asked for), and how it differs."""
+    mine = clauses(f.plan.policy, f.plan)
+    for i, clause in enumerate(mine.values()):
         yield "" if i else "policy", clause
     if f.answer is not None and f.answer.next_best is not None:
-        yield _next_best(f, *f.answer.next_best)
+        policy, step_s = f.answer.next_best
+        other = clauses(policy, f.plan)
+        differences = [text for topic, text in other.items() if text != mine.get(topic)]
+        differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
+        name = "next best" if step_s >= f.step_s else "faster"
+        yield name, f"{exact(step_s)} ({step_s / f.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
 
 
 def basis(f: Facts) -> Iterator[Line]:
@@ -181,14 +194,6 @@ def _certified(claim: Claim) -> tuple[str, str]:
     return f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", others
 
 
-def _binding(f: Facts) -> str:
-    """The resource that the step is full of, and the largest gains from more of one."""
-    told = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
-    names = [gain.resource for gain in told[:1]] if f.claim is None else [f.claim.certificate.binding]
-    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in told)
-    return "; ".join([*names, *([f"10 % more {saves}"] if saves else [])])
-
-
 def _measured(f: Facts, measured: Measured) -> str:
     """The clock's step beside the predicted one."""
     against, claim = against_prediction(f, measured), f.claim
@@ -197,27 +202,14 @@ def _measured(f: Facts, measured: Measured) -> str:
         against += f", {'within' if is_inside else 'outside'} the interval"
     if not measured.n_steps:
         return f"{exact(measured.step_s)}, a single step; {against}"
-    middle = f"the median of {counted(measured.n_steps, 'step')} after warm-up ({_interval(measured)})"
+    middle = f"the median of {counted(measured.n_steps, 'step')} after warm-up ({p10_to_p90(measured)})"
     return f"{exact(measured.step_s)}, {middle}; {against}"
-
-
-def _interval(of: Predicted | Measured) -> str:
-    return f"P10 to P90: {exact(of.p10_step_s)} to {exact(of.p90_step_s)}"
 
 
 def against_prediction(f: Facts, measured: Measured) -> str:
     """`+8.4% against the prediction`, or `14.9 times the prediction` where a percentage says little."""
     ratio = measured.step_s / f.step_s
     return f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
-
-
-def _next_best(f: Facts, policy: Policy, step_s: float) -> Line:
-    """The fastest plan of another kind, how much slower it is (or faster, than a policy that was asked for), and how it differs."""
-    mine, other = clauses(f.plan.policy, f.plan), clauses(policy, f.plan)
-    differences = [text for topic, text in other.items() if text != mine.get(topic)]
-    differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
-    name = "next best" if step_s >= f.step_s else "faster"
-    return name, f"{exact(step_s)} ({step_s / f.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
 
 
 def _rests_on(found: RestsOn, whose: str) -> str:
@@ -306,6 +298,10 @@ def schedules(f: Facts) -> Table:
         else:
             rows.append((name, "does not fit", outcome["does_not_fit"]))
     return Table(("schedule", "step", "this plan is"), tuple(rows))
+
+
+def p10_to_p90(of: Predicted | Measured) -> str:
+    return f"P10 to P90: {exact(of.p10_step_s)} to {exact(of.p90_step_s)}"
 
 
 def exact(s: float) -> str:

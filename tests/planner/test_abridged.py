@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.predict.abridged import N_KEPT, abridged, abridged_plan, abridged_prediction, numbers_of
+from planner.predict.abridged import N_KEPT, abridged, abridged_plan, numbers_of
 from planner.predict.cost import costs, region_of
 from planner.predict.recalibrate import recalibrate
 from planner.predict.simulate import simulate
 from planner.predict.uncertainty import interval
-from planner.show.step import predicted_stretch
+from planner.show.step import measured_stretch
 from planner.show.waterfall import gains, waterfall
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, Update
@@ -44,13 +44,13 @@ def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: 
 
 
 def test_an_abridged_step_is_that_of_as_many_micro_batches() -> None:
-    """A step of a thousand, cut, lasts as long as a step of as many micro-batches as are kept."""
+    """A timeline of a thousand, cut, has steps that last as long as a step of as many micro-batches as are kept."""
     plan = small(1000)
-    demands = costs(plan, MADE_UP)
-    cut = abridged_prediction(plan, simulate(plan, demands, None))
-    few = small(2 + N_KEPT)
-    assert cut.step_s == pytest.approx(simulate(few, demands, None).step_s, rel=1e-6)
-    assert predicted_stretch(abridged_plan(plan), cut).length_s == pytest.approx(cut.step_s, rel=1e-6)
+    cut = abridged(plan, simulate(plan, costs(plan, MADE_UP), None).timeline)
+    short, few = abridged_plan(plan), small(2 + N_KEPT)
+    step_s = simulate(short, costs(short, MADE_UP), None).step_s
+    assert step_s == pytest.approx(simulate(few, costs(few, MADE_UP), None).step_s, rel=1e-6)
+    assert measured_stretch(short, cut).length_s == pytest.approx(step_s, rel=1e-6)
 
 
 def test_a_repetition_that_no_timeline_keeps_is_refused() -> None:
