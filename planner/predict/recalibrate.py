@@ -111,13 +111,13 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     logs, before_s, after_s = _no_worse(machine, [float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in found_logs], measured.step_s)
     spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in deviations]
     found = list(zip(machine.resources, logs, spreads, strict=True))
-    changes = tuple(
-        Change(name, math.exp(log), spread, log > 0 and machine.is_held_up(logs, number))
-        for number, (name, log, spread) in enumerate(found)
-        if log
-    )
+    held_up = [log > 0 and machine.is_held_up(logs, number) for number, log in enumerate(logs)]
+    changes = tuple(Change(of, math.exp(log), spread, held_up[i]) for i, (of, log, spread) in enumerate(found) if log)
+    steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
+    detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
+    source = Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
     return Recalibration(
-        _corrected(profile, machine.resources, changes, _source(run, day, device, measured)),
+        _corrected(profile, machine.resources, changes, source),
         changes,
         tuple(name for name, log, spread in found if not log and spread < TOLD_SPREAD),
         tuple(name for name, log, spread in found if not log and spread >= TOLD_SPREAD),
@@ -142,7 +142,7 @@ class _Machine:
 
     def times_s(self, logs: Sequence[float]) -> list[float]:
         """Seconds of each op, and last of the step."""
-        found = predicted_of(self.plan, self._simulated(logs, MAX_STEPS))
+        found = predicted_of(self.plan, self.simulated(logs, MAX_STEPS))
         return [*found.ops_s, found.step_s]
 
     def is_held_up(self, logs: Sequence[float], number: int) -> bool:
@@ -150,11 +150,7 @@ class _Machine:
         faster = self.times_s([log + FASTER_STILL * (i == number) for i, log in enumerate(logs)])
         return all(abs(math.log(b / a)) < LEAST_CHANGE for a, b in zip(self.times_s(logs), faster, strict=True))
 
-    def step_s(self, logs: Sequence[float]) -> float:
-        """Seconds of a step, simulated for as long as a prediction is."""
-        return self._simulated(logs, 32).step_s
-
-    def _simulated(self, logs: Sequence[float], max_steps: int) -> Prediction:
+    def simulated(self, logs: Sequence[float], max_steps: int = 32) -> Prediction:
         factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}
         profile = scaled(self.profile, factors)
         demands = CostModel(profile, clipped=self.clips).demands(self.plan)
@@ -163,10 +159,10 @@ class _Machine:
 
 def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tuple[list[float], float, float]:
     """As much of a change as does not make the prediction of the step worse; and that prediction before and after."""
-    before_s = machine.step_s([0.0] * len(logs))
+    before_s = machine.simulated([0.0] * len(logs)).step_s
     for share in SHORTENED:
         tried = [log * share for log in logs]
-        after_s = machine.step_s(tried)
+        after_s = machine.simulated(tried).step_s
         if abs(math.log(after_s / measured_s)) <= abs(math.log(before_s / measured_s)):
             return tried, before_s, after_s
     return [0.0] * len(logs), before_s, before_s
@@ -194,8 +190,7 @@ def _corrected(profile: Profile, resources: Mapping[str, Sequence[str]], changes
     """The profile with its changes, each quantity with its new spread and source, validated."""
     if not changes:
         return profile
-    names = (KEY if n == 1 else f"{KEY}-{n}" for n in count(1))
-    key = next(name for name in names if name not in profile.sources)
+    key = next(name for n in count(1) if (name := KEY if n == 1 else f"{KEY}-{n}") not in profile.sources)
     by_place = {place: change for change in changes for place in resources[change.resource]}
 
     def change_of(place: str, quantity: Quantity) -> Quantity:
@@ -206,9 +201,3 @@ def _corrected(profile: Profile, resources: Mapping[str, Sequence[str]], changes
 
     corrected = with_quantities(profile, change_of)
     return Profile.from_json(corrected.model_copy(update={"sources": {**profile.sources, key: source}}).to_json(), profile.name)
-
-
-def _source(run: str, day: str, device: str | None, measured: Settled) -> Source:
-    steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
-    detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
-    return Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)

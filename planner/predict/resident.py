@@ -72,7 +72,13 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     has_bytes, tiers = int(device.memory_bytes.value), list(_tiers(plan, cost))
     again_s = _recompute_s(tiers, has_bytes - sum(needs.values()))
     needs["activations"] = min(n_bytes for n_bytes, _ in tiers)
-    step_s = None if again_s is None else max(_computing_s(plan, cost) + again_s, _exchanging_s(plan, cost)) + updating_s
+    exchanging_s = 0.0  # in every micro-batch two all-gathers and a reduce-scatter of every layer, and one of each for the others
+    for b in range(len(blocks)) if of.ranks > 1 else ():
+        n_elements, n_times = plan.slot_elements(b), 2 if 0 < b < len(blocks) - 1 else 1
+        exchanging_s += n_times * cost.together(of.ranks, n_elements * weight, "all_gather").uncontended_s
+        exchanging_s += cost.together(of.ranks, n_elements * ITEM_BYTES[plan.sum_dtype(b)], "reduce_scatter").uncontended_s
+    exchanging_s *= of.n_micro_batches
+    step_s = None if again_s is None else max(_computing_s(plan, cost) + again_s, exchanging_s) + updating_s
     return Resident(step_s, Footprint(needs, {}, has_bytes, int(cost.profile.host.memory_bytes.value)))
 
 
@@ -106,13 +112,3 @@ def _computing_s(plan: Setup, cost: CostModel) -> float:
     unpacking_s = sum(cost.demand(plan, Op(Kind.DEQUANTISE, b)).alone_s for b in range(head) if plan.unpacks(b))
     each = ((count, cost.demand(keeping, Op(kind, b, m))) for kind, b in kinds for m, count in plan.alike(range(n)))
     return 2 * n * unpacking_s + sum(count * demand.alone_s for count, demand in each)
-
-
-def _exchanging_s(plan: Setup, cost: CostModel) -> float:
-    """In every micro-batch two all-gathers and a reduce-scatter of every layer, and one of each for embedding and head."""
-    ranks, n_blocks, total_s = plan.semantics.ranks, len(plan.workload.blocks), 0.0
-    for b in range(n_blocks) if ranks > 1 else ():
-        n_elements, n_times = plan.slot_elements(b), 2 if 0 < b < n_blocks - 1 else 1
-        total_s += n_times * cost.together(ranks, n_elements * ITEM_BYTES[plan.semantics.compute_dtype], "all_gather").uncontended_s
-        total_s += cost.together(ranks, n_elements * ITEM_BYTES[plan.sum_dtype(b)], "reduce_scatter").uncontended_s
-    return plan.semantics.n_micro_batches * total_s

@@ -6,7 +6,7 @@ faster is costed as any other: there is no second account of costs.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hwprofiles.quantity import BASES, Basis
@@ -48,8 +48,7 @@ class RestsOn:
         return [part for part in self.parts if part.basis != BASES[0] and part.fraction >= LEAST_FRACTION][:N_WORST]
 
     def to_json(self) -> dict[str, Any]:
-        worst = [{"what": part.what, "basis": part.basis, "fraction": part.fraction} for part in self.worst]
-        return {**{basis: self.fraction(basis) for basis in BASES}, "worst": worst}
+        return {basis: self.fraction(basis) for basis in BASES} | {"worst": list(map(asdict, self.worst))}
 
 
 def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:

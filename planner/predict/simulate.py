@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -122,11 +123,11 @@ class Simulator:
         """Nothing has been performed."""
         n, steps, turns = len(self.lanes), of.last_step + 1, MAX_CYCLE + 1
 
-        def none(n: int, number: int = 0) -> list[int]:
-            return integers([number] * n)  # type: ignore[no-any-return]
+        def none(n: int, number: int = 0) -> Any:
+            return integers([number] * n)
 
-        def zeros(n: int) -> list[float]:
-            return floats([0.0] * n)  # type: ignore[no-any-return]
+        def zeros(n: int) -> Any:
+            return floats([0.0] * n)
 
         return State(
             none(n), none(n), none(n), none(n, IDLE), none(n), zeros(n), zeros(n), floats([1.0] * n), zeros(1),

@@ -7,9 +7,10 @@ are stratified (every group takes each of its levels once, in an order that the 
 
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
+
+import numpy as np
 
 from hwprofiles.curves import along, interpolated, rows_of
 from hwprofiles.laws import ProductLaw
@@ -49,13 +50,17 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     nearest.demands_of(plan, ops)
     off = {name: off_by(profile, plan.semantics.compute_dtype, of) for name, of in nearest.outside.items()}
     simulator, steps_s = Simulator(ops), list[float]()
+    spreads = [
+        (place, 1 + of.spread_fraction, group) for place, of in profile.quantities() if (group := group_of(place)) is not None
+    ]
     for deviations in _deviations(n_draws, seed):
-        drawn = _drawn(profile, deviations)
+        # A quantity is as likely better by a factor as worse by it.
+        drawn = scaled(profile, {place: f ** (deviations[group] / P10_P90_DEVIATIONS) for place, f, group in spreads})
         longer = {name: factor ** (deviations[None] / P10_P90_DEVIATIONS) for name, factor in off.items()}
         demands = CostModel(drawn, longer_outside=longer).demands_of(plan, ops)
         steps_s.append(simulator.run(demands, region_of(drawn), MAX_STEPS).step_s)
-    steps_s.sort()
-    p10_step_s, p50_step_s, p90_step_s = (_percentile(steps_s, p) for p in (0.1, 0.5, 0.9))
+    # Each draw stands for the middle of its stratum.
+    p10_step_s, p50_step_s, p90_step_s = np.quantile(steps_s, (0.1, 0.5, 0.9), method="hazen").tolist()
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
 
 
@@ -84,22 +89,3 @@ def _deviations(n_draws: int, seed: int) -> list[dict[Group | None, float]]:
     levels = [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
     drawn = {group: rng.sample(levels, n_draws) for group in (*Group, None)}
     return [{group: levels[i] for group, levels in drawn.items()} for i in range(n_draws)]
-
-
-def _drawn(profile: Profile, deviations: Mapping[Group | None, float]) -> Profile:
-    """A machine that is off by these deviations: a quantity is as likely better by a factor as worse by it."""
-    factors = {
-        place: (1 + quantity.spread_fraction) ** (deviations[group] / P10_P90_DEVIATIONS)
-        for place, quantity in profile.quantities()
-        if (group := group_of(place)) is not None
-    }
-    return scaled(profile, factors)
-
-
-def _percentile(ordered: list[float], p: float) -> float:
-    """Between the two nearest of the ordered values, each standing for the middle of its stratum."""
-    at = min(max(p * len(ordered) - 0.5, 0.0), len(ordered) - 1.0)
-    low = min(int(at), len(ordered) - 2) if len(ordered) > 1 else 0
-    if len(ordered) == 1 or ordered[low] == ordered[low + 1]:
-        return ordered[low]
-    return ordered[low] + (at - low) * (ordered[low + 1] - ordered[low])
