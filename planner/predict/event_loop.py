@@ -13,7 +13,6 @@ from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 MAX_CYCLE = 8  # steps, or repetitions, of a rhythm; longer ones are averaged
 TIE_FRACTION = 1e-12  # ends closer than this share of the clock are one event: rounding must not order them
 N_WHERE = 5  # numbers that say where a lane is
-GOING_ON, STUCK, STARVED = 0, 1, 2  # how a step ends: done; no op can end; an op needs what the machine has none of
 IDLE = -1
 
 
@@ -73,29 +72,22 @@ class State(NamedTuple):
 
 
 @compiled
-def run_step(of: Ops, s: State) -> int:
-    """Advance until one more step is done, and everything that can start at that moment has started."""
+def run_step(of: Ops, s: State) -> bool:
+    """Advance until one more step is done, and everything that can start at that moment has started. False: it never is, for no op
+    can end, or one needs what the machine has none of."""
     n_steps = s.n_steps[0] + 1
     while s.n_steps[0] < n_steps:
         _start(of, s)
-        if not _share(of, s):
-            return STARVED
-        if not _next_event(of, s):
-            return STUCK
+        if not _share(of, s) or not _next_event(of, s):
+            return False
         if s.ended[0] != IDLE:
             _start(of, s)
             if not _share(of, s):
-                return STARVED
+                return False
             _end_turn(of, s, s.ended[0], s.ended[1])
             s.ended[0] = IDLE
     _start(of, s)
-    return GOING_ON if _share(of, s) else STARVED
-
-
-@compiled
-def times_before(of: Ops, wait: int, step: int, turn: int) -> int:
-    """How often the op that is waited for must have been performed since the start."""
-    return int(of.wait_times[3 * wait] * step + of.wait_times[3 * wait + 1] * turn + of.wait_times[3 * wait + 2])
+    return _share(of, s)
 
 
 @compiled
@@ -107,7 +99,9 @@ def _start(of: Ops, s: State) -> None:
         op, step, turn = of.queue[of.lane_first[lane] + s.at[lane]], s.step[lane], s.turn[lane]
         is_ready = True
         for i in range(of.wait_first[op], of.wait_first[op + 1]):
-            if s.n_done[of.wait_op[i]] < times_before(of, i, step, turn):
+            # How often the op that is waited for must have been performed since the start
+            times = of.wait_times[3 * i] * step + of.wait_times[3 * i + 1] * turn + of.wait_times[3 * i + 2]
+            if s.n_done[of.wait_op[i]] < times:
                 is_ready = False
                 break
         if is_ready:

@@ -19,7 +19,7 @@ from runtime.plan import Lane, Plan, Repeat
 from runtime.plan.region import Demand, Region, capacity_of, draws
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
-from .event_loop import GOING_ON, IDLE, MAX_CYCLE, N_WHERE, STUCK, Ops, State, run_step, times_before
+from .event_loop import IDLE, MAX_CYCLE, N_WHERE, Ops, State, run_step
 
 SAME_FRACTION = 1e-9  # two moments of two steps are the same when they differ by less than this share of a step
 SAME_REPETITION_FRACTION = 1e-11  # of a repetition: thousands follow that are taken to be the same
@@ -89,9 +89,9 @@ class Simulator:
         state = self._begun(of)
         moments: list[Moment] = []
         for n_done in range(1, max_steps + 1):
-            ended = run_step(of, state)
-            if ended != GOING_ON:
-                raise PlanError(self._stuck(of, state) if ended == STUCK else self._starved(state, demands))
+            if not run_step(of, state):
+                why = "its ops wait for one another, which `penstock check` shows, or need what the machine has none of"
+                raise PlanError(f"the plan never finishes: {why}")
             moments.append(self._moment(state, n_done))
             for n_cycle in range(1, min(MAX_CYCLE, n_done - 1) + 1):
                 step_s = (state.step_ends_s[n_done - 1] - state.step_ends_s[n_done - 1 - n_cycle]) / n_cycle
@@ -160,21 +160,6 @@ class Simulator:
                     i = step * of.n_spans + self.first_span[op] + k
                     turn = k if k < FIRST_KEPT else k + self.repeat.times - n_kept
                     yield Span(op, step, float(s.span_start_s[i]), float(s.span_end_s[i]), turn)
-
-    def _stuck(self, of: Ops, s: State) -> str:
-        """Which op waits for which, one phrase per lane."""
-        phrases = list[str]()
-        for lane in range(len(self.lanes)):
-            op = of.queue[of.lane_first[lane] + s.at[lane]]
-            for i in range(of.wait_first[op], of.wait_first[op + 1]):
-                if s.n_done[of.wait_op[i]] < times_before(of, i, s.step[lane], s.turn[lane]):
-                    phrases.append(f"{self.ops.op(op).name} waits for {self.ops.op(of.wait_op[i]).name}")
-                    break
-        return "the plan never finishes: " + ("; ".join(phrases) or "it has no ops")
-
-    def _starved(self, s: State, demands: Sequence[Demand]) -> str:
-        op = next(op for op in s.current if op != IDLE and demands[op].uses)
-        return f"{self.ops.op(op).name} needs what the machine has none of"
 
 
 def _times_before(repeat: Repeat, waits: Column) -> Column:

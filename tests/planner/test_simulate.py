@@ -178,9 +178,9 @@ def test_lanes_that_drift_apart_are_no_rhythm():
     assert prediction.step_s == pytest.approx(1.0)
 
 
-def test_a_plan_that_waits_in_a_ring_is_refused_with_the_ring():
+def test_a_plan_that_waits_in_a_ring_is_refused():
     ops = [Op(Kind.FORWARD, 1, waits=(Wait(1),)), Op(Kind.LOAD, 1, waits=(Wait(0),))]
-    with pytest.raises(PlanError, match="forward gpu b1 waits for load h2d b1; load h2d b1 waits for forward gpu b1"):
+    with pytest.raises(PlanError, match="never finishes: its ops wait for one another"):
         simulate(plan_of(ops), [Demand(0.0, 1.0)] * 2, None)
 
 
