@@ -29,7 +29,6 @@ from .uncertainty import P10_P90_DEVIATIONS
 MAX_STEPS = 8  # of a simulation in the search: most plans repeat after two
 LEAST_CHANGE = 0.01  # of a logarithm: a smaller factor is within the spread of any measurement
 TOLD_SPREAD = 0.15  # a factor with a larger spread is not confirmed
-FASTER_STILL = 0.2  # of a logarithm, to see whether a resource that is still faster would show
 LEAST_S = 1e-9  # of an op: a clock's tick
 LEAST_SPREAD = 0.01
 LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about five sorts of op in one
@@ -62,12 +61,10 @@ class Change:
     resource: str
     factor: float  # times as fast as the profile says
     spread_fraction: float  # of the factor, as a profile means it
-    at_least: bool  # whether it may be faster still, because something else holds its ops up then
 
     def __str__(self) -> str:
         words = f"{self.factor:.3g} times as fast" if self.factor >= 1 else f"{1 / self.factor:.3g} times as slow"
-        more = ", or faster still, which would not show" if self.at_least else ""
-        return f"{self.resource}: {words} as the profile says, give or take {self.spread_fraction:.0%}{more}"
+        return f"{self.resource}: {words} as the profile says, give or take {self.spread_fraction:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +108,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     logs, before_s, after_s = _no_worse(machine, [float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in found_logs], measured.step_s)
     spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in deviations]
     found = list(zip(machine.resources, logs, spreads, strict=True))
-    held_up = [log > 0 and machine.is_held_up(logs, number) for number, log in enumerate(logs)]
-    changes = tuple(Change(of, math.exp(log), spread, held_up[i]) for i, (of, log, spread) in enumerate(found) if log)
+    changes = tuple(Change(name, math.exp(log), spread) for name, log, spread in found if log)
     steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
     detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
     source = Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
@@ -144,11 +140,6 @@ class _Machine:
         """Seconds of each op, and last of the step."""
         found = predicted_of(self.plan, self.simulated(logs, MAX_STEPS))
         return [*found.ops_s, found.step_s]
-
-    def is_held_up(self, logs: Sequence[float], number: int) -> bool:
-        """Whether no op would be faster with this resource faster still."""
-        faster = self.times_s([log + FASTER_STILL * (i == number) for i, log in enumerate(logs)])
-        return all(abs(math.log(b / a)) < LEAST_CHANGE for a, b in zip(self.times_s(logs), faster, strict=True))
 
     def simulated(self, logs: Sequence[float], max_steps: int = 32) -> Prediction:
         factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}

@@ -98,12 +98,9 @@ def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
     name = resource.format(dtype="bf16")
     for change in found.changes:
         wide = 2.5 * math.log1p(change.spread_fraction) + NEAR
-        if change.at_least:
-            assert name == change.resource
-            assert change.factor < factor * math.exp(wide)
-            assert "would not show" in str(change)
-            continue
-        assert abs(math.log(change.factor / (factor if change.resource == name else 1.0))) < wide
+        off = math.log(change.factor / (factor if change.resource == name else 1.0))
+        assert off < wide
+        assert off > -wide or factor > 1  # what is faster still would not show where something else holds its ops up
     assert name not in found.confirmed
 
 
