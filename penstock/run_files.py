@@ -1,4 +1,4 @@
-"""Files of a run's folder: its timeline, its log and its samples."""
+"""Files of a run's folder: its timeline and its log."""
 
 import os
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.run_config import PLAN_FILE
-from planner.show.run_log import LoggedRun, read_log, read_samples
+from planner.show.run_log import LoggedRun, read_log
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
 from runtime.plan import Plan, PlanFile
@@ -25,7 +25,7 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
         raise CheckpointError(f"{folder}: {problem}; {GIVE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
-    return LoggedRun(timeline, read_log(_lines(log_file)), read_samples(_lines(folder / "samples.jsonl")))
+    return LoggedRun(timeline, read_log(_lines(log_file)))
 
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:

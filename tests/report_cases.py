@@ -38,7 +38,7 @@ def _chosen() -> bytes:
 
 
 def make_run(folder: Path, plan_file: Path) -> Path:
-    """The folder of a run of that plan: a timeline, a log with evaluations and one loss that is not finite, samples."""
+    """The folder of a run of that plan: a timeline, a log with evaluations and one loss that is not finite."""
     folder.mkdir(exist_ok=True)
     plan = PlanFile.read(plan_file).plan
     prediction = predicted(plan, Profile.from_json(plan.profile))
@@ -57,8 +57,6 @@ def make_run(folder: Path, plan_file: Path) -> Path:
         if step % 10 == 0:
             lines.append({"step": step, "eval_loss": 5.5 / step**0.3, "eval_perplexity": 1.0, "eval_tokens": 100, "eval_s": 1.0})
     (folder / "metrics.jsonl").write_text("".join(map(line, lines)))
-    samples = [{"step": step, "prompt": "Say hello.", "text": f"Hello there, {step}."} for step in (20, 30)]
-    (folder / "samples.jsonl").write_text("".join(map(line, samples)))
     return folder
 
 

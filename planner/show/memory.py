@@ -20,8 +20,7 @@ from .step import Stretch
 
 STATE = frozenset({"state", "device_state", "norm"})  # arenas that one step leaves to the next
 KEPT, COMPUTED, CONTEXT, RUNTIME = "kept activations", "block being computed", "context", "runtime"
-OTHER = "other"
-SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are summed up
+SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are left out
 MOST_MOMENTS = 1000  # as many as a wide screen has columns; of more, the fullest in each stretch of time
 
 Life = tuple[str, int, float, float]  # series, bytes, from, until
@@ -37,11 +36,7 @@ class Held:
     series: dict[str, tuple[int, ...]]
     reserved: dict[str, int]  # what is set aside for each, all the time: together they are the predicted peak
     memory_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that is held at any one moment."""
-        return max((sum(at) for at in zip(*self.series.values(), strict=True)), default=0)
+    peak_bytes: int  # the most that is held at any one moment, with what is too little for a series
 
 
 def held(plan: Plan, profile: Profile, stretch: Stretch) -> tuple[Held, Held]:
@@ -125,7 +120,5 @@ def _held(place: Place, lives: Iterable[Life], reserved: dict[str, int], memory_
     series = dict(zip(rows, map(tuple, bytes_held.tolist()), strict=True))
     largest = sorted(rows, key=lambda name: (-max(series[name]), name))
     seen = {name: series[name] for name in largest if max(series[name]) >= SMALL_FRACTION * sum(reserved.values())}
-    rest = bytes_held[[name not in seen for name in rows]].sum(axis=0)
-    shown = seen | ({OTHER: tuple(rest.tolist())} if rest.any() else {})
     kept = {name: n for name, n in reserved.items() if n}
-    return Held(place, length_s, tuple(times_s.tolist()), shown, kept, memory_bytes)
+    return Held(place, length_s, tuple(times_s.tolist()), seen, kept, memory_bytes, int(bytes_held.sum(axis=0).max()))

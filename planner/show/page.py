@@ -23,7 +23,7 @@ from runtime.units import show_bytes, show_count, show_duration, show_rate
 
 from . import words
 from .facts import Facts
-from .memory import OTHER, Held, held
+from .memory import Held, held
 from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
@@ -107,8 +107,8 @@ def _track(name: str, stretch: Stretch) -> dict[str, Any]:
 
 def _held(one: Held) -> dict[str, Any]:
     """Bytes of each series, those that do not change as a single number."""
-    # The steadiest lie at the bottom, so that what moves does not shake what does not; the small ones at the top.
-    names = sorted(one.series, key=lambda name: (name == OTHER, max(one.series[name]) - min(one.series[name]), name))
+    # The steadiest lie at the bottom, so that what moves does not shake what does not.
+    names = sorted(one.series, key=lambda name: (max(one.series[name]) - min(one.series[name]), name))
     packed = {name: values[0] if len(set(values)) == 1 else list(values) for name, values in one.series.items()}
     return {
         "place": str(one.place),

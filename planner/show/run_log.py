@@ -1,4 +1,4 @@
-"""The log, the samples and the timeline of a run, as it left them.
+"""The log and the timeline of a run, as it left them.
 
 A log is read as it is found: of a run that is at work, that was killed in the middle of a line, or that was resumed and wrote some
 steps again, of which the later lines count. A damaged line is left out and counted.
@@ -15,7 +15,6 @@ from planner.predict.settled import WARM_UP_STEPS
 from runtime.files import fields_of
 from runtime.plan.timeline import Timeline
 
-MOST_SAMPLES, MOST_SAMPLE_CHARACTERS = 8, 2000
 LONGEST_STEP_S = 1e9  # a file may say more
 LOSSES = frozenset({"loss", "eval_loss"})  # a line of a log has one of them
 COLUMNS = ("loss", "lr", "step_s", "tokens_per_s", "tokens")
@@ -55,21 +54,11 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedSample:
-    """A generated text."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """The files of a run's folder; None, or nothing, for a file that is not there."""
+    """The files of a run's folder; None, or an empty log, for a file that is not there."""
 
     timeline: Timeline | None
     log: Log
-    samples: tuple[LoggedSample, ...] = ()
 
     def step_times_s(self, tokens_per_step: int) -> list[float]:
         """Seconds of the settled steps: of all that were logged, else of those in the timeline; ascending."""
@@ -92,27 +81,8 @@ def read_log(lines: Iterable[bytes]) -> Log:
     return log
 
 
-def read_samples(lines: Iterable[bytes]) -> tuple[LoggedSample, ...]:
-    """The samples of the last step in the lines of samples.jsonl."""
-    last: list[LoggedSample] = []
-    for line in lines:
-        fields = fields_of(line) or {}
-        step, text, prompt = fields.get("step"), fields.get("text"), fields.get("prompt", fields.get("name"))
-        if not isinstance(step, int) or not isinstance(text, str):
-            continue
-        if last and step != last[-1].step:
-            last = []
-        if len(last) < MOST_SAMPLES:
-            last.append(LoggedSample(step, _cut(prompt) if isinstance(prompt, str) else "", _cut(text)))
-    return tuple(last)
-
-
 def number(value: object) -> float | None:
     """A finite number, or None for anything else that a line may hold."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_SAMPLE_CHARACTERS else text[:MOST_SAMPLE_CHARACTERS] + " ..."

@@ -12,7 +12,7 @@ from runtime.plan import Lane
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
-from .memory import OTHER, SMALL_FRACTION, Held
+from .memory import SMALL_FRACTION, Held
 from .price import job, job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
@@ -283,7 +283,7 @@ def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
             title = f"  {said} ({GLOSS[said]})" if said in GLOSS else f"  {said}"
             rows.append((title, show_bytes(n_bytes), "", most.get(name, "")))
         if rest := peak - sum(shown.values()):
-            rows.append(("  other", show_bytes(rest), "", most.get(OTHER, "")))
+            rows.append(("  other", show_bytes(rest), "", ""))
     titles = ("memory", "needs", "has", "holds at most")
     n_columns = len(titles) if held else len(titles) - 1
     return Table(titles[:n_columns], tuple(row[:n_columns] for row in rows))

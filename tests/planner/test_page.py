@@ -22,7 +22,7 @@ from planner.model.workload import build_workload, read_model
 from planner.search.space import baseline
 from planner.show import memory
 from planner.show import page as page_file
-from planner.show.run_log import Log, LoggedRun, LoggedSample, read_log
+from planner.show.run_log import Log, LoggedRun, read_log
 from planner.show.step import predicted_stretch
 from runtime.errors import PlanError
 from runtime.plan import Kind, PlanFile, Semantics
@@ -116,7 +116,7 @@ def test_every_kind_of_op_and_every_arena_has_a_colour():
     families = (folder / "step.js").read_text().partition("const FAMILIES = [")[2].partition("];\n")[0]
     series = (folder / "memory.js").read_text().partition("const SERIES = {")[2].partition("};")[0]
     held = {*re.findall(r'Arena\(\s*"(\w+)"', inspect.getsource(arenas)), "weights"}
-    held |= {memory.KEPT, memory.COMPUTED, memory.CONTEXT, memory.RUNTIME, memory.OTHER}
+    held |= {memory.KEPT, memory.COMPUTED, memory.CONTEXT, memory.RUNTIME}
     assert {kind for kind in Kind if f'"{kind}"' not in families} == set()
     assert len(held) > 15
     assert {name for name in held if not re.search(rf'(?<!\w)"?{name}"?: \[', series)} == set()
@@ -130,8 +130,7 @@ def test_no_name_in_a_file_becomes_a_tag_or_a_script(planned, ran):
     claim["certificate"]["binding"] = HOSTILE[:80]
     profile = file.plan.profile | {"name": HOSTILE, "summary": HOSTILE}
     bad_file = PlanFile(replace(file.plan, model=replace(file.plan.model, name=HOSTILE), profile=profile), claim)
-    bad_run = replace(run, samples=(LoggedSample(3, HOSTILE, HOSTILE + "\udcff\x00\x1b[31m"),))
-    bad = Page(written(bad_file, bad_run, HOSTILE + "\udcff"))
+    bad = Page(written(bad_file, run, HOSTILE + "\udcff\x00\x1b[31m"))
     assert set(bad.tags) == set(good.tags)
     assert bad.tags["script"] == good.tags["script"] == 2
     assert bad.attributes == good.attributes

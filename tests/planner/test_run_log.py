@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.show.run_log import read_log, read_samples
+from planner.show.run_log import read_log
 
 
 def lines(*rows):
@@ -33,12 +33,6 @@ def test_a_damaged_line_is_left_out_and_counted(damaged):
 def test_a_loss_that_is_not_finite_is_a_gap(loss):
     log = read_log([b'{"step": 1, "loss": %s}\n' % loss.encode(), *lines({"step": 2, "loss": 1.0})])
     assert log.columns["loss"] == [None, 1.0]
-
-
-def test_samples_are_those_of_the_last_step_and_cut():
-    of = lines({"step": 1, "text": "old"}, b"{", {"step": 9, "name": "b", "text": "x" * 10_000}, {"step": 9, "text": 3})
-    assert [(s.step, s.prompt, len(s.text)) for s in read_samples(of)] == [(9, "b", 2004)]
-    assert len(read_samples(lines(*({"step": 1, "text": str(n)} for n in range(100))))) == 8
 
 
 KEYS = st.sampled_from(["step", "loss", "eval_loss", "lr", "step_s", "tokens", "tokens_per_s"])
