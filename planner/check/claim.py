@@ -78,10 +78,8 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
         found = search(plan.model, sizes, profile, fixed, free, proof.clipped_fraction)
     except PenstockError as error:
         raise PlanError(f"claim: searching again fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
-    if found.plan == plan:
-        return _held(claim, found)
-    left = check_claim(plan, claim)
-    if found.plan.policy == plan.policy or claim.by_this_code:
+    left = [] if found.plan == plan else check_claim(plan, claim)
+    if found.plan == plan or claim.by_this_code:
         return left + _held(claim, found)
     return [*left, "the search, which finds another plan in this version"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from runtime.plan import Kind, Op, Plan, Slot
 
-from .operands import source_slot, state_slot
+from .contract import source_slot, state_slot
 from .shape import Shape, wrong
 
 

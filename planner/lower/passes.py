@@ -336,9 +336,7 @@ def with_updates(step: Step, whole: Whole) -> None:
 
 def _listed(plan: Setup, blocks: Iterable[int]) -> Any:
     """Of every block whether it is among these."""
-    found = np.zeros(len(plan.workload.blocks), bool)
-    found[list(blocks)] = True
-    return found
+    return _places(plan, list(blocks)) != NONE
 
 
 def _places(plan: Setup, blocks: Sequence[int]) -> Column:

@@ -32,7 +32,7 @@ TOLD_SPREAD = 0.15  # a factor with a larger spread is not confirmed
 LEAST_S = 1e-9  # of an op: a clock's tick
 LEAST_SPREAD = 0.01
 LANE_ROWS = 5.0  # independent observations that a lane's ops count for: there are about five sorts of op in one
-SHORTENED = (1.0, 0.5, 0.25)  # of the factors' logarithms, tried in this order should all of them make the step worse
+SHORTENED = (1.0, 0.5, 0.25, 0.0)  # of the factors' logarithms, tried in this order should all of them make the step worse
 KEY = "recalibrated"
 
 # What one factor makes faster or slower: how the places of its quantities begin. {dtype} is the plan's, {attention} the grid of its
@@ -113,7 +113,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
     source = Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
     return Recalibration(
-        _corrected(profile, machine.resources, changes, source),
+        _corrected(profile, machine.resources, changes, source) if changes else profile,
         changes,
         tuple(name for name, log, spread in found if not log and spread < TOLD_SPREAD),
         tuple(name for name, log, spread in found if not log and spread >= TOLD_SPREAD),
@@ -155,8 +155,8 @@ def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tu
         tried = [log * share for log in logs]
         after_s = machine.simulated(tried).step_s
         if abs(math.log(after_s / measured_s)) <= abs(math.log(before_s / measured_s)):
-            return tried, before_s, after_s
-    return [0.0] * len(logs), before_s, before_s
+            break
+    return tried, before_s, after_s
 
 
 def _rows(plan: Plan, measured: Settled) -> tuple[Floats, Floats, NDArray[np.str_]]:
@@ -179,8 +179,6 @@ def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:
 
 def _corrected(profile: Profile, resources: Mapping[str, Sequence[str]], changes: Sequence[Change], source: Source) -> Profile:
     """The profile with its changes, each quantity with its new spread and source, validated."""
-    if not changes:
-        return profile
     key = next(name for n in count(1) if (name := KEY if n == 1 else f"{KEY}-{n}") not in profile.sources)
     by_place = {place: change for change in changes for place in resources[change.resource]}
 

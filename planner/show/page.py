@@ -7,14 +7,13 @@ plain HTML, so that the page says the same without its script.
 
 import base64
 import hashlib
-import re
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from planner.predict.abridged import N_KEPT, abridged, abridged_plan
 from planner.predict.cost import region_of
@@ -60,8 +59,14 @@ def page(facts: Facts, where: str, made: str = "") -> str:
 def _environment() -> Environment:
     made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.filters |= {"exact": words.exact, "bytes": show_bytes, "count": show_count, "rate": show_rate, "duration": show_duration}
-    made.filters |= {"commands": _commands, "digest": _digest}
+    made.filters |= {
+        "exact": words.exact,
+        "bytes": show_bytes,
+        "count": show_count,
+        "rate": show_rate,
+        "duration": show_duration,
+        "digest": _digest,
+    }
     return made
 
 
@@ -74,11 +79,6 @@ def _printable(value: object) -> object:
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in value)
-
-
-def _commands(sentence: str) -> Markup:
-    """A sentence in which what stands between backticks is a command."""
-    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(_printable(sentence)))))
 
 
 def _digest(content: str) -> str:

@@ -4,6 +4,7 @@ From the start of the first op on the device to that of the next step: in a stea
 belongs to, and all that the device waits for between two steps is one gap at the right end.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,11 +47,9 @@ def predicted_stretch(plan: Plan, prediction: Prediction) -> Stretch:
     n_steps, period_s = len(prediction.timeline.step_ends_s), n_cycle * prediction.step_s
     cycle = [s for s in spans if s.step >= n_steps - n_cycle]
     known_s = min(s.start_s for s in cycle) + period_s  # from here on, ops of later steps are not among the spans
-    n_periods, end_s = 0, max(s.end_s for s in cycle)
-    while known_s + n_periods * period_s < end_s + READ_ON_STEPS * prediction.step_s:
-        n_periods += 1
-        later_s = n_periods * period_s
-        spans += [Span(s.op, s.step + n_periods * n_cycle, s.start_s + later_s, s.end_s + later_s) for s in cycle]
+    needed_s = max(s.end_s for s in cycle) + READ_ON_STEPS * prediction.step_s
+    for n in range(1, math.ceil((needed_s - known_s) / period_s) + 1):
+        spans += [Span(s.op, s.step + n * n_cycle, s.start_s + n * period_s, s.end_s + n * period_s) for s in cycle]
     return _typical(_stretches(plan, spans)[n_steps - n_cycle : n_steps])
 
 
