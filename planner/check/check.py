@@ -91,17 +91,13 @@ class _Clocks:
 
     def __init__(self, plan: Plan, order: list[int]) -> None:
         index = {lane: n for n, lane in enumerate(Lane)}
-        lane, number, sizes = list[int](), list[int](), [0] * len(index)
-        for op in plan.ops:
-            lane.append(index[op.lane])
-            number.append(sizes[lane[-1]])
-            sizes[lane[-1]] += 1
+        lane, number, sizes = [index[op.lane] for op in plan.ops], list[int](), [0] * len(index)
+        for n in lane:
+            number.append(sizes[n])
+            sizes[n] += 1
         lane_ends = [[0] * len(sizes) for _ in sizes]  # of the latest op of each lane, at its end
-        starts: list[list[list[int]]] = []
-        ends: list[list[list[int]]] = []
+        starts, ends = ([[list[int]() for _ in plan.ops] for _ in range(N_STEPS)] for _ in range(2))
         for step in range(N_STEPS):
-            starts.append([[] for _ in plan.ops])
-            ends.append([[] for _ in plan.ops])
             for i in order:
                 clock = lane_ends[lane[i]]
                 for wait in plan.ops[i].waits:

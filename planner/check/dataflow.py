@@ -75,7 +75,8 @@ class _Memory:
             self.need(tied, "gradient", self.shape.head)
         if (x := op.get("x")) is not None:
             is_up = op.kind in (Kind.FORWARD, Kind.LOSS)
-            self.need(x, "output" if is_up else self.come_back(b - 1), b - 1, m)
+            came_back = "fetched " * (b - 1 in self.shape.spilled) or "recomputed " * (b - 1 in self.shape.shared)
+            self.need(x, f"{'' if is_up else came_back}output", b - 1, m)
         if (clip := op.get("clip")) is not None and op.kind is not Kind.CLIP:
             self.need(clip, "norm of all gradients", 0)
         match op.kind:
@@ -112,12 +113,6 @@ class _Memory:
             self.need(op["weights"], "part of the weights", b)
         whole = "packed weights" if b in self.shape.packed else "weights"
         self.held[op["weights"]] = _Held(whole if is_last else "part of the weights", b, None, self.step)
-
-    def come_back(self, block: int) -> str:
-        """What the backward pass finds of the output of a block."""
-        if block in self.shape.spilled:
-            return "fetched output"
-        return "recomputed output" if block in self.shape.shared else "output"
 
     def differentiate(self, op: Op) -> None:
         """The gradient of the weights joins its sum, and the gradient of the input takes the input's place."""

@@ -75,7 +75,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
     leaving, on_device = _of_blocks(plan, partial(leaving_bytes, plan)), {*policy.device_blocks}
     ranks = plan.semantics.ranks
-    layer_bytes, vocab_bytes = _largest([0 if b in on_device else n_bytes for b, n_bytes in enumerate(leaving)])
+    layer_bytes, vocab_bytes = _largest([n_bytes * (b not in on_device) for b, n_bytes in enumerate(leaving)])
     kept = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *kept))
     if policy.device_blocks:

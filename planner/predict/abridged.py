@@ -14,9 +14,14 @@ from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 N_KEPT = FIRST_KEPT + LAST_KEPT
 
 
+def short_plan(plan: Plan) -> Plan:
+    """The plan of the short step, in which what is kept repeats; a plan that repeats nothing as it is."""
+    return plan if plan.repeat is None else shortened(plan, min(plan.repeat.times, N_KEPT))
+
+
 def abridged_plan(plan: Plan) -> Plan:
-    """The plan of the short step; a plan that repeats nothing as it is."""
-    return plan if plan.repeat is None else unrolled(shortened(plan, min(plan.repeat.times, N_KEPT)))
+    """The same with all ops written out."""
+    return unrolled(short_plan(plan))
 
 
 def abridged(plan: Plan, timeline: Timeline) -> Timeline:
@@ -24,7 +29,7 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
     repeat = plan.repeat
     if repeat is None:
         return timeline
-    cuts_s, numbers = _cuts_s(plan, repeat, timeline), numbers_of(plan)
+    cuts_s, short = _cuts_s(plan, repeat, timeline), short_plan(plan)
     spans = []
     for span in timeline.spans:
         k = span.repetition
@@ -33,21 +38,8 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
         kept = k if k < FIRST_KEPT else k - max(repeat.times - N_KEPT, 0)
         is_later = span.op >= repeat.end or (span.op in repeat and k >= FIRST_KEPT)
         cut_s = sum(s for step, s in cuts_s.items() if step < span.step) + (cuts_s[span.step] if is_later else 0.0)
-        spans.append(Span(numbers[span.op][kept], span.step, span.start_s - cut_s, span.end_s - cut_s))
+        spans.append(Span(short.number(span.op, kept), span.step, span.start_s - cut_s, span.end_s - cut_s))
     return Timeline(tuple(spans))
-
-
-def numbers_of(plan: Plan) -> list[list[int]]:
-    """For each op of the plan its numbers in the plan of the short step."""
-    repeat = plan.repeat
-    if repeat is None:
-        return [[i] for i in range(len(plan.ops))]
-    n_kept = min(repeat.times, N_KEPT)
-    later = (n_kept - 1) * repeat.n_ops
-    return [
-        [i + k * repeat.n_ops for k in range(n_kept)] if i in repeat else [i + (later if i >= repeat.end else 0)]
-        for i in range(len(plan.ops))
-    ]
 
 
 def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:

@@ -35,15 +35,9 @@ def costs(plan: Plan, profile: Profile) -> list[Demand]:
 def region_of(profile: Profile) -> Region:
     """What the machine has to share. A link direction carries what its best copy size reached."""
     link, host = profile.link, profile.host
-    return Region(
-        (
-            (Resource.H2D, max(p.rate.value for p in link.h2d.bytes_per_s)),
-            (Resource.D2H, max(p.rate.value for p in link.d2h.bytes_per_s)),
-            (Resource.DUPLEX, link.duplex_bytes_per_s.value),
-            (Resource.DRAM, host.dram_bytes_per_s.value),
-            (Resource.CORES, float(host.n_cores)),
-        )
-    )
+    h2d, d2h = (max(point.rate.value for point in curve.bytes_per_s) for curve in (link.h2d, link.d2h))
+    shared = ((Resource.H2D, h2d), (Resource.D2H, d2h), (Resource.DUPLEX, link.duplex_bytes_per_s.value))
+    return Region((*shared, (Resource.DRAM, host.dram_bytes_per_s.value), (Resource.CORES, float(host.n_cores))))
 
 
 def update_bytes_per_param(plan: Setup, block: int) -> int:

@@ -9,9 +9,10 @@ from statistics import median
 
 from runtime.errors import PlanError
 from runtime.plan import Plan
+from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import Span, Timeline
 
-from .abridged import abridged, abridged_plan, numbers_of
+from .abridged import abridged, short_plan
 from .simulate import Prediction
 
 WARM_UP_STEPS = 2  # fill caches and the pipeline
@@ -43,8 +44,9 @@ def settled(plan: Plan, timeline: Timeline) -> Settled:
     Of an op that repeats the median is over the repetitions that a timeline keeps, too.
     """
     if plan.repeat is not None:
-        short = settled(abridged_plan(plan), abridged(plan, timeline))
-        ops_s = tuple(median(short.ops_s[number] for number in numbers) for numbers in numbers_of(plan))
+        of = short_plan(plan)
+        short = settled(unrolled(of), abridged(plan, timeline))
+        ops_s = tuple(median(short.ops_s[of.number(i, k)] for k in range(of.often(i))) for i in range(len(plan.ops)))
         return Settled(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
     by_step: dict[int, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.op):

@@ -138,8 +138,7 @@ class Simulator:
 
     def _moment(self, s: State, n_done: int) -> Moment:
         """All that the future depends on, relative to the step just ended: lane positions, and work left at full speed."""
-        where: list[int] = []
-        left_s: list[float] = []
+        where, left_s = list[int](), list[float]()
         for lane in range(len(self.lanes)):
             is_idle = s.current[lane] == IDLE
             where += [s.step[lane] - n_done, s.turn[lane], s.at[lane], is_idle, s.is_working[lane]]

@@ -53,7 +53,11 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     spreads = [
         (place, 1 + of.spread_fraction, group) for place, of in profile.quantities() if (group := group_of(place)) is not None
     ]
-    for deviations in _deviations(n_draws, seed):
+    # Standard normal deviations, one per group (None: of what lies outside) and draw: the middles of equally likely strata
+    rng, levels = random.Random(seed), [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
+    of_groups = {group: rng.sample(levels, n_draws) for group in (*Group, None)}
+    for i in range(n_draws):
+        deviations = {group: of_draws[i] for group, of_draws in of_groups.items()}
         # A quantity is as likely better by a factor as worse by it.
         drawn = scaled(profile, {place: f ** (deviations[group] / P10_P90_DEVIATIONS) for place, f, group in spreads})
         longer = {name: factor ** (deviations[None] / P10_P90_DEVIATIONS) for name, factor in off.items()}
@@ -80,12 +84,3 @@ def off_by(profile: Profile, dtype: Dtype, outside: tuple[float, float] | None) 
                 ys = [y for y, _ in edge] if outside is None else [outside[1 - axis]]
                 off += [abs(math.log(interpolated(rest, x, y).value / along(edge, y))) for y in ys]
     return math.exp(max(off)) if outside is None or len(off) > 1 else off_by(profile, dtype, None)
-
-
-def _deviations(n_draws: int, seed: int) -> list[dict[Group | None, float]]:
-    """Standard normal deviations, one per group (None: of what lies outside) and draw: for each the middles of `n_draws` equally
-    likely strata."""
-    rng = random.Random(seed)
-    levels = [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
-    drawn = {group: rng.sample(levels, n_draws) for group in (*Group, None)}
-    return [{group: levels[i] for group, levels in drawn.items()} for i in range(n_draws)]

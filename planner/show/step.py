@@ -59,9 +59,8 @@ def measured_stretch(plan: Plan, timeline: Timeline) -> Stretch:
     if found:
         return _typical(found[WARM_UP_STEPS:] or found[-1:])
     last = max((s.step for s in timeline.spans), default=0)
-    of_last = [s for s in timeline.spans if s.step == last]
-    start_s, end_s = min((s.start_s for s in of_last), default=0.0), max((s.end_s for s in of_last), default=0.0)
-    return Stretch(last, start_s, end_s, timeline.spans)
+    times_s = [at_s for s in timeline.spans if s.step == last for at_s in (s.start_s, s.end_s)] or [0.0]
+    return Stretch(last, min(times_s), max(times_s), timeline.spans)
 
 
 def _stretches(plan: Plan, spans: Sequence[Span]) -> list[Stretch]:

@@ -196,7 +196,8 @@ def _certified(claim: Claim) -> tuple[str, str]:
 
 def _measured(f: Facts, measured: Measured) -> str:
     """The clock's step beside the predicted one."""
-    against, claim = against_prediction(f, measured), f.claim
+    ratio, claim = measured.step_s / f.step_s, f.claim
+    against = f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
     if claim is not None:
         is_inside = claim.prediction.p10_step_s <= measured.step_s <= claim.prediction.p90_step_s
         against += f", {'within' if is_inside else 'outside'} the interval"
@@ -204,12 +205,6 @@ def _measured(f: Facts, measured: Measured) -> str:
         return f"{exact(measured.step_s)}, a single step; {against}"
     middle = f"the median of {counted(measured.n_steps, 'step')} after warm-up ({p10_to_p90(measured)})"
     return f"{exact(measured.step_s)}, {middle}; {against}"
-
-
-def against_prediction(f: Facts, measured: Measured) -> str:
-    """`+8.4% against the prediction`, or `14.9 times the prediction` where a percentage says little."""
-    ratio = measured.step_s / f.step_s
-    return f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
 
 
 def _rests_on(found: RestsOn, whose: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.predict.abridged import N_KEPT, abridged, abridged_plan, numbers_of
+from planner.predict.abridged import N_KEPT, abridged, abridged_plan, short_plan
 from planner.predict.cost import costs, region_of
 from planner.predict.recalibrate import recalibrate
 from planner.predict.simulate import simulate
@@ -29,9 +29,9 @@ law = settings(deadline=None, max_examples=20, suppress_health_check=list(Health
 def test_an_abridged_timeline_has_every_op_once_in_lane_order(plan: Plan, data: st.DataObject) -> None:
     found = simulate(plan, demands_of(data, len(plan.ops)), REGION, 4)
     short, timeline = abridged_plan(plan), abridged(plan, found.timeline)
-    for op, numbers in zip(plan.ops, numbers_of(plan), strict=True):
-        assert {(short.ops[n].kind, short.ops[n].block) for n in numbers} == {(op.kind, op.block)}
-    assert sorted(n for numbers in numbers_of(plan) for n in numbers) == list(range(len(short.ops)))
+    of = short_plan(plan)
+    kept = {of.number(i, k): op for i, op in enumerate(plan.ops) for k in range(of.often(i))}
+    assert [(kept[n].kind, kept[n].block) for n in range(len(short.ops))] == [(op.kind, op.block) for op in short.ops]
     n_steps = len(found.timeline.step_ends_s)
     assert sorted((s.step, s.op) for s in timeline.spans) == [(n, i) for n in range(n_steps) for i in range(len(short.ops))]
     lengths_s = sorted(s.end_s - s.start_s for s in found.timeline.spans)
