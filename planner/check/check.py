@@ -83,35 +83,29 @@ def _legal_order(plan: Plan) -> list[int]:
 
 
 class _Clocks:
-    """Who surely comes before whom.
-
-    `starts[step][op][lane]`: how many ops of that lane, counted from the first step, are done when the op starts, whatever the
-    timing; `number[op]`: its place in its lane.
-    """
+    """Who surely comes before whom: of each op in each step, how many ops of every lane, counted from the first step, are done when
+    it starts, whatever the timing, and when it ends."""
 
     def __init__(self, plan: Plan, order: list[int]) -> None:
-        index = {lane: n for n, lane in enumerate(Lane)}
-        lane, number, sizes = [index[op.lane] for op in plan.ops], list[int](), [0] * len(index)
-        for n in lane:
-            number.append(sizes[n])
-            sizes[n] += 1
-        lane_ends = [[0] * len(sizes) for _ in sizes]  # of the latest op of each lane, at its end
-        starts, ends = ([[list[int]() for _ in plan.ops] for _ in range(N_STEPS)] for _ in range(2))
+        lanes = tuple(Lane)
+        self.lane = [lanes.index(op.lane) for op in plan.ops]
+        self.starts, self.ends = ([[list[int]() for _ in plan.ops] for _ in range(N_STEPS)] for _ in range(2))
+        lane_ends = [[0] * len(lanes) for _ in lanes]  # of the latest op of each lane, at its end
         for step in range(N_STEPS):
             for i in order:
-                clock = lane_ends[lane[i]]
+                lane = self.lane[i]
+                clock = lane_ends[lane]
                 for wait in plan.ops[i].waits:
                     if step >= wait.distance:
-                        clock = list(map(max, clock, ends[step - wait.distance][wait.op]))
+                        clock = list(map(max, clock, self.ends[step - wait.distance][wait.op]))
                 end = clock.copy()
-                end[lane[i]] += 1
-                starts[step][i], ends[step][i], lane_ends[lane[i]] = clock, end, end
-        self.lane, self.number, self.lane_sizes, self.starts = lane, number, sizes, starts
+                end[lane] += 1
+                self.starts[step][i], self.ends[step][i], lane_ends[lane] = clock, end, end
 
     def ordered(self, first: int, first_step: int, second: int, second_step: int) -> bool:
         """Whether an op in a step is surely done before another one starts."""
         lane = self.lane[first]
-        return self.starts[second_step][second][lane] > first_step * self.lane_sizes[lane] + self.number[first]
+        return self.starts[second_step][second][lane] >= self.ends[first_step][first][lane]
 
 
 def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:

@@ -5,7 +5,7 @@ The ops of consecutive steps are performed one by one, in one legal order, on sl
 
 from typing import NamedTuple
 
-from runtime.plan import Kind, Op, Plan, Slot
+from runtime.plan import Kind, Plan, Slot
 
 from .contract import source_slot, state_slot
 from .shape import Shape, wrong
@@ -70,7 +70,7 @@ class _Memory:
             if (slot := op.get(name)) is not None:
                 self.need(slot, what, b, None if name in _WEIGHTS else m)
         if op.kind in (Kind.LOAD, Kind.GATHER):
-            self.load(op)
+            self.load()
         elif (tied := op.get("tied")) is not None:  # the head's part of the gradient
             self.need(tied, "gradient", self.shape.head)
         if (x := op.get("x")) is not None:
@@ -80,8 +80,14 @@ class _Memory:
         if (clip := op.get("clip")) is not None and op.kind is not Kind.CLIP:
             self.need(clip, "norm of all gradients", 0)
         match op.kind:
-            case Kind.LOSS | Kind.BACKWARD:
-                self.differentiate(op)
+            case Kind.LOSS | Kind.BACKWARD:  # the gradient of the input takes its place, that of the weights joins its sum
+                if b:
+                    self.held[op["x"]] = _Held("output gradient", b - 1, m, step)
+                gradient, total = op.get("gradient"), op.get("sum")
+                if total is not None:  # which without a gradient is the gradient, in the end
+                    self.add_up([total, *op.every("into")], m or 0, is_whole=m == last and gradient is None)
+                if gradient is not None:
+                    self.held[gradient] = _Held("gradient", b, None if self.shape.reduced else m, step)
             case Kind.ACCUMULATE:
                 self.add_up([op["arrived"], *op.every("into")], m or 0, is_whole=m == last)
             case Kind.CLIP:
@@ -103,9 +109,10 @@ class _Memory:
         """Whether what is loaded of the block is the same in every step."""
         return block in self.shape.apart or block not in self.shape.trained
 
-    def load(self, op: Op) -> None:
+    def load(self) -> None:
         """Weights come from the state of this step; of several ranks first their parts, then the whole."""
-        b, is_last = op.block, (op.kind is Kind.GATHER) is (self.shape.ranks > 1)
+        op, b = self.op, self.op.block
+        is_last = (op.kind is Kind.GATHER) is (self.shape.ranks > 1)
         for name, owner in (("state", b), ("tied", 0)):
             if (slot := op.get(name)) is not None:
                 self.need(slot, "frozen weights" if self.is_frozen(owner) else "state", owner)
@@ -113,17 +120,6 @@ class _Memory:
             self.need(op["weights"], "part of the weights", b)
         whole = "packed weights" if b in self.shape.packed else "weights"
         self.held[op["weights"]] = _Held(whole if is_last else "part of the weights", b, None, self.step)
-
-    def differentiate(self, op: Op) -> None:
-        """The gradient of the weights joins its sum, and the gradient of the input takes the input's place."""
-        b, m, shape = op.block, op.micro_batch or 0, self.shape
-        if b:
-            self.held[op["x"]] = _Held("output gradient", b - 1, m, self.step)
-        gradient, total = op.get("gradient"), op.get("sum")
-        if total is not None:  # which without a gradient is the gradient, in the end
-            self.add_up([total, *op.every("into")], m, is_whole=m == shape.n_micro_batches - 1 and gradient is None)
-        if gradient is not None:
-            self.held[gradient] = _Held("gradient", b, None if shape.reduced else m, self.step)
 
     def add_up(self, slots: list[Slot], m: int, is_whole: bool) -> None:
         """A micro-batch's gradient joins the sum in the first slot, or begins it; the sum that of the next, and so on."""
