@@ -141,7 +141,7 @@ def _needed(model: Model) -> str:
 def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
     from planner.predict.rests_on import rests_on
-    from planner.show.price import hourly, job_fields
+    from planner.show.price import hourly
 
     answer, hour = found.answer, hourly(found.profile)
     rented, bought = hour.per_million(found.tokens_per_s)
@@ -154,7 +154,7 @@ def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
-        **job_fields(tokens, found.tokens_per_s, hour),
+        **hour.job_fields(tokens, found.tokens_per_s),
         "rests_on": {"device": device.to_json(), "others": others and others.to_json()},
     }
 

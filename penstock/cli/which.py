@@ -22,7 +22,7 @@ from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from hwprofiles.several import on_network, part_of
 from planner.model.workload import read_model, supported_attention
-from planner.show.price import JOB_TITLES, hourly, job_cells
+from planner.show.price import JOB_TITLES, hourly
 from runtime.errors import PenstockError, PlanError
 from runtime.plan import Semantics
 from runtime.plan.packed import Base
@@ -103,7 +103,7 @@ def fits(
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:
     where = (fit.gpu, f"{fit.host_memory_bytes / GB:g} GB", fit.machine, fit.family)
-    job = job_cells(tokens, fit.tokens_per_s, fit.hourly)
+    job = fit.hourly.job_cells(tokens, fit.tokens_per_s)
     if fit.model is None or fit.n_params is None or fit.tokens_per_s is None:
         return (*where, "none fits", "-", "-", *job)
     return (*where, fit.model, show_count(fit.n_params), f"{fit.tokens_per_s:,.0f}", *job)

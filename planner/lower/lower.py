@@ -47,17 +47,15 @@ def plan_of(setup: Setup, ops: Outline, profile: dict[str, Any]) -> Plan:
 def outline(setup: Setup) -> Outline:
     """The ops of the plan that performs the policy."""
     refuse_illegal(setup.workload, setup.semantics, setup.policy)
-    is_worth_it = is_long(setup.workload, setup.semantics, setup.policy)
-    return (outline_folded(setup) if is_worth_it else None) or outline_written_out(setup)
+    found = outline_folded(setup) if is_long(setup.workload, setup.semantics, setup.policy) else None
+    return found or outline_written_out(setup)
 
 
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
-    """Whether a step has enough groups to be folded."""
+    """Whether a step has enough groups to be folded: with several sum groups no two do the same."""
     n = semantics.n_micro_batches
-    if semantics.sum_groups > 1:  # no two groups do the same
-        return False
     is_worth_it = n >= FEWEST_FOLDED_GROUPS * policy.accumulation_group and n * len(workload.blocks) >= FEWEST_FOLDED
-    return is_worth_it and n <= MAX_REPETITIONS
+    return semantics.sum_groups == 1 and is_worth_it and n <= MAX_REPETITIONS
 
 
 def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: int = FOLDED_GROUPS) -> int:

@@ -18,7 +18,7 @@ from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
 from runtime.units import show_bytes, show_seconds
 
-from .price import USD_PER_KWH, Hourly, hourly, job_cells, job_fields
+from .price import USD_PER_KWH, Hourly, hourly
 from .words import advice
 
 
@@ -89,7 +89,7 @@ class Candidate:
             "ram_fraction": hour.ram_fraction,
             "price_date": hour.date,
             "price_note": hour.note,
-        } | job_fields(n_tokens, self.tokens_per_s, hour)
+        } | hour.job_fields(n_tokens, self.tokens_per_s)
 
     def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
         """One text per title of `COLUMNS`, and of `JOB_TITLES` where a job is asked about."""
@@ -97,7 +97,7 @@ class Candidate:
         cells |= {"machine": self.machine} | ({} if self.refusal is None else {"tokens/s": self.refusal.status})
         if self.smallest_host_bytes is not None:
             cells["least host memory"] = show_bytes(self.smallest_host_bytes)
-        return *cells.values(), *job_cells(n_tokens, self.tokens_per_s, self.hourly)
+        return *cells.values(), *self.hourly.job_cells(n_tokens, self.tokens_per_s)
 
 
 def _usd(usd: float | None, form: str = ".3g") -> str:

@@ -26,7 +26,7 @@ from runtime.plan.workload import Model
 from runtime.units import GB
 
 from .compare import candidate
-from .price import Hourly, hourly, job_fields
+from .price import Hourly, hourly
 
 HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
@@ -51,7 +51,7 @@ class Fit:
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
         fields = {name: value for name, value in asdict(self).items() if name != "hourly"}
-        return fields | job_fields(n_tokens, self.tokens_per_s, self.hourly)
+        return fields | self.hourly.job_fields(n_tokens, self.tokens_per_s)
 
 
 def family_of(name: str, model_type: str) -> str:

@@ -13,6 +13,17 @@ from runtime.units import GB, show_duration
 LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
 USD_PER_KWH = 0.15  # assumed, if not given
 HOUR_S = 3600
+JOB_TITLES = ("time", "rented", "bought")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Time and price of training on a number of tokens."""
+
+    n_tokens: int
+    seconds: float
+    rent_usd: float | None
+    bought_usd: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,43 +47,27 @@ class Hourly:
         """The share of memory in the price of a bought machine."""
         return None if self.bought_usd is None or self.ram_usd is None else self.ram_usd / self.bought_usd
 
+    def job(self, n_tokens: int, tokens_per_s: float) -> Job:
+        """A job at a speed, on this machine."""
+        seconds = n_tokens / tokens_per_s
+        rent_usd, bought_usd = (None if usd is None else usd * seconds / HOUR_S for usd in (self.rent_usd, self.bought_usd))
+        return Job(n_tokens, seconds, rent_usd, bought_usd)
+
     def per_million(self, tokens_per_s: float) -> tuple[float | None, float | None]:
         """USD of a million tokens: rented, and bought."""
-        of = job(1_000_000, tokens_per_s, self)
+        of = self.job(1_000_000, tokens_per_s)
         return of.rent_usd, of.bought_usd
 
+    def job_fields(self, n_tokens: int | None, tokens_per_s: float | None) -> dict[str, Any]:
+        """The job as a field of JSON; none where no job is asked about, or nothing trains."""
+        return {} if n_tokens is None or tokens_per_s is None else {"job": asdict(self.job(n_tokens, tokens_per_s))}
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Time and price of training on a number of tokens."""
-
-    n_tokens: int
-    seconds: float
-    rent_usd: float | None
-    bought_usd: float | None
-
-
-def job(n_tokens: int, tokens_per_s: float, hour: Hourly) -> Job:
-    """A job at a speed, on a machine with these prices."""
-    seconds = n_tokens / tokens_per_s
-    rent_usd, bought_usd = (None if usd is None else usd * seconds / HOUR_S for usd in (hour.rent_usd, hour.bought_usd))
-    return Job(n_tokens, seconds, rent_usd, bought_usd)
-
-
-JOB_TITLES = ("time", "rented", "bought")
-
-
-def job_cells(n_tokens: int | None, tokens_per_s: float | None, hour: Hourly) -> tuple[str, ...]:
-    """A cell for each of `JOB_TITLES`; none where no job is asked about."""
-    if n_tokens is None or tokens_per_s is None:
-        return () if n_tokens is None else ("-",) * len(JOB_TITLES)
-    of = job(n_tokens, tokens_per_s, hour)
-    return show_duration(of.seconds), show_usd(of.rent_usd), show_usd(of.bought_usd)
-
-
-def job_fields(n_tokens: int | None, tokens_per_s: float | None, hour: Hourly) -> dict[str, Any]:
-    """The job as a field of JSON; none where no job is asked about, or nothing trains."""
-    return {} if n_tokens is None or tokens_per_s is None else {"job": asdict(job(n_tokens, tokens_per_s, hour))}
+    def job_cells(self, n_tokens: int | None, tokens_per_s: float | None) -> tuple[str, ...]:
+        """A cell for each of `JOB_TITLES`; none where no job is asked about."""
+        if n_tokens is None or tokens_per_s is None:
+            return () if n_tokens is None else ("-",) * len(JOB_TITLES)
+        of = self.job(n_tokens, tokens_per_s)
+        return show_duration(of.seconds), show_usd(of.rent_usd), show_usd(of.bought_usd)
 
 
 def hourly(profile: Profile) -> Hourly:

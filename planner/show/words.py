@@ -13,7 +13,7 @@ from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
 from .memory import SMALL_FRACTION, Held
-from .price import job, job_in_words, prices_in_words
+from .price import job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
 Line = tuple[str, str]  # a name, and what is said under it
@@ -99,7 +99,7 @@ def verdict(f: Facts) -> Iterator[Line]:
     if bound_by := [*bound_by, *([f"10 % more {saves}"] if saves else [])]:
         yield "bound by", "; ".join(bound_by)
     if f.n_tokens is not None:
-        yield f"{show_count(f.n_tokens)} tokens", job_in_words(job(f.n_tokens, f.tokens_per_s, f.hourly))
+        yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
         yield "price", "; ".join(prices)
     if (advised := advice(f.resident_s, f.step_s)) is not None:

@@ -12,7 +12,7 @@ from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.search import search
 from planner.show.compare import Candidate, candidate, cheapest, notes
 from planner.show.fits import Fit
-from planner.show.price import hourly, job_fields, prices_in_words
+from planner.show.price import hourly, prices_in_words
 from runtime.plan import Policy, Semantics, Update
 
 MODEL = read_model("qwen2.5-0.5b")
@@ -93,7 +93,7 @@ def test_prices_are_the_same_wherever_they_are_shown():
     assert of.hourly.ram_fraction == pytest.approx(ram / (1 + ram))
     assert of.to_json(36_000_000)["job"]["rent_usd"] == pytest.approx(36 * of.per_million()[0])
     fit = Fit("h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "m", 1, of.speed.tokens_per_s)
-    told = job_fields(36_000_000, of.speed.tokens_per_s, hourly(priced))
+    told = hourly(priced).job_fields(36_000_000, of.speed.tokens_per_s)
     assert fit.to_json(36_000_000)["job"] == of.to_json(36_000_000)["job"] == told["job"]
     said = " ".join(prices_in_words(hourly(priced), of.speed.tokens_per_s))
     assert all(f"{usd:.3g} USD per million tokens" in said for usd in of.per_million())
