@@ -103,9 +103,9 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     """
     profile = Profile.from_json(plan.profile, "the plan's profile")
     measured = settled(plan, timeline)
-    machine = _Machine(plan, profile, _clips(plan, profile, measured))
+    machine = _Machine(plan, profile, measured)
     found_logs, deviations = fit_factors(*_rows(plan, measured), len(machine.resources), lambda x: np.log(machine.times_s(x)))
-    logs, before_s, after_s = _no_worse(machine, [float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in found_logs], measured.step_s)
+    logs, before_s, after_s = machine.no_worse([float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in found_logs])
     spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in deviations]
     found = list(zip(machine.resources, logs, spreads, strict=True))
     changes = tuple(Change(name, math.exp(log), spread) for name, log, spread in found if log)
@@ -126,9 +126,13 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
 class _Machine:
     """The plan on the profile's machine with each resource faster by its factor."""
 
-    def __init__(self, plan: Plan, profile: Profile, clips: bool) -> None:
-        of = plan.semantics
-        self.plan, self.profile, self.clips = plan, profile, clips
+    def __init__(self, plan: Plan, profile: Profile, measured: Settled) -> None:
+        of, self.plan, self.profile, self.measured = plan.semantics, plan, profile, measured
+        # Whether the gradients of settled steps were clipped, so that speculative updates were made again
+        settles = [i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE]
+        asked = (CostModel(profile, clipped=clips).demands(plan) for clips in (False, True))
+        free_s, clipped_s = (sum(demands[i].uncontended_s for i in settles) for demands in asked)
+        self.clips = sum(measured.ops_s[i] for i in settles) > math.sqrt(free_s * clipped_s)
         attention = "cudnn" if of.attention_kernel == "cudnn" and "cudnn" in profile.device.attention else "flash"
         names, everywhere = {"dtype": of.compute_dtype, "attention": attention}, [place for place, _ in profile.quantities()]
         self.resources: dict[str, list[str]] = {}  # the places of each one's quantities
@@ -147,16 +151,15 @@ class _Machine:
         demands = CostModel(profile, clipped=self.clips).demands(self.plan)
         return simulate(self.plan, demands, region_of(profile), max_steps)
 
-
-def _no_worse(machine: _Machine, logs: Sequence[float], measured_s: float) -> tuple[list[float], float, float]:
-    """As much of a change as does not make the prediction of the step worse; and that prediction before and after."""
-    before_s = machine.simulated([0.0] * len(logs)).step_s
-    for share in SHORTENED:
-        tried = [log * share for log in logs]
-        after_s = machine.simulated(tried).step_s
-        if abs(math.log(after_s / measured_s)) <= abs(math.log(before_s / measured_s)):
-            break
-    return tried, before_s, after_s
+    def no_worse(self, logs: Sequence[float]) -> tuple[list[float], float, float]:
+        """As much of a change as does not make the prediction of the step worse; and that prediction before and after."""
+        before_s = self.simulated([0.0] * len(logs)).step_s
+        for share in SHORTENED:
+            tried = [log * share for log in logs]
+            after_s = self.simulated(tried).step_s
+            if abs(math.log(after_s / self.measured.step_s)) <= abs(math.log(before_s / self.measured.step_s)):
+                break
+        return tried, before_s, after_s
 
 
 def _rows(plan: Plan, measured: Settled) -> tuple[Floats, Floats, NDArray[np.str_]]:
@@ -167,14 +170,6 @@ def _rows(plan: Plan, measured: Settled) -> tuple[Floats, Floats, NDArray[np.str
         weights[lanes == lane] *= LANE_ROWS / weights[lanes == lane].sum()
     kinds = [*(op.kind for op in plan.ops), "step"]
     return np.log([*taken_s, measured.step_s]), np.append(weights, LANE_ROWS), np.array(kinds)
-
-
-def _clips(plan: Plan, profile: Profile, measured: Settled) -> bool:
-    """Whether the gradients of settled steps were clipped, so that speculative updates were made again."""
-    settles = [i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE]
-    free, clipped = (CostModel(profile, clipped=clips).demands(plan) for clips in (False, True))
-    free_s, clipped_s = (sum(demands[i].uncontended_s for i in settles) for demands in (free, clipped))
-    return sum(measured.ops_s[i] for i in settles) > math.sqrt(free_s * clipped_s)
 
 
 def _corrected(profile: Profile, resources: Mapping[str, Sequence[str]], changes: Sequence[Change], source: Source) -> Profile:
