@@ -264,8 +264,7 @@ def _recounted(plan: Plan, claim: Any, search: bool) -> str:
     left += check_search(plan, claim) if search else check_claim(plan, claim)
     if not search:
         left.append("the bounds over policies and sizes and n_simulated, for which --search searches again")
-    often = claim.certificate.clipped_fraction
-    if often and plan.policy.speculate_blocks:
+    if (often := claim.certificate.clipped_fraction) and plan.policy.speculate_blocks:
         left.append(f"that {often:.1%} of steps are clipped, as was said")
     return "claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
 

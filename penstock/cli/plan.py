@@ -143,9 +143,8 @@ def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
     from planner.predict.rests_on import rests_on
     from planner.show.price import hourly
 
-    answer, hour = found.answer, hourly(found.profile)
+    answer, hour, (device, others) = found.answer, hourly(found.profile), rests_on(found.plan, found.profile)
     rented, bought = hour.per_million(found.tokens_per_s)
-    device, others = rests_on(found.plan, found.profile)
     return {
         "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},
         "policy": found.plan.policy.to_json(),

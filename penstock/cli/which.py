@@ -173,14 +173,13 @@ def compare(
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
-        rented, bought = (cheapest(ranked, bought) for bought in (False, True))
-        fields = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
-        fields |= {"cheapest": rented and rented[1], "cheapest_bought": bought and bought[1]}
-        click.echo(json.dumps(fields | {"machines": [of.to_json(tokens) for of in ranked]}))
+        rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
+        about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
+        found = {"cheapest": rented, "cheapest_bought": bought, "machines": [of.to_json(tokens) for of in ranked]}
+        click.echo(json.dumps(about | found))
         return
     show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in ranked])
-    for note in notes(ranked):
-        click.echo(note)
+    click.echo("\n".join(notes(ranked)))
 
 
 @click.command()
