@@ -13,7 +13,7 @@ from hwprofiles.quantity import BASES, Basis
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model
-from runtime.plan import Lane, Plan, Semantics
+from runtime.plan import Lane, Op, Plan, Semantics
 
 from .cost import CostModel
 from .faster import Group, scaled, speed_of
@@ -54,14 +54,13 @@ class RestsOn:
 def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:
     """Provenance of the device's seconds in a step of the plan, and of all other lanes' seconds; None where they have none."""
     base = CostModel(profile)
-    alike: dict[tuple[bool, int], int] = {}  # ops that cost the same, as `CostModel` remembers them, by their first
-    counts = Counter[int]()
+    alike: dict[int, tuple[int, Op]] = {}  # ops that cost the same, as `CostModel` remembers them: how many, and the first
     for i, op in enumerate(plan.ops):
-        first = alike.setdefault((op.lane is Lane.GPU, id(base.demand(plan, op))), i)
-        counts[first] += plan.often(i)
+        n, first = alike.get(same := id(base.demand(plan, op)), (0, op))
+        alike[same] = n + plan.often(i), first
 
     def seconds(on_device: bool) -> Callable[[CostModel], float]:
-        own = [(n, plan.ops[i]) for i, n in counts.items() if (plan.ops[i].lane is Lane.GPU) is on_device]
+        own = [(n, op) for n, op in alike.values() if (op.lane is Lane.GPU) is on_device]
         return lambda cost: float(sum(n * cost.demand(plan, op).uncontended_s for n, op in own))
 
     others = seconds(on_device=False)
