@@ -81,7 +81,6 @@ class DataSettings:
     shuffle: bool = True  # the order of sequences, another in each epoch
     streaming: bool = flagged(False, "--streaming", "Read data as it is needed; give --steps.")
     shuffle_buffer: Count = 10_000  # samples, when streaming
-    workers: Annotated[int, Field(ge=0, le=1000)] = flagged(0, "--workers", "Batches that a thread prepares ahead.")
     __pydantic_config__ = LENIENT
 
     @property

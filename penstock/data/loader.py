@@ -1,12 +1,9 @@
-"""Loading: batches by the number of the step, made ahead of it by a thread where that is asked for.
+"""Loading: batches by the number of the step, each made when it is asked for.
 
 Where the last steps begin is remembered, so that a run can save a step that it has finished while later ones are made.
 """
 
-import os
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +20,9 @@ REMEMBERED_STEPS = 1024
 
 @dataclass(slots=True, eq=False)
 class Loader:
-    """The batches of a run; up to `n_ahead` of them are made ahead by a thread."""
+    """The batches of a run."""
 
     source: MapStyleData | Stream | Given
-    n_ahead: int = 0
-    _cores: set[int] = field(default_factory=lambda: os.sched_getaffinity(0), repr=False)
     _positions: dict[int, Position] = field(default_factory=dict, repr=False)
     _made: Made | None = field(default=None, repr=False)
     _next: int = 0  # the step that `_made` is about to give
@@ -43,29 +38,16 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """What step number `step`, counted from 0, trains on. Loading begins again where that is not the next one."""
         if self._made is None or step != self._next:
-            self.close()
-            made = self.source.batches(step, self.position(step))
-            self._made, self._next = self._ahead(made) if self.n_ahead else made, step
+            self._made, self._next = self.source.batches(step, self.position(step)), step
         try:
             batch, position = next(self._made)
         except BaseException:
-            self.close()  # whoever asks again gets the same answer, not the end of what was made
+            self._made = None  # whoever asks again gets the same answer, not the end of what was made
             raise
         self._next += 1
         self._positions[self._next] = position
         self._positions.pop(self._next - REMEMBERED_STEPS, None)
         return batch
-
-    def _ahead(self, made: Made) -> Made:
-        """The same, made by a thread that has the cores of the run, not those of the lane that asks first."""
-        thread = ThreadPoolExecutor(1, "data", os.sched_setaffinity, (0, self._cores))
-        try:
-            waiting = deque(thread.submit(next, made) for _ in range(self.n_ahead))
-            while True:
-                waiting.append(thread.submit(next, made))
-                yield waiting.popleft().result()
-        finally:
-            thread.shutdown(cancel_futures=True)
 
     def position(self, step: int) -> Position:
         """Where that step begins, as JSON can hold it; CheckpointError for a step of a stream that was not reached."""
@@ -79,12 +61,8 @@ class Loader:
         if self.source.position(step) not in (None, position) or position.keys() != (self.source.position(0) or {}).keys():
             problem = f"its data position {str(position)[:80]} is not one of step {step}"
             raise CheckpointError(f"{problem}; resume with the data it began with")
-        self.close()
-        self._positions = {step: position}
+        self._made, self._positions = None, {step: position}
 
     def words(self) -> dict[str, str]:
         """What was read and how sequences are made of it, by name, a line each; perhaps a `warning`."""
         return self.source.words()
-
-    def close(self) -> None:
-        self._made = None  # its thread ends

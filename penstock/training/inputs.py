@@ -166,7 +166,7 @@ def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: 
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:
         return None
-    of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False, workers=0)
+    of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False)
     report("reading the held-out data")
     return data_of(replace(settings, data=of), plan, folder, held_out=True, report=report)
 

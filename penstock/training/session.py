@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -146,8 +146,7 @@ def open_session(
         else:
             session = _real(settings, plan, device, state, data, ranks, report)
         session = replace(session, stop=stop or Stop())
-        with closing(session.data):
-            yield session
+        yield session
         if session.leader is not None:
             session.leader.end()
 

@@ -27,7 +27,7 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)
 COUNT, ABOVE_0 = st.integers(1, 2**53 - 1), st.floats(0, 1e6, exclude_min=True)
 RUN = st.builds(
     RunSettings,
-    data=st.builds(DataSettings, TEXT, split=st.none() | TEXT, streaming=st.booleans(), workers=st.integers(0, 1000)),
+    data=st.builds(DataSettings, TEXT, split=st.none() | TEXT, streaming=st.booleans()),
     plan=st.none() | TEXT,
     out=TEXT,
     steps=st.none() | COUNT,
