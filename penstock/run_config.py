@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.settings import DataSettings, EvaluationSettings, RunSettings, settings_of
+from penstock.settings import DataSettings, RunSettings, settings_of
 from runtime.errors import PenstockError
 from runtime.files import read_whole
 from runtime.units import on_one_line
@@ -173,13 +173,12 @@ def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
 def _refuse_idle(where: str, settings: RunSettings) -> None:
     """RunConfigError for a setting that would do nothing: it is a misunderstanding."""
     data, evaluation, saving = settings.data, settings.evaluation, settings.checkpoint
-    sampled, buffered = evaluation.top_p != EvaluationSettings().top_p, data.shuffle_buffer != DataSettings().shuffle_buffer
+    buffered = data.shuffle_buffer != DataSettings().shuffle_buffer
     has_data, schedule = evaluation.data is not None, settings.optimizer.schedule
     decays = schedule.kind == "warmup-stable-decay"
     for key, is_given, needs, is_there in (
         ("evaluation.every", evaluation.every is not None, "evaluation.data or prompts", has_data or evaluation.prompts),
         ("evaluation.split", evaluation.split is not None, "evaluation.data", has_data),
-        ("evaluation.top_p", sampled, "a temperature above 0", evaluation.temperature > 0),
         ("data.bad_rows", data.bad_rows > 0, "data that is read before training (leave out data.streaming)", not data.streaming),
         ("data.shuffle_buffer", buffered, "data.streaming", data.streaming),
         ("optimizer.schedule.decay_steps", schedule.decay_steps is not None, "warmup-stable-decay", decays),

@@ -138,8 +138,6 @@ class EvaluationSettings:
     max_sequences: Count = 256
     prompts: tuple[Text, ...] = flagged((), "--prompt", "Generate from this prompt at each evaluation.", repeats=True)
     max_new_tokens: Count = 64
-    temperature: AtLeast0 = 0.0  # 0: greedy
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     first: bool = True  # the held-out loss before the first step, too
     base: bool = flagged(False, "--eval-base", "Evaluate the base model without its adapter, too.")
     __pydantic_config__ = LENIENT

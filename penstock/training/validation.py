@@ -14,10 +14,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.compute.blocks import op_seed
 from runtime.compute.compute import LastHidden
 from runtime.errors import DataError, PenstockError
 from runtime.executor import Stop
@@ -82,8 +80,7 @@ def _sample(session: Session, monitors: Monitors, prompts: Prompts, step: int) -
     tokenizer = prompts.tokenizer
 
     def answers() -> list[str]:
-        sampling = (asked.max_new_tokens, asked.temperature, asked.top_p, session.settings.seed)
-        new = generate(store, prompts.ids, *sampling, tokenizer.answer_ends, session.stop)
+        new = generate(store, prompts.ids, asked.max_new_tokens, tokenizer.answer_ends, session.stop)
         return [tokenizer.decode(ids) for ids in new]
 
     lines = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, answers(), strict=True)]
@@ -153,23 +150,14 @@ def generate(
     machine: TorchMachine,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
     end_ids: Collection[int] = (),
     stop: Stop | None = None,
 ) -> list[list[int]]:
-    """The tokens that follow each prompt: up to `max_new_tokens`, to one of `end_ids`, or to the length of the plan's sequences.
+    """The likeliest tokens after each prompt: up to `max_new_tokens`, one of `end_ids`, or the length of the plan's sequences.
 
-    At temperature 0 the likeliest token is taken. Else tokens are drawn as transformers draws them, with random numbers that depend
-    on the seed, the prompt's place and the token's alone. All lanes of the machine must be idle. Abandoned after `stop.request()`.
+    All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
     semantics = machine.plan.semantics
-    warp = LogitsProcessorList()
-    if temperature:
-        warp.append(TemperatureLogitsWarper(temperature))
-    if top_p < 1:
-        warp.append(TopPLogitsWarper(top_p))
     sequences = [list(map(int, prompt)) for prompt in prompts]
 
     def is_open(number: int) -> bool:
@@ -182,13 +170,7 @@ def generate(
             for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
                     raise PenstockError("the model's logits are not finite: its weights are spoilt; resume an earlier checkpoint")
-                token = int(logits_V.argmax())
-                if temperature:
-                    n_new = len(sequences[number]) - len(prompts[number])
-                    generator = torch.Generator().manual_seed(op_seed(seed, n_new, number, 0))
-                    warped_V = warp(torch.tensor([sequences[number]]), logits_V[None])[0]  # type: ignore[arg-type]
-                    token = int(torch.multinomial(warped_V.softmax(dim=-1), 1, generator=generator))
-                sequences[number].append(token)
+                sequences[number].append(int(logits_V.argmax()))
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 

@@ -89,7 +89,6 @@ HOME = {
             "penstock/data/chat.py",
             "penstock/data/tokenizer.py",
             "penstock/data/documents.py",
-            "penstock/training/validation.py",
             "penstock/training/schedules.py",
         ),
     },

@@ -154,7 +154,7 @@ def test_evaluations_between_steps_change_no_bit_of_training(model_type):
     for step, batch in enumerate(batches_of(config["vocab_size"], 4, 16)):
         before = evaluate(evaluated, sequences_of(batch), 4)
         evaluate(evaluated, sequences_of(sequences(config["vocab_size"], 7)), 7)
-        generate(evaluated, [[1, 2, 3]], 2, temperature=1.0)
+        generate(evaluated, [[1, 2, 3]], 2)
         execute(evaluated.plan, evaluated, 1, step)
         assert before["eval_loss"] == evaluated.results[step].loss
     assert differences(evaluated, as_expected(alone)) == []
