@@ -7,7 +7,7 @@ Adapters of the same projections in every layer are read, with one rank and one 
 import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +32,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 PREFIX = "base_model.model."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and models are stored
 
-_MODULE = rf"model\.layers\.(0|[1-9][0-9]{{0,4}})\.(?:self_attn|mlp)\.({'|'.join(TARGETS)})"
-_WEIGHT = re.compile(rf"({_MODULE})\.weight")
-_FACTOR = re.compile(rf"({_MODULE})\.lora_([AB])\.weight")
+_WEIGHT = re.compile(rf"(model\.layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
 
 # Options that are read, or that do not change the computation. Every other option of PEFT must be off, or have its default.
 _READ = {
@@ -97,28 +95,29 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     if not path.is_file():
         pickled = f"its tensors are pickled ({PICKLED_FILE}) and could run code; save it as {TENSOR_FILE}"
         raise CheckpointError(f"{folder}: {pickled if (folder / PICKLED_FILE).exists() else f'no {TENSOR_FILE}; copy it again'}")
-    factors = dict[str, Tensor]()
-    for key, tensor in Shards([path]).items():
-        name = key.removeprefix(PREFIX)
-        if not (key.startswith(PREFIX) and _FACTOR.fullmatch(name)):
-            wanted = f"{PREFIX}model.layers.N.<{', '.join(TARGETS)}>.lora_A or lora_B.weight"
-            found = f"{on_one_line(key, 160)} is no LoRA factor of a layer's projection ({wanted})"
-            raise CheckpointError(f"{path}: {found}; {_INSTEAD}")
-        if tensor.dtype not in FLOATS:
-            raise CheckpointError(f"{path}: {key} is {tensor.dtype}; save it in fp32, bf16 or fp16")
-        factors[name] = tensor.float()
-    modules = {name.rpartition(".lora_")[0] for name in factors}
-    if not modules:
-        raise CheckpointError(f"{path}: holds no tensors; save the adapter again")
-    for module in sorted(modules):
-        if not check_target_module_exists(config, module):
-            raise CheckpointError(f"{path}: {PREFIX}{module} is none of the target_modules of {CONFIG_FILE}; copy both files again")
+    weights = {m[1]: shape for name, shape in parameters.items() if len(shape) == 2 and (m := _WEIGHT.fullmatch(name))}
+    targets = {_target(module) for module in weights if check_target_module_exists(config, module)}
     try:
-        lora = checked_lora(rank=config.r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=[*map(_target, modules)])
+        lora = checked_lora(rank=config.r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=[*targets])
     except PlanError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from None
-    _refuse_another_base(path, config, lora, factors, parameters)
-    return lora, factors
+    expected = dict[str, tuple[int, ...]]()
+    for module, (n_out, n_in) in weights.items():
+        if _target(module) in targets:
+            factor = f"{PREFIX}{module}.lora_"
+            expected |= {f"{factor}A.weight": (lora.rank, n_in), f"{factor}B.weight": (n_out, lora.rank)}
+    stored = Shards([path])
+    for name in sorted(expected.keys() ^ stored.keys()):
+        problem = f"no tensor {name}" if name in expected else f"{on_one_line(name, 160)} is no factor of its target_modules"
+        wanted = f"both factors of the same projections in every layer, of {', '.join(TARGETS)}"
+        raise CheckpointError(f"{path}: {problem}; an adapter of this model has {wanted}")
+    for name, tensor in stored.items():
+        if tensor.dtype not in FLOATS:
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}; save it in fp32, bf16 or fp16")
+        if tuple(tensor.shape) != expected[name]:
+            why = f"{expected[name]} by the r in {CONFIG_FILE} and this model's projection"
+            raise CheckpointError(f"{path}: {name} is {tuple(tensor.shape)}, and {why}; give the adapter of this model")
+    return lora, {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
 
 
 def _read_config(folder: Path) -> "LoraConfig":
@@ -137,31 +136,6 @@ def _read_config(folder: Path) -> "LoraConfig":
         first = error.errors()[0]
         raise CheckpointError(f"{path}: {first['loc'][0]}: {first['msg'][:80]}; copy it again") from None
     return LoraConfig(**{field.name: fields[field.name] for field in dataclasses.fields(_Sizes) if field.name in fields})
-
-
-def _refuse_another_base(path: Path, config: "LoraConfig", lora: Lora, factors: Mapping[str, Tensor], parameters: Shapes) -> None:
-    """CheckpointError unless each target has both factors, of the right shapes, in every layer of the model."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    weights = {
-        match[1]: shape
-        for name, shape in parameters.items()
-        if len(shape) == 2 and all(shape) and (match := _WEIGHT.fullmatch(name))
-    }
-    expected = {module for module in weights if _target(module) in lora.targets or check_target_module_exists(config, module)}
-    for module in sorted({*expected, *(name.rpartition(".lora_")[0] for name in factors)}):
-        if module not in weights:
-            raise CheckpointError(f"{path}: adapts {module}, which this model does not have; give the adapter of this model")
-        n_out, n_in = weights[module]
-        for name, shape in ((f"{module}.lora_A.weight", (lora.rank, n_in)), (f"{module}.lora_B.weight", (n_out, lora.rank))):
-            if name not in factors:
-                way_out = "give an adapter of this model, with both factors of the same projections in every layer"
-                raise CheckpointError(f"{path}: no tensor {PREFIX}{name}; {way_out}")
-            if tuple(factors[name].shape) != shape:
-                raise CheckpointError(
-                    f"{path}: {PREFIX}{name} is {tuple(factors[name].shape)}, and {shape} by the r in {CONFIG_FILE} and this "
-                    "model's projection: of another model; give the adapter of this one"
-                )
 
 
 def _target(module: str) -> str:
