@@ -4,7 +4,6 @@ W + alpha/rank B A in fp32 for each target, rounded once to the dtype in which W
 the model is in memory at a time.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,13 +12,12 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError
-from runtime.files import read_whole
 from runtime.units import show_bytes
 
 from .adapter_files import FLOATS, read_adapter
 from .checkpoint import refuse_another_base
 from .disk import new_folder
-from .model_files import INDEX_FILE, MAX_JSON_BYTES, TOKENIZER_FILES, read_json, refuse_quantised, weight_files, weights_digest
+from .model_files import INDEX_FILE, TOKENIZER_FILES, read_json, refuse_quantised, weight_files, weights_digest
 from .tensor_files import Shards, write_new, write_tensors
 
 PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
@@ -36,7 +34,6 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
     lora, factors = read_adapter(adapter, {name: tuple(outline.shape) for name, outline in outlines.items()})
     refuse_another_base(adapter, lambda: weights_digest(base))
-    others = _other_files(base, shards)
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
 
     def merged(source: Path) -> Iterator[Tensor]:
@@ -54,8 +51,10 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
             raise CheckpointError(f"{out}: {sizes}; make room, or choose another --out")
         for source, shard in shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        for name, content in others.items():
-            write_new(folder / name, [content])
+        # The last is that without which nothing loads a folder that is not whole
+        for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
+            if (base / name).is_file():
+                write_new(folder / name, [(base / name).read_bytes()])
     n_merged = len(factors) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
 
@@ -73,24 +72,6 @@ def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
                 raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
         outlines[file] = dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
     return outlines
-
-
-def _other_files(base: Path, shards: Mapping[Path, Mapping[str, Tensor]]) -> dict[str, bytes]:
-    """Index, tokenizer and configuration; the last is config.json, without which nothing loads a folder that is not whole."""
-    contents = {}
-    if (base / INDEX_FILE).is_file():
-        index = read_json(base / INDEX_FILE)
-        weight_map = {name: file.name for file, shard in shards.items() for name in shard}
-        if missing := index["weight_map"].keys() - weight_map.keys():
-            raise CheckpointError(f"{base / INDEX_FILE}: {min(missing)[:200]!r} is in none of its files; copy the model again")
-        contents[INDEX_FILE] = (json.dumps(index | {"weight_map": weight_map}, indent=2) + "\n").encode()
-    for name in (*TOKENIZER_FILES, "config.json"):
-        if (base / name).is_file():
-            try:
-                contents[name] = read_whole(base / name, MAX_JSON_BYTES)
-            except OSError as error:
-                raise CheckpointError(f"{base / name}: cannot be read ({error.strerror}); copy the model again") from None
-    return contents
 
 
 # o rows of a weight, i columns, r rank of its adapter
