@@ -34,8 +34,7 @@ from .caches import keep_outlines
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
-    from penstock.data.given import Batches
-    from penstock.data.loader import Loader
+    from penstock.data.given import Batches, Given
     from penstock.training.trainer import Metrics
     from planner.predict.simulate import Prediction
     from planner.search.answer import Answer
@@ -330,7 +329,7 @@ def train(
 
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
-) -> "tuple[dict[str, Any], Loader | None]":
+) -> "tuple[dict[str, Any], Given | None]":
     """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
     match data:
         case str() | Path():
@@ -341,12 +340,11 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
     from penstock.data.given import Given
-    from penstock.data.loader import Loader
     from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     given = Given(cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
-    return {"data.path": given.fingerprint}, Loader(given)
+    return {"data.path": given.fingerprint}, given
 
 
 def _file_of(plan: Planned | PlanFile | Plan | str | Path) -> tuple[str, PlanFile]:

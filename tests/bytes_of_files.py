@@ -34,7 +34,7 @@ def refused(path: Path, **fields: object) -> str:
 
 def only(data: Loader) -> PackedSet:
     """The data set of map-style data that has but one."""
-    (part,) = data.source.parts
+    (part,) = data.parts
     return part
 
 

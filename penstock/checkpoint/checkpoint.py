@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from penstock.data.loader import Loader
-from runtime.errors import CheckpointError, DataError
+from runtime.errors import CheckpointError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics
 from runtime.plan.train import Lora, Train
@@ -259,10 +259,9 @@ def put_back(state: State, host: HostState, data: Loader) -> None:
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):
         raise _damaged(state.path, "its n_updates or data_position is not what a run saves")
-    try:
-        data.resume(state.step, position)
-    except (CheckpointError, DataError) as error:
-        raise type(error)(f"{state.path}: {error}") from None
+    if not data.resume(state.step, position):
+        problem = f"its data position {str(position)[:80]} is not one of step {state.step}"
+        raise CheckpointError(f"{state.path}: {problem}; resume with the data it began with")
     for number in range(len(host.plan.workload.blocks)):
         for p in host.owned[number]:
             host.set_weight(p, _stored(state, "master", p))

@@ -66,8 +66,8 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
         found = read_data(settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report)
-        assert isinstance(found.source, MapStyleData)
-        parts, about = found.source.parts, found.words()
+        assert isinstance(found, MapStyleData)
+        parts, about = found.parts, found.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]
         counted = _counts(parts)
     if as_json:

@@ -65,12 +65,11 @@ def read_data(
         if settings.streaming:
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
             fingerprint = _fingerprint(content, reader.identity, asdict(shape), part.shuffle_buffer, batch_size, shuffle_seed)
-            stream = Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
-            return Loader(stream)
+            return Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
         sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report))
     shares = shares_of(weights, [len(each.sequences) for each in sets])
     fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
-    return Loader(MapStyleData(tuple(sets), shares, batch_size, shuffle_seed, fingerprint))
+    return MapStyleData(tuple(sets), shares, batch_size, shuffle_seed, fingerprint)
 
 
 def reader_of(

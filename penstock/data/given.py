@@ -1,8 +1,7 @@
 """Batches that a program makes itself, checked before the model sees them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A program's batches, as the source of a loader."""
+    """A program's batches."""
 
     program: Batches
     seq_len: int
@@ -65,12 +64,11 @@ class Given:
             raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
         return made
 
-    def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Each batch from a step on, and the position after it."""
-        return ((self.batch(step), self.position(step + 1)) for step in count(first_step))
-
     def position(self, step: int) -> dict[str, Any]:
         return {"step": step}
+
+    def resume(self, step: int, position: dict[str, Any]) -> bool:
+        return position == self.position(step)
 
     def words(self) -> dict[str, str]:
         return {"data": self.fingerprint}

@@ -21,14 +21,16 @@ import numpy as np
 from datasets import Dataset
 
 from runtime.batch import Batch
-from runtime.errors import DataError
+from runtime.errors import CheckpointError, DataError
 
 from .documents import Array, Columns, Documents, Reader
 from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, row_of
 
+Position = dict[str, Any]  # where a step begins, as JSON can hold it
 SHARES = 1000  # samples of a round in which weights are whole numbers
 TOLERANCE = 0.002  # of weights that add up to 1: three of 0.333 do
-BEGIN = {"epoch": 0, "stream": None}  # where a stream begins
+BEGIN: Position = {"epoch": 0, "stream": None}  # where a stream begins
+REMEMBERED_STEPS = 1024  # of a stream: where each began, for a save of a step that is done while later ones are made
 MANY = 1 / 3  # of the documents: where more are cut, a longer sequence is worth a thought
 
 
@@ -80,13 +82,13 @@ class MapStyleData:
         rows = (row_of(part.documents, part.sequences[sequence], part.shape) for part, sequence in chosen)
         return batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
 
-    def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Each batch from a step on, and the position after it."""
-        return ((self.batch(step), self.position(step + 1)) for step in count(first_step))
-
-    def position(self, step: int) -> dict[str, Any]:
+    def position(self, step: int) -> Position:
         """The sample with which that step begins."""
         return {"sample": step * self.batch_size}
+
+    def resume(self, step: int, position: Position) -> bool:
+        """Go on at that step; whether this data has such a position there."""
+        return position == self.position(step)
 
     def words(self) -> dict[str, str]:
         """Of each set what was read and what became of it, and of several the share of each; perhaps a `warning`."""
@@ -119,7 +121,7 @@ class MapStyleData:
         return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Stream:
     """Batches one after another, of a length that shows only at its end."""
 
@@ -131,15 +133,32 @@ class Stream:
     about: str  # the data set and how it is read, for the user
     fingerprint: str
     n_steps: None = None
+    _positions: dict[int, Position] = field(default_factory=dict, repr=False)
+    _made: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
+    _next: int = 0  # the step that `_made` is about to give
 
-    def batches(self, first_step: int, position: dict[str, Any]) -> Iterator[tuple[Batch, dict[str, Any]]]:
+    def batch(self, step: int) -> Batch:
+        """As above. Reading begins again where that is not the next step."""
+        if self._made is None or step != self._next:
+            self._made, self._next = self._batches(self.position(step)), step
+        try:
+            batch, position = next(self._made)
+        except BaseException:
+            self._made = None  # whoever asks again gets the same answer, not the end of what was made
+            raise
+        self._next += 1
+        self._positions[self._next] = position
+        self._positions.pop(self._next - REMEMBERED_STEPS, None)
+        return batch
+
+    def _batches(self, position: Position) -> Iterator[tuple[Batch, Position]]:
         """Each batch from a position on, and the position after it."""
         rows = self._rows(position["epoch"], position["stream"])
         while True:
             of_batch = [next(rows) for _ in range(self.batch_size)]
             yield batch_of((row for row, _ in of_batch), self.shape.packing == "documents"), of_batch[-1][1]
 
-    def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, dict[str, Any]]]:
+    def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):
             documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
             options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
@@ -165,9 +184,17 @@ class Stream:
     def _order(self, n: int, *place: int) -> Array:
         return np.arange(n) if self.seed is None else order_of(n, self.seed, *place)
 
-    def position(self, step: int) -> dict[str, Any] | None:
-        """Of the first step; any other's is known once the stream was there."""
-        return BEGIN if step == 0 else None
+    def position(self, step: int) -> Position:
+        """CheckpointError for a step that was not reached."""
+        if step == 0:
+            return BEGIN
+        if step not in self._positions:
+            raise CheckpointError(f"where step {step} of a stream begins shows once the step before it is done; resume at that one")
+        return self._positions[step]
+
+    def resume(self, step: int, position: Position) -> bool:
+        self._made, self._positions = None, {step: position}
+        return position.keys() == BEGIN.keys() and (step > 0 or position == BEGIN)
 
     def words(self) -> dict[str, str]:
         rows = f"read as they are needed, in shuffle buffers of {self.buffer_documents:,} documents"

@@ -25,7 +25,7 @@ def test_any_step_that_was_there_is_made_again(path, streaming):
     plain, other = (loader(path, streaming=streaming) for _ in range(2))
     batches = [plain.batch(step) for step in range(9)]
     assert all(same(plain.batch(step), batches[step]) for step in (4, 5, 0))
-    other.resume(5, plain.position(5))
+    assert other.resume(5, plain.position(5))
     assert all(same(other.batch(step), batches[step]) for step in range(5, 9))
     assert other.position(7) == plain.position(7)
 

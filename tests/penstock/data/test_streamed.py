@@ -100,7 +100,7 @@ def test_a_resumed_stream_equals_an_unbroken_one(tmp_path_factory, ns, places, p
         assert all(same(broken.batch(step), expected[step]) for step in range(at, left))
         position, at = json.loads(json.dumps(broken.position(left))), left
         broken = stream(path, packing=packing, shuffle=shuffle)
-        broken.resume(left, position)
+        assert broken.resume(left, position)
         assert (broken.position(left), broken.fingerprint) == (position, whole.fingerprint)
 
 
@@ -111,8 +111,7 @@ def test_a_step_that_is_asked_again_is_the_same(tmp_path):
         assert same(data.batch(step), batches[step])
     with pytest.raises(CheckpointError, match="where step 30 of a stream begins shows once the step before it is done"):
         data.batch(30)
-    with pytest.raises(CheckpointError, match=r"its data position .* is not one of step 1"):
-        data.resume(1, {"sample": 4})
+    assert not data.resume(1, {"sample": 4})
 
 
 def test_conversations_in_several_documents_are_resumed_within(tmp_path):
