@@ -24,7 +24,7 @@ from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
 
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
-from .tensor_files import Shapes, Shards, write_new, write_tensors
+from .tensor_files import Shapes, Shards, write_tensors
 
 FORMAT = 1  # of the cache, and of packing itself
 Read = Callable[[str], Tensor]  # reads the packed bytes of a parameter
@@ -33,7 +33,7 @@ _IN_BF16 = "give the model as it was published in bf16"
 _METHOD = ("quant_method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "weight_block_size")
 # Suffixes of the tensors that belong to a packed weight
 _SUFFIX = re.compile(r"(\.(nested_)?(absmax|quant_map)|\.quant_state\..+|_scale_inv)$")
-_PACKED, _SUMS = "packed.safetensors", "about.json"
+_PACKED = "packed.safetensors"
 
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
@@ -46,58 +46,30 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     key = json.dumps([FORMAT, weights_digest(folder), sorted(shapes.items())])
     place = cache / f"base-{base}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     with writing(cache), alone(cache, "base.lock"):
-        if not _is_whole(place, shapes):
+        try:
+            return Shards([place / _PACKED]).__getitem__
+        except CheckpointError:  # none, or half a one: a folder that `new_folder` made is whole
+            shutil.rmtree(place, ignore_errors=True)
             _pack(place, folder, config, shapes, base)
-        stored, sums = Shards([place / _PACKED]), _sums(place)
-
-    def read(name: str) -> Tensor:
-        if _sha256(packed := stored[name]) != sums[name]:
-            raise CheckpointError(f"{place}: {name} is not what was packed (SHA-256); delete the folder, and start again")
-        return packed
-
-    return read
+            return Shards([place / _PACKED]).__getitem__
 
 
 # -- packed once ------------------------------------------------------------------------------------------------------
 
 
-def _is_whole(place: Path, shapes: Shapes) -> bool:
-    try:
-        return set(Shards([place / _PACKED])) == set(_sums(place)) == set(shapes)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return False
-
-
-def _sums(place: Path) -> dict[str, str]:
-    """SHA-256 of each weight."""
-    return {str(name): str(sha256) for name, sha256 in json.loads((place / _SUMS).read_bytes())["tensors"].items()}
-
-
-def _sha256(packed: Tensor) -> str:
-    return hashlib.sha256(packed.numpy().data).hexdigest()
-
-
 def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base) -> None:
-    """Pack one weight after another into the cache; the lock is held, so a folder that is there is stale."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    else:
-        place.unlink(missing_ok=True)
+    """Pack one weight after another into the cache, whose lock is held."""
     outlines = {name: torch.empty(layout(shape, base).n_bytes, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
-    sums = dict[str, str]()
 
     def packed_weights() -> Iterator[Tensor]:
         for name, weight in load_weights(folder, config, shapes, shapes):
             try:
-                packed = pack(weight, base)
+                yield pack(weight, base)
             except ValueError as error:
                 raise CheckpointError(f"{folder}: {name}: {error}; give a model whose weights are numbers") from None
-            sums[name] = _sha256(packed)
-            yield packed
 
     with new_folder(place) as partial_folder:
         write_tensors(partial_folder / _PACKED, outlines, packed_weights())
-        write_new(partial_folder / _SUMS, [json.dumps({"tensors": sums}).encode()])
 
 
 # -- published packed -------------------------------------------------------------------------------------------------

@@ -98,13 +98,8 @@ def test_the_cache_depends_on_the_weights_and_the_base_alone(folder, tmp_path, m
     assert len(list(cache.glob("base-*"))) == 4
 
 
-def cut(file, n_bytes=1):
-    os.truncate(file, file.stat().st_size - n_bytes)
-
-
 DAMAGE = {
-    "half a file": lambda place: cut(place / "packed.safetensors", 10_000),
-    "a link": lambda place: (shutil.move(place, place.with_name("o")), place.symlink_to("o"), cut(place / "about.json")),
+    "half a file": lambda place: os.truncate(place / "packed.safetensors", 1_000),
     "a half-written one": lambda place: shutil.move(place, place.with_name(place.name + ".partial")),
 }
 
@@ -119,18 +114,6 @@ def test_a_cache_that_is_not_whole_is_packed_anew(folder, tmp_path, made, damage
     assert all(torch.equal(after(name), before[name]) for name in SHAPES)
     assert len(made) == 4
     assert not list(cache.glob("*.partial"))
-
-
-def test_a_changed_bit_is_one_line_when_its_weight_is_read(folder, tmp_path):
-    cache = tmp_path / "cache"
-    packed_base(folder, DENSE, SHAPES, "nf4", cache)
-    file = next(cache.glob("base-*/packed.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-100] ^= 1
-    file.write_bytes(content)
-    read = packed_base(folder, DENSE, SHAPES, "nf4", cache)
-    assert read(Q).numel()
-    assert "down_proj.weight is not what was packed" in refused(lambda: read(DOWN))
 
 
 @pytest.mark.parametrize(("where", "n"), [((cache_of, "pack"), 1), ((disk, "sync"), 0)], ids=["mid-file", "named"])
