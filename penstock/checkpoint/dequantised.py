@@ -52,11 +52,8 @@ class Dequantised(Mapping[str, Tensor]):
         yield from ((name, dtype) for name, dtype in self._stored.dtypes() if name in self._names and name not in made)
 
     def _of_fp8(self, name: str) -> Tensor:
-        codes, scales = self._stored[name], self._stored[f"{name}{_OF_FP8}"]
-        shape = tuple(codes.shape)
-        is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and codes.dim() == 2
-        if not is_fp8 or tuple(scales.shape) != layout(shape, "fp8").scales:
-            raise self._odd(name, "FP8 with a scale for each block of 128 x 128")
+        shape = tuple(self._stored[name].shape)
+        codes, scales = fp8_parts(self._folder, self._stored, name, shape)
         packed, out = torch.zeros(layout(shape, "fp8").n_bytes, dtype=torch.uint8), torch.empty(shape, dtype=torch.bfloat16)
         for part, given in zip(parts(packed, shape, "fp8"), (codes, scales), strict=True):
             part.copy_(given)
@@ -70,12 +67,22 @@ class Dequantised(Mapping[str, Tensor]):
         blocks, scales = self._stored[name + _BLOCKS], self._stored[name + _SCALES]
         is_mxfp4 = blocks.dtype is scales.dtype is torch.uint8 and blocks.dim() == 4 and blocks.shape[-1] == 16
         if not is_mxfp4 or blocks.shape[:-1] != scales.shape:
-            raise self._odd(name, "MXFP4 in blocks of 32")
+            raise _odd(self._folder, name, "MXFP4 in blocks of 32")
         n_experts, n_rows, n_blocks, _ = blocks.shape
         out = torch.empty(n_experts, n_blocks * 32, n_rows, dtype=torch.bfloat16)
         for e in range(n_experts):
             out[e] = convert_moe_packed_tensors(blocks[e : e + 1], scales[e : e + 1])[0]
         return out
 
-    def _odd(self, name: str, form: str) -> CheckpointError:
-        return CheckpointError(f"{self._folder}: {name[:200]} is not in {form}; copy the model again, or give it in bf16")
+
+def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Codes of this shape, and the scale of each block in fp32 or a dtype that is exact in it."""
+    codes, scales = stored[name], stored[f"{name}{_OF_FP8}"]
+    is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and codes.dim() >= 2
+    if not is_fp8 or tuple(codes.shape) != shape or tuple(scales.shape) != layout(shape, "fp8").scales:
+        raise _odd(folder, name, "FP8 with a scale for each block of 128 x 128")
+    return codes, scales
+
+
+def _odd(folder: Path, name: str, form: str) -> CheckpointError:
+    return CheckpointError(f"{folder}: {name[:200]} is not in {form}; copy the model again, or give it in bf16")

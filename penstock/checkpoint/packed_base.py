@@ -22,6 +22,7 @@ from runtime.files import alone
 from runtime.layers.packed_weights import NF4, pack, parts
 from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
 
+from .dequantised import fp8_parts
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
 from .tensor_files import Shapes, Shards, write_tensors
@@ -103,7 +104,8 @@ class _Published:
         codes, scales = (part.view(-1) for part in parts(packed, shape, self._base))
         at = scales_at = 0
         for piece, piece_shape in self._pieces[name]:
-            more, more_scales = self._nf4(piece, piece_shape) if self._base == "nf4" else self._fp8(piece, piece_shape)
+            of = piece, piece_shape
+            more, more_scales = self._nf4(*of) if self._base == "nf4" else fp8_parts(self._folder, self._stored, *of)
             codes[at : at + more.numel()] = more.reshape(-1)
             scales[scales_at : scales_at + more_scales.numel()] = more_scales.reshape(-1)
             at, scales_at = at + more.numel(), scales_at + more_scales.numel()
@@ -133,14 +135,6 @@ class _Published:
             if of not in pieces and re.match("[UIF]8", dtype):
                 raise CheckpointError(f"{self._folder}: {of[:200]} is packed too, and no projection of a layer; {_IN_BF16}")
 
-    def _fp8(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Codes, and the scale of each block in fp32 or a dtype that is exact in it."""
-        codes, scales = self._stored[name], self._stored[f"{name}_scale_inv"]
-        is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        if not is_fp8 or (tuple(codes.shape), tuple(scales.shape)) != (shape, layout(shape, "fp8").scales):
-            raise self._odd(name, shape)
-        return codes, scales
-
     def _nf4(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Codes, and the scale of each 64 numbers; bitsandbytes' blocks may be a multiple of that."""
         n, codes = prod(shape), self._stored[name].reshape(-1).view(torch.uint8)
@@ -167,4 +161,4 @@ class _Published:
         raise self._odd(name, shape)
 
     def _odd(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
-        return CheckpointError(f"{self._folder}: {name} is no weight of {shape} packed in {self._base}; copy the model again")
+        return CheckpointError(f"{self._folder}: {name} is no weight of {shape} packed in nf4; copy the model again")
