@@ -4,7 +4,6 @@ import os
 import shlex
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -73,10 +72,10 @@ def run(
 
 def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
     """Start the ranks of a run, or be one of them, or the only one; the exit code."""
-    refuse = partial(refuse_to_recalibrate, recalibrate, Path(settings.plan or ""))
+    path = settings.plan or ""
     try:
         report("reading the plan")
-        file = PlanFile.read(Path(settings.plan or ""))
+        file = PlanFile.read(Path(path))
         n = file.plan.semantics.ranks
         if n > 1 and settings.device != "emulated" and not is_rank():
             report.stop()
@@ -94,8 +93,8 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             if ranks is not None and ranks.rank > 0:
                 report.stop()
                 return follow(settings, file, device, ranks)
-            of_run = {"refuse": refuse, "report": report, "ranks": ranks, **how}
-            with open_session(settings, file, settings.plan or "", **of_run) as session:
+            refuse_to_recalibrate(recalibrate, Path(path), file.plan, device)
+            with open_session(settings, file, path, report=report, ranks=ranks, **how) as session:
                 report.stop()
                 return _train(session, file, recalibrate)
     except GoneError as error:

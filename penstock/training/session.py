@@ -111,15 +111,14 @@ def open_session(
     resume_from: str | None = None,
     time_scale: float | None = None,
     data: Loader | None = None,
-    refuse: Callable[[Plan, str], None] = lambda plan, device: None,
     report: Report = unheard,
     ranks: Processes | None = None,
     stop: Stop | None = None,
 ) -> Iterator[Session]:
     """Put a run together. PenstockError for what cannot be, before anything but a cache of tokens is written.
 
-    `where`: the plan's place, for errors; `data`: batches that are not read from where the settings say; `refuse(plan, device)` may
-    raise before weights are read; `report` is told of progress; `ranks`: all ranks of the run, where this is the first of several.
+    `where`: the plan's place, for errors; `data`: batches that are not read from where the settings say; `report` is told of
+    progress; `ranks`: all ranks of the run, where this is the first of several.
     """
     report("checking the plan")
     plan, device, out = checked(file, where).plan, device_of(settings.device), Path(settings.out)
@@ -135,7 +134,6 @@ def open_session(
         if resume or resume_from is not None:
             report("reading the checkpoint")
         state = state_to_resume(out, resume, resume_from)
-        refuse(plan, device)
         settings = with_rate(settings, plan)
         _refuse_unknown_parameters(settings.optimizer, plan)
         if device == "emulated":
