@@ -37,7 +37,6 @@ Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, me
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
 REMEMBERED_STEPS = 20  # whose median time predicts how long the rest takes
 LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
-LANES = {"h2d": "copies in", "gpu": "compute", "d2h": "copies out", "cpu": "optimizer"}  # where no GPU computes
 
 
 class Preparing(Bar):
@@ -128,7 +127,6 @@ class Progress(Bar):
         self.session, self.n_done = session, session.first_step
         # An emulated machine's tokens are a stand-in's, and its seconds longer
         self.speed_up = session.scale * session.plan.semantics.tokens_per_step / session.store.plan.semantics.tokens_per_step
-        self.lane_names = LANES if session.device == "cpu" and not self.disable else {}
         self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self.add_task("", total=session.n_steps, completed=session.first_step)
 
@@ -140,8 +138,7 @@ class Progress(Bar):
         words += "  skipped: not finite" if metrics.skipped else ""
         left = show_duration(median(self.times_s) * (n_steps - self.n_done))
         more = f"lr {metrics.lr:.3g}  left {left}  memory {show_bytes(self._peak_bytes())}"
-        shares = metrics.busy_fractions().items()
-        lanes = "  ".join(f"{self.lane_names.get(lane, lane)} {share:.0%}" for lane, share in shares)
+        lanes = "  ".join(f"{lane} {share:.0%}" for lane, share in metrics.busy_fractions().items())
         if metrics.predicted_step_s is not None and not is_first:  # the first step fills the pipeline, which is not predicted
             error = f"{metrics.step_s / metrics.predicted_step_s - 1:+.1%}"
             lanes += f"  {error} against {show_seconds(metrics.predicted_step_s / self.session.scale)} predicted"

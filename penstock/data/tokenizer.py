@@ -5,9 +5,7 @@ transformers reads the folder and runs no code from it: Python classes that a co
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from runtime.errors import DataError
 from runtime.files import read_whole
 
-MAX_FILE_BYTES = 2**30
-_READ = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+MAX_FILE_BYTES = 2**30  # of a configuration
 # For a model that brings no chat template.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if tools or message.tool_calls %}"
@@ -67,16 +64,12 @@ def read_tokenizer(folder: Path | None) -> ModelTokenizer:
     if not (folder / "tokenizer.json").is_file():
         advice = "copy the model's to it, write one with `save_pretrained`, or run with --tokenizer bytes"
         raise DataError(f"{folder}: no tokenizer.json in it; {advice}")
-    for file in (folder / name for name in _READ):
-        if file.exists() and not (file.is_file() and file.stat().st_size <= MAX_FILE_BYTES):
-            raise DataError(f"{file}: no file, or one above {MAX_FILE_BYTES} bytes; copy it again from the model")
     try:
-        with _no_native_stderr():
-            library = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-            backend: Any = library.backend_tokenizer
-            backend.no_truncation()  # a saved tokenizer may cut and pad what it reads
-            backend.no_padding()
-            begin = backend.encode("").tokens
+        library = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend: Any = library.backend_tokenizer
+        backend.no_truncation()  # a saved tokenizer may cut and pad what it reads
+        backend.no_padding()
+        begin = backend.encode("").tokens
     except BaseException as error:
         if not is_of_library(error):
             raise
@@ -113,19 +106,6 @@ def _ends(folder: Path, library: PreTrainedTokenizerFast) -> list[int]:
     if not ids:
         raise DataError(f"{folder}: no end-of-text token; set eos_token in tokenizer_config.json")
     return ids
-
-
-@contextmanager
-def _no_native_stderr() -> Iterator[None]:
-    """Within, file descriptor 2 is closed to the library, which prints a stack when it panics."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def is_of_library(error: BaseException) -> bool:
