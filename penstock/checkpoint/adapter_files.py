@@ -9,10 +9,9 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from runtime.errors import CheckpointError, PlanError
@@ -34,11 +33,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and 
 
 _WEIGHT = re.compile(rf"(model\.layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
 
-# Options that are read, or that do not change the computation. Every other option of PEFT must be off, or have its default.
-_READ = {
-    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "base_model_name_or_path", "inference_mode"),
-    *("auto_mapping", "eva_config", "loftq_config", "peft_version", "revision"),
-}
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+# Options that do not change the computation. Every other option of PEFT must be off, or have its default.
+_IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_config", "loftq_config", "peft_version", "revision")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -47,20 +44,6 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
 }
 _INSTEAD = "train one without it, or merge it into its model with PEFT's merge_and_unload"
-
-
-@dataclasses.dataclass
-class _Sizes:
-    """What is read of a configuration."""
-
-    r: Annotated[int, Field(strict=True, lt=2**31)]
-    lora_alpha: Annotated[float, Field(strict=True, allow_inf_nan=False)]
-    target_modules: list[str] | re.Pattern[str]
-    exclude_modules: list[str] | re.Pattern[str] | None = None
-    lora_dropout: Annotated[float, Field(strict=True, allow_inf_nan=False)] = 0.0
-
-
-_SIZES = TypeAdapter(_Sizes)
 
 
 def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
@@ -91,16 +74,17 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     are not computed here, or does not adapt the same projections in every layer of the model of `parameters`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    config, path = _read_config(folder), folder / TENSOR_FILE
+    path = folder / TENSOR_FILE
     if not path.is_file():
         pickled = f"its tensors are pickled ({PICKLED_FILE}) and could run code; save it as {TENSOR_FILE}"
         raise CheckpointError(f"{folder}: {pickled if (folder / PICKLED_FILE).exists() else f'no {TENSOR_FILE}; copy it again'}")
     weights = {m[1]: shape for name, shape in parameters.items() if len(shape) == 2 and (m := _WEIGHT.fullmatch(name))}
-    targets = {_target(module) for module in weights if check_target_module_exists(config, module)}
     try:
+        config = _read_config(folder)
+        targets = {_target(module) for module in weights if check_target_module_exists(config, module)}
         lora = checked_lora(rank=config.r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=[*targets])
-    except PlanError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from None
+    except (PlanError, TypeError, re.error) as error:  # the last two: target_modules that are no names and no pattern
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
     expected = dict[str, tuple[int, ...]]()
     for module, (n_out, n_in) in weights.items():
         if _target(module) in targets:
@@ -128,14 +112,9 @@ def _read_config(folder: Path) -> "LoraConfig":
     fields = read_json(path, MAX_CONFIG_BYTES)
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
     for key, value in {"peft_type": None, **fields}.items():
-        if key not in _READ and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
+        if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
             raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
-    try:
-        _SIZES.validate_python(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(f"{path}: {first['loc'][0]}: {first['msg'][:80]}; copy it again") from None
-    return LoraConfig(**{field.name: fields[field.name] for field in dataclasses.fields(_Sizes) if field.name in fields})
+    return LoraConfig(**{key: fields[key] for key in _READ if key in fields})
 
 
 def _target(module: str) -> str:

@@ -68,7 +68,6 @@ HOME = {
         *(
             "planner/search/claim.py",
             "penstock/api.py",
-            "penstock/checkpoint/adapter_files.py",
             "penstock/checkpoint/checkpoint.py",
             "penstock/run_files.py",
         ),

@@ -122,12 +122,13 @@ def test_an_option_is_refused_by_name_unless_it_is_off(folder: Path) -> None:
 def test_a_configuration_that_means_nothing_is_refused(folder: Path) -> None:
     content = (folder / CONFIG_FILE).read_bytes()
     for changes, expected in (
-        ({"r": 10**300}, "r: "),
+        ({"r": 10**300}, "rank is 1000"),
         ({"r": 0}, "rank is 0"),
-        ({"lora_alpha": float("nan")}, "lora_alpha: "),
+        ({"lora_alpha": float("nan")}, "alpha is nan"),
         ({"lora_dropout": 1.0}, "dropout is 1"),
         ({"r": 8}, "lora_A.weight is (4, "),
-        ({"target_modules": "(q_proj"}, "target_modules: "),
+        ({"target_modules": "(q_proj"}, "unterminated subpattern"),
+        ({"target_modules": 7}, "is not iterable"),
         ({"target_modules": ["k_proj"]}, "is no factor of its target_modules"),
     ):
         (folder / CONFIG_FILE).write_bytes(content)
