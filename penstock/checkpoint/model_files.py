@@ -37,7 +37,6 @@ _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 # {type: (folder of the experts, gate, up, down)}. Of others, transformers itself is asked (`conversion.py`).
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
-
 _AS_MODULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "ernie4_5", "smollm3", "internlm3", "gpt_oss")
 
 
@@ -51,18 +50,14 @@ def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tu
     if model_type not in _EXPERTS:
         yield from conversion_of(config).published(name, tensor).items()
         return
-    folder, gate, up, down = _EXPERTS[model_type]
-    match last:
-        case "experts.gate_up_proj":
-            for e, gate_up in enumerate(tensor):
-                first, second = gate_up.chunk(2)
-                yield f"{layer}.{folder}.experts.{e}.{gate}.weight", first
-                yield f"{layer}.{folder}.experts.{e}.{up}.weight", second
-        case "experts.down_proj":
-            for e, piece in enumerate(tensor):
-                yield f"{layer}.{folder}.experts.{e}.{down}.weight", piece
-        case _:
-            yield f"{layer}.{folder}.{last}", tensor
+    folder, *projections = _EXPERTS[model_type]
+    held = {"experts.gate_up_proj": projections[:2], "experts.down_proj": projections[2:]}.get(last)
+    if held is None:
+        yield f"{layer}.{folder}.{last}", tensor
+        return
+    for e, expert in enumerate(tensor):
+        for projection, piece in zip(held, expert.chunk(len(held)), strict=True):
+            yield f"{layer}.{folder}.experts.{e}.{projection}.weight", piece
 
 
 def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
@@ -74,32 +69,27 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
     """
     stored = Dequantised(folder, Shards(weight_files(folder)))
 
-    def read(name: str, outline: Tensor) -> Tensor:
-        tensor = stored[name]
-        if tensor.shape != outline.shape:
-            found, expected = tuple(tensor.shape), tuple(outline.shape)
-            raise CheckpointError(f"{folder}: {name} is {found}, the configuration says {expected}; give this model's weights")
+    def shaped(name: str, tensor: Tensor, shape: Iterable[int]) -> Tensor:
+        if tuple(tensor.shape) != tuple(shape):
+            found = f"{name} is {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
+            raise CheckpointError(f"{folder}: {found}; give this model's weights")
         return tensor
 
     known = str(config.get("model_type")) in (*_AS_MODULES, *_EXPERTS)
     sources = {} if known else conversion_of(config).sources(stored)
     for name in names:
-        outline = torch.empty(shapes[name], device="meta")
         if not known and sources.get(name, [(name, None)]) != [(name, None)]:
-            whole = conversion_of(config).read(name, sources[name], stored.__getitem__)
-            if whole.shape != outline.shape:
-                raise CheckpointError(f"{folder}: {name} is {tuple(whole.shape)}, the configuration says {tuple(outline.shape)}")
-            yield name, whole
-            continue
-        pieces = [(name, outline)] if name in stored or not known else list(publish(config, name, outline))
-        whole = read(*pieces[0])
-        if whole.shape != outline.shape:  # of one expert: each is copied to its place as it is read
-            whole = torch.empty(shapes[name], dtype=whole.dtype)
+            yield name, shaped(name, conversion_of(config).read(name, sources[name], stored.__getitem__), shapes[name])
+        elif name in stored or not known:
+            yield name, shaped(name, stored[name], shapes[name])
+        else:  # a name that files call otherwise, or experts: each is copied to its place as it is read
+            pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
+            whole = torch.empty(shapes[name], dtype=stored[next(pieces)[0]].dtype)
             for piece, place in publish(config, name, whole):
-                if (tensor := read(piece, place)).dtype != whole.dtype:
+                if (tensor := shaped(piece, stored[piece], place.shape)).dtype != whole.dtype:
                     raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
                 place.copy_(tensor)
-        yield name, whole
+            yield name, whole
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str], dequantises: bool = False) -> None:
