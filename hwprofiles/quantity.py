@@ -13,16 +13,7 @@ BASES: tuple[Basis, ...] = get_args(Basis)
 Dtype = Literal["bf16", "fp32"]
 Text = Annotated[str, Field(min_length=1, max_length=2000)]
 Size = Annotated[int, Field(gt=0, lt=2**53)]
-
-
-def _iso_date(text: str) -> str:
-    try:
-        return date.fromisoformat(text).isoformat()
-    except ValueError:
-        raise ValueError("not a date; write YYYY-MM-DD") from None
-
-
-Day = Annotated[str, AfterValidator(_iso_date)]
+Day = Annotated[str, AfterValidator(lambda text: date.fromisoformat(text).isoformat())]
 
 
 class Part(BaseModel):

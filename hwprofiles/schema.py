@@ -99,16 +99,14 @@ def _rising_attention(points: tuple[AttentionPoint, ...]) -> tuple[AttentionPoin
     return points
 
 
-def _rising_copies(points: tuple[CopyPoint, ...]) -> tuple[CopyPoint, ...]:
-    if any(after.n_bytes <= before.n_bytes for before, after in pairwise(points)):
-        raise ValueError("sort the points by rising n_bytes")
-    check_rising([(1.0, [(p.n_bytes, p.rate.value) for p in points])], y_power=1)
+def _sorted_by(key: str, points: tuple[Any, ...]) -> tuple[Any, ...]:
+    if any(getattr(after, key) <= getattr(before, key) for before, after in pairwise(points)):
+        raise ValueError(f"sort the points by rising {key}")
     return points
 
 
-def _rising_threads(points: tuple[OptimizerPoint, ...]) -> tuple[OptimizerPoint, ...]:
-    if any(after.threads <= before.threads for before, after in pairwise(points)):
-        raise ValueError("sort the points by rising `threads`")
+def _rising_copies(points: tuple[CopyPoint, ...]) -> tuple[CopyPoint, ...]:
+    check_rising([(1.0, [(p.n_bytes, p.rate.value) for p in _sorted_by("n_bytes", points)])], y_power=1)
     return points
 
 
@@ -201,7 +199,7 @@ class Host(Part):
     runtime_bytes: Quantity
     n_cores: Size
     dram_bytes_per_s: Quantity
-    optimizer: Annotated[tuple[OptimizerPoint, ...], AtLeastOne, AfterValidator(_rising_threads)]
+    optimizer: Annotated[tuple[OptimizerPoint, ...], AtLeastOne, AfterValidator(partial(_sorted_by, "threads"))]
     reduce_bytes_per_s: Quantity
     page_fault_bytes_per_s: Quantity
     # That a run can have with every slot of the board full, or all that is soldered, by which it was called in older files

@@ -30,7 +30,6 @@ MARK = ". Cliff: "  # before each line in a source's detail
 MOST_CHARACTERS = 1400  # of lines in a detail, which holds 2000
 FOREIGN_BYTES = 2 * GB  # of device memory in use before the first kernel: a bare context is far below
 
-
 Cliff = tuple[str, str]  # a short name for the summary, and the line
 
 

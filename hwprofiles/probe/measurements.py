@@ -200,8 +200,7 @@ def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, comp
     kernels: tuple[AttentionKernel, ...] = ("flash",) if is_cpu else ("flash", "cudnn")
     for kernel, head_dim, seq_len in product(kernels, HEAD_DIMS, lengths):
         for way, work in works.attention(dtype, lengths[-1] // seq_len, heads, seq_len, head_dim, kernel).items():
-            is_optional = kernel != "flash"
-            yield Measurement(f"device.attention.{kernel}.{dtype}", work, f"{way}_flop_per_s", is_optional=is_optional)
+            yield Measurement(f"device.attention.{kernel}.{dtype}", work, f"{way}_flop_per_s", is_optional=kernel != "flash")
 
 
 def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:

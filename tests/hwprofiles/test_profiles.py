@@ -217,7 +217,7 @@ def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
         ("device.attention.flash", {}, "device.attention: no bf16 and no fp32"),
         ("device.kind", "tpu", "device.kind"),
         ("host.optimizer", [], "host.optimizer"),
-        ("price.date", "yesterday", "YYYY-MM-DD"),
+        ("price.date", "yesterday", "Invalid isoformat string"),
         ("format_version", 1, "of format 1, which is not read any more; make it again with `penstock probe"),
     ],
 )
