@@ -22,7 +22,7 @@ from runtime.units import parse_bytes, show_bytes, show_seconds
 
 from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
 
-CLI = (sys.executable, "-m", "penstock.cli.main")
+CLI = (sys.executable, "-m", "penstock")
 HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
 MOST_FAILURES = 20
 TESTS = (

@@ -60,7 +60,3 @@ def main() -> None:
     """Run the `penstock` command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it where it is installed; it warns of other kernels
     cli()
-
-
-if __name__ == "__main__":
-    main()

@@ -50,18 +50,14 @@ class OneLine(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except _Terminated:
-            _fail("terminated", 128 + signal.SIGTERM)
-        except KeyboardInterrupt:
-            _fail("interrupted", 128 + signal.SIGINT)
+        except KeyboardInterrupt as error:
+            number = error.args[0] if error.args else signal.SIGINT
+            _fail("terminated" if number == signal.SIGTERM else "interrupted", 128 + number)
 
 
-class _Terminated(BaseException):
-    """SIGTERM. It unwinds the stack as SIGINT does, so that half-written files are removed on the way out."""
-
-
-def _terminate(*_: object) -> NoReturn:
-    raise _Terminated
+def _terminate(number: int, frame: object) -> NoReturn:
+    """SIGTERM unwinds the stack as SIGINT does, so that half-written files are removed on the way out."""
+    raise KeyboardInterrupt(number)
 
 
 def _drop_stdout() -> None:

@@ -192,7 +192,7 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
 
 
 def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
-    """Speeds, arenas, and the peaks of process and device; an emulated machine's memory is another's."""
+    """Speeds, and the peaks of process and device; an emulated machine's memory is another's."""
     plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
     yield "step", predicted_s, found.step_s, show_seconds
     measured_busy_s = found.settled.busy_s(plan)
@@ -201,10 +201,6 @@ def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, lambda n: f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
     if run.device == "emulated":
         return
-    by_arena = store.arenas.n_bytes
-    device_bytes = sum(by_arena[a.name] for a in plan.arenas if a.place == "device")
-    yield "device arenas", plan.device_arena_bytes, device_bytes, show_bytes
-    yield "host arenas", plan.host_arena_bytes, sum(by_arena.values()) - device_bytes, show_bytes
     on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
     on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
     if device_peak_bytes is not None:

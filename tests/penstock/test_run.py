@@ -26,7 +26,7 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     assert model.dtype == torch.bfloat16
     rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
     assert rows[0] == ["", "predicted", "measured", "error"]
-    assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "device arenas"}
+    assert {row[0] for row in rows[1:]} >= {"step", "busy, gpu", "busy, h2d", "busy, d2h", "busy, cpu", "process, peak"}
     trace = home / "trace.json"
     succeeded(penstock("report", home / "plan.json", home / "out", "-o", trace))
     names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
