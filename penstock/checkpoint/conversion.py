@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
 from runtime.errors import CheckpointError
 from runtime.layers.meta_models import meta_model
 from runtime.plan import Semantics
+from runtime.units import on_one_line
 
 
 class Conversion:
@@ -36,9 +37,10 @@ class Conversion:
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
         self._own = self._model.state_dict(keep_vars=True)
 
-    def published(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """A module's weight under the names, and in the forms, of its files."""
-        return dict(revert_weight_conversion(self._model, {name: tensor}))
+    def published(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """A module's weight under the names, and in the forms, of its files; of experts, one after the other."""
+        found: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        return sorted(found.items(), key=lambda item: dot_natural_key(item[0]))
 
     def sources(self, stored: Iterable[str]) -> dict[str, list[tuple[str, str | None]]]:
         """Of each weight of the modules the tensors of files that make it up, each with the pattern that converts it."""
@@ -57,7 +59,11 @@ class Conversion:
         made: Any = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(first, target)
         for name, of in sources:
             made.add_tensor(target, name, of or name, get(name))
-        found: dict[str, Any] = made.convert(target, model=self._model, config=self._model.config)
+        try:
+            found: dict[str, Any] = made.convert(target, model=self._model, config=self._model.config)
+        except RuntimeError as error:  # torch's, of tensors that do not fit together
+            names = on_one_line(", ".join(name for name, _ in sources), 400)
+            raise CheckpointError(f"{target[:200]} cannot be made of {names} ({str(error)[:120]}); copy the model again") from None
         if target not in found:
             raise CheckpointError(f"transformers makes {', '.join(found)[:200]} of {first[:200]}, not {target[:200]}")
         tensor: Tensor = found[target][0] if isinstance(found[target], list) else found[target]

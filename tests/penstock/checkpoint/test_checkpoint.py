@@ -65,7 +65,7 @@ def test_published_weights_are_read_under_module_names(tmp_path: Path, model_typ
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     weights = weights_of(model)
-    found = dict(load_weights(tmp_path, {"model_type": model_type}, weights, {name: tuple(w.shape) for name, w in weights.items()}))
+    found = dict(load_weights(tmp_path, tiny_config(model_type), weights, {name: tuple(w.shape) for name, w in weights.items()}))
     assert list(found) == list(weights)
     assert all(torch.equal(found[name], weights[name]) and found[name].dtype == torch.bfloat16 for name in weights)
 
@@ -75,7 +75,7 @@ def test_weights_stored_under_module_names_are_read(tmp_path: Path, model_type: 
     weights = weights_of(build(tiny_config(model_type)))
     save_file({name: w.contiguous() for name, w in weights.items()}, tmp_path / "model.safetensors")
     shapes = {name: tuple(w.shape) for name, w in weights.items()}
-    assert all(torch.equal(w, weights[name]) for name, w in load_weights(tmp_path, {"model_type": model_type}, weights, shapes))
+    assert all(torch.equal(w, weights[name]) for name, w in load_weights(tmp_path, tiny_config(model_type), weights, shapes))
 
 
 def test_a_model_with_a_file_for_each_block_is_read_by_transformers(tmp_path: Path) -> None:
@@ -265,8 +265,9 @@ def test_experts_that_do_not_fit_together_are_named(tmp_path: Path, piece: Tenso
     tensors = {f"{path}.{e}.{part}_proj.weight": torch.ones(4, 2) for e in range(3) for part in ("gate", "up")}
     save_file(tensors, tmp_path / "model.safetensors")
     experts = f"{path}.gate_up_proj"
-    assert len(list(load_weights(tmp_path, {"model_type": "qwen3_moe"}, [experts], {experts: (3, 8, 2)}))) == 1
+    assert len(list(load_weights(tmp_path, tiny_config("qwen3_moe"), [experts], {experts: (3, 8, 2)}))) == 1
     name = f"{path}.1.up_proj.weight"
     others = {key: tensor for key, tensor in tensors.items() if key != name}
     save_file(others if piece is None else others | {name: piece}, tmp_path / "model.safetensors")
-    assert name in refused(lambda: list(load_weights(tmp_path, {"model_type": "qwen3_moe"}, [experts], {experts: (3, 8, 2)})))
+    said = refused(lambda: list(load_weights(tmp_path, tiny_config("qwen3_moe"), [experts], {experts: (3, 8, 2)})))
+    assert f"{experts} cannot be made of {path}.0.gate_proj.weight, " in said

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import OlmoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from penstock.checkpoint import disk
@@ -30,13 +31,17 @@ with warnings.catch_warnings():
 
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused
+from tests.tiny import tiny_config
 
 Q, DOWN, GATE_UP = (
     f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "mlp.experts.gate_up_proj")
 )
 EMBEDDING = "model.embed_tokens.weight"
 SHAPES = {Q: (64, 128), DOWN: (130, 192)}
-DENSE, EXPERTS = {"model_type": "llama"}, {"model_type": "qwen3_moe"}
+DENSE, EXPERTS = {"model_type": "llama"}, tiny_config("qwen3_moe")
+OLMOE = OlmoeConfig(
+    hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_experts=4, vocab_size=96, pad_token_id=0
+).to_dict()
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
 
@@ -244,15 +249,17 @@ def test_fp8_weights_unpack_to_the_bits_of_transformers(tmp_path, scale_dtype):
     assert all(torch.equal(unpacked(read(name), meant.shape, "fp8"), meant) for name, meant in zip(shapes, means, strict=True))
 
 
-def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path):
+@pytest.mark.parametrize("config", [EXPERTS, OLMOE], ids=["qwen3_moe", "olmoe"])
+def test_experts_in_fp8_are_the_same_stored_either_way(tmp_path, config):
+    """As the modules hold them: the gate of an expert is before its own projection up, not before the gate of the next."""
     tensors, means = gathered([of_fp8(name, (128, 160), 2 * i) for i, name in enumerate(EXPERT_NAMES)])
     shapes, whole = {GATE_UP: (3, 256, 160)}, torch.cat(means).view(3, 256, 160)
-    apart = packed_base(published(tmp_path / "apart", tensors), EXPERTS | FP8, shapes, "fp8", tmp_path)
+    apart = packed_base(published(tmp_path / "apart", tensors), config | FP8, shapes, "fp8", tmp_path)
     assert torch.equal(unpacked(apart(GATE_UP), (3, 256, 160), "fp8"), whole)
     ends = (".weight", "_scale_inv")
     codes, scales = (torch.stack([t for name, t in tensors.items() if name.endswith(end)]) for end in ends)
     together = {GATE_UP: codes.view(3, 256, 160), f"{GATE_UP}_scale_inv": scales.view(3, 2, 2)}
-    read = packed_base(published(tmp_path / "together", together), EXPERTS | FP8, shapes, "fp8", tmp_path)
+    read = packed_base(published(tmp_path / "together", together), config | FP8, shapes, "fp8", tmp_path)
     assert torch.equal(read(GATE_UP), apart(GATE_UP))
 
 
