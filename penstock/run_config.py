@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -113,6 +113,13 @@ def part_of(text: str) -> dict[str, Any]:
     return {"path": text}
 
 
+def data_named(paths: Iterable[Any]) -> dict[str, Any]:
+    """`path` of one data set, or `mix` of several, or of one with a share."""
+    parts = [part_of(path) if isinstance(path, str) else path for path in paths]
+    is_one = len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"path"}
+    return {"path": parts[0]["path"], "mix": ()} if is_one else {"path": None, "mix": parts}
+
+
 def advice(place: str) -> str:
     """What may have been meant by a key that does not exist."""
     section, _, key = place.rpartition(".")
@@ -160,8 +167,7 @@ def _with_data_in_full(given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(data, dict) and isinstance(data.get("path"), list):
         if "mix" in data:
             raise RunConfigError("data.path is a list, and data.mix is there too; name all sets in one of them")
-        parts = [part_of(part) if isinstance(part, str) else part for part in data["path"]]
-        data = {key: value for key, value in data.items() if key != "path"} | {"mix": parts}
+        data = data | data_named(data["path"])
     return given | {"data": data} if "data" in given else given
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.data.data import read_data
-from penstock.data.loader import Loader
+from penstock.data.data import Loader, read_data
 from penstock.data.sampling import PackedSet
 from penstock.settings import DataSettings
 from runtime.batch import Batch

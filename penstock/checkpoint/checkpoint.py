@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from penstock.data.loader import Loader
+from penstock.data.data import Loader
 from runtime.errors import CheckpointError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics

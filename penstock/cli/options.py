@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import click
 
-from penstock.run_config import ALSO_KNOWN_AS, advice, part_of
+from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
 from penstock.settings import Flag, Fraction, settings_of
 from runtime.plan import Semantics
 from runtime.units import parse_bytes, parse_count
@@ -213,10 +213,8 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
         if len(dict(columns)) < len(columns):
             raise click.UsageError("--columns: a name is given two columns of the file; give each name one")
         given["data.columns"] = dict(columns)
-    if "data.path" in given:  # one, or several, each perhaps with a weight behind a colon
-        parts = [part_of(path) for path in given["data.path"]]
-        is_one = len(parts) == 1 and "weight" not in parts[0]
-        given |= {"data.path": parts[0]["path"], "data.mix": ()} if is_one else {"data.path": None, "data.mix": parts}
+    if "data.path" in given:
+        given |= {f"data.{key}": value for key, value in data_named(given["data.path"]).items()}
     return given
 
 

@@ -22,11 +22,12 @@ from .chat import ChatTemplate
 from .documents import Reader, kept_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
 from .formats import COLUMNS, format_of, renamed, shown
-from .loader import Loader
+from .given import Given
 from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
+Loader = MapStyleData | Stream | Given  # the batches of a run, by the number of the step
 Report = Callable[[str], None]  # told in words what goes on
 
 

@@ -10,9 +10,8 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Report, read_data, reader_of, unheard
+from penstock.data.data import Loader, Report, read_data, reader_of, unheard
 from penstock.data.files import HELD_OUT, TRAIN
-from penstock.data.loader import Loader
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.run_config import RunConfigError
 from penstock.settings import RunSettings

@@ -12,8 +12,7 @@ from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, unheard
-from penstock.data.loader import Loader
+from penstock.data.data import Loader, Report, unheard
 from penstock.run_config import RunConfigError
 from penstock.settings import ADAPTERS_LR, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check

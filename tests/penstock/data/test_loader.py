@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.data.loader import Loader
+from penstock.data.data import Loader
 from runtime.errors import DataError
 from tests.bytes_of_files import read, same, write_lines
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.data import documents
 from penstock.data import files as room
-from penstock.data.data import read_data
-from penstock.data.loader import Loader
+from penstock.data.data import Loader, read_data
 from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError
