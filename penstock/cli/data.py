@@ -13,7 +13,7 @@ import click
 
 from penstock.run_config import read_run
 
-from .options import PATH, Command, flag_of, given_settings
+from .options import AS_JSON, PATH, Command, flag_of, given_settings
 from .outputs import show_table
 from .progress import Preparing, show_overview
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.data.sampling import PackedSet
     from penstock.data.tokenizer import ModelTokenizer
 
-MOST_SAMPLES = 1000
 LONGEST = 2**32  # token ids of a folder that holds a tokenizer and no config.json
 
 
@@ -40,15 +39,13 @@ class Sample:
 @click.argument("paths", metavar="PATH[:WEIGHT]...", nargs=-1, required=True)
 @click.option("--model", type=PATH, help="Folder with the tokenizer.  [default: none, and text is read as bytes]")
 @click.option("--seq-len", type=click.IntRange(2), default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option(
-    "--samples", "n_samples", type=click.IntRange(0, MOST_SAMPLES), default=3, show_default=True, help="Documents to show."
-)
+@click.option("--samples", "n_samples", type=click.IntRange(0), default=3, show_default=True, help="Documents to show.")
 @flag_of("data.format")
 @flag_of("data.columns")
 @flag_of("data.split")
 @flag_of("data.packing")
 @flag_of("data.bad_rows")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+@AS_JSON
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
     """Show the first documents of PATH as the model reads them, with what is learned marked, and count all of them.
 

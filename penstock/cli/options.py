@@ -73,6 +73,7 @@ def above_0(most: float) -> Parsed:
     return Parsed("number", parse)
 
 
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
 
 

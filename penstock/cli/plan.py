@@ -20,7 +20,7 @@ from runtime.files import read_whole
 from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
-from .options import BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
+from .options import AS_JSON, BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import beyond_positions, check_output
 
 MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
@@ -72,7 +72,7 @@ class _Plan(Command):
 )
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
+@AS_JSON
 @click.option("-v", "--verbose", is_flag=True, help="Print all of it: what it rests on, time and memory in parts, other systems.")
 def plan(
     model: str,

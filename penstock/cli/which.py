@@ -29,7 +29,7 @@ from runtime.plan.packed import Base
 from runtime.plan.policy import trained
 from runtime.units import GB, parse_bytes, show_bytes, show_count
 
-from .options import BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
+from .options import AS_JSON, BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
 
 if TYPE_CHECKING:
@@ -37,11 +37,9 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
-MOST_SIZES = 32  # of host memory, in one question
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights.")
 
 
@@ -84,8 +82,6 @@ def fits(
     if wrong := [name for name in asked if name not in known]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(known)}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
-    if len(sizes) > MOST_SIZES:
-        raise click.UsageError(f"--host-memory names {len(sizes)} sizes; ask for at most {MOST_SIZES}")
     for (name, of), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
             click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
