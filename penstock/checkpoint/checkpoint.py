@@ -172,7 +172,7 @@ class CheckpointWriter:
     def write_weights(
         self, file: str, config: Mapping[str, Any], outlines: Mapping[str, Tensor], weight_of: Callable[[str], Tensor]
     ) -> None:
-        """Weights of a module, all of one dtype, under their published names; one is held at a time."""
+        """Weights of a module, of one dtype, under published names; held is one at a time, with a copy cut into experts."""
         published = dict(pair for name, outline in outlines.items() for pair in publish(config, name, outline))
         each = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
         self.write_tensors(file, published, chain.from_iterable(each))

@@ -189,7 +189,7 @@ class Saver:
     # -- the content -----------------------------------------------------------------------------------------------
 
     def _write_block(self, files: CheckpointWriter, block: int, copy: Copy | None) -> None:
-        """A block's weights, and the optimizer's tensors of those that are trained; one tensor at a time is in memory."""
+        """A block's weights, and the optimizer's tensors of those that are trained; one weight at a time is in memory."""
         state, semantics, blocks = self._state, self._plan.semantics, self._plan.workload.blocks
         trained = state.owned[block]
         if semantics.train.lora is not None:
