@@ -47,6 +47,12 @@ class Plan(Setup):
         """How many times a step performs op number i."""
         return self.repeat.times if self.repeat is not None and i in self.repeat else 1
 
+    def number(self, i: int, repetition: int) -> int:
+        """Where op number i stands in this repetition, were all of them written out."""
+        if self.repeat is None or i < self.repeat.start:
+            return i
+        return i + (repetition if i in self.repeat else self.repeat.times - 1) * self.repeat.n_ops
+
     @property
     def n_performed(self) -> int:
         """Ops that a step performs: those that repeat, as often as they do."""
