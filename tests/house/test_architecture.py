@@ -88,7 +88,6 @@ HOME = {
             "penstock/data/chat.py",
             "penstock/data/tokenizer.py",
             "penstock/data/documents.py",
-            "penstock/training/schedules.py",
         ),
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},
