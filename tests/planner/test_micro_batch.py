@@ -150,18 +150,11 @@ def test_candidates_are_few_and_cut_a_batch_into_equal_parts(batch: int) -> None
 def test_more_memory_never_makes_a_step_slower_than_its_gap() -> None:
     model, seq_len, batch = SMALL, 2048, 24
     fastest_s = float("inf")
-    for device_bytes in (size_gb * GB for size_gb in (2, 3, 4, 6, 9, 14, 24)):
+    for device_bytes in (size_gb * GB for size_gb in (2, 3, 6, 24)):
         profile = on("h200-pcie5", device_bytes)
         answer = fastest(model, profile, start(model, profile, seq_len, batch))
         assert answer.step_s <= fastest_s * (1 + max(answer.certificate.gap_fraction, 1e-9)), device_bytes
         fastest_s = min(fastest_s, answer.step_s)
-
-
-@pytest.mark.soak
-def test_a_batch_of_a_prime_number_is_as_fast() -> None:
-    model, profile = read_model("qwen2.5-0.5b"), on("rtx4090-desktop", 12 * GB)
-    round_s, prime_s = (fastest(model, profile, start(model, profile, 1024, batch)).step_s / batch for batch in (32, 37))
-    assert prime_s < 1.03 * round_s
 
 
 @pytest.mark.parametrize("micro_batch", [None, 1])

@@ -43,34 +43,6 @@ def ledger():
     return validate_ops(str(SHIPPED))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"machine": "h100"}, "machine 'h100' is not known"),
-        ({"unit": "B/s"}, "unit 'B/s' is not known; write s"),
-        ({"shape": "m=1;k=2;width=3"}, "shape key 'width' is not known"),
-        ({"value": "nan"}, "value is 'nan'"),
-        ({"low": "0.3"}, "low 0.3 is above high 0.00021"),
-        ({"kind": "layer_forward", "shape": "model=../secret;batch=1;seq=1"}, "model '../secret' is a path"),
-    ],
-)
-def test_a_wrong_row_is_refused_in_one_line_with_its_number(tmp_path, change, said):
-    path = file_of(tmp_path, COPY, PRODUCT | change)
-    found = CliRunner().invoke(validate, [path])
-    assert found.exit_code == 2
-    assert f"ops.csv: row 2 (line 3): {said}" in found.output
-    assert found.output.count("\n") == 1
-
-
-def test_a_file_that_is_no_table_of_measurements_is_refused(tmp_path):
-    path = tmp_path / "ops.csv"
-    for text, said in (("", "no column 'machine'"), (",".join(COLUMNS) + "\na,b", "row 1 (line 2)")):
-        path.write_text(text)
-        found = CliRunner().invoke(validate, [str(path)])
-        assert (found.exit_code, found.output.count("\n")) == (2, 1)
-        assert said in found.output
-
-
 def test_a_hash_of_machine_kind_and_shape_draws_the_test_rows(tmp_path):
     """Tokens decide nothing, so a width is of the test or not with all of them; about one in four is."""
     shapes = [(m, k) for k in range(64, 8192, 64) for m in (64, 4096)]

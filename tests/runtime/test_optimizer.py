@@ -1,7 +1,6 @@
 """The host's AdamW, norms and sums in chunks, by several threads: the bits of the plainest code."""
 
 import threading
-import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -132,21 +131,6 @@ def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
         found.append(state)
     assert same_bits(wide_master(found[0]), wide_master(found[1]))
     assert all(map(same_bits, found[0].moments, found[1].moments))
-
-
-@pytest.mark.parametrize("words", ["deprecated", "not supported in Python 3.14+ and may break"])
-def test_torchs_warning_of_torchscript_is_not_passed_on_and_no_other_is_kept_back(monkeypatch, words):
-    script = torch.jit.script
-
-    def warns(function):
-        warnings.warn(f"`torch.jit.script` is {words}. Please switch to `torch.compile`.", FutureWarning, stacklevel=2)
-        warnings.warn("something else", FutureWarning, stacklevel=2)
-        return script(function)
-
-    monkeypatch.setattr(torch.jit, "script", warns)
-    with pytest.warns(FutureWarning) as found:
-        chunks.scripted(chunks.add_chunks)
-    assert [str(warning.message) for warning in found] == ["something else"]
 
 
 @settings(max_examples=200)

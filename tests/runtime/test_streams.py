@@ -45,16 +45,6 @@ def test_spans_are_when_streams_ran_an_op_not_when_it_was_issued():
                 assert span.start_s >= before.end_s - 1e-6
 
 
-def test_a_long_run_keeps_the_spans_of_its_last_steps(monkeypatch):
-    monkeypatch.setattr("runtime.executor.MOST_SPANS", 300)
-    machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy(), haste=0.9)
-    timeline = execute(machine.plan, machine, 9)
-    n_kept = 300 // len(machine.plan.ops)
-    assert 2 <= n_kept < 9
-    assert sorted({span.step for span in timeline.spans}) == list(range(9 - n_kept, 9))
-    assert all(0.0 <= span.start_s <= span.end_s for span in timeline.spans)
-
-
 class Stub:
     """Stands in for torch.cuda: does everything at once, on the CPU, and remembers what it was asked."""
 

@@ -95,47 +95,6 @@ def test_a_half_updated_machine_is_put_right_by_a_checkpoint(tmp_path):
     assert same_state(train(resumed(session), 5), train(session_of(tmp_path / "whole"), 5))
 
 
-class AsksAt(CpuMachine):
-    """The run is asked to end while an op of some step is performed."""
-
-    stop, at = None, (0, Kind.LOAD)
-
-    def perform(self, index, op, step):
-        super().perform(index, op, step)
-        if (step, op.kind) == self.at:
-            self.stop.request()
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """The state after six steps."""
-    return state_of(train(session_of(tmp_path_factory.mktemp("unbroken")), 6).store)
-
-
-@pytest.mark.parametrize(
-    ("update", "at", "every", "background"),
-    [
-        (Update.BARRIER, (2, Kind.LOAD), None, True),
-        (Update.DEFERRED, (2, Kind.LOSS), 1, True),
-        (Update.DEFERRED, (2, Kind.UPDATE), 2, False),
-        (Update.BARRIER, (1, Kind.OFFLOAD_GRADIENT), 1, False),
-    ],
-)
-def test_a_run_asked_to_end_saves_its_step_and_resumes_exactly(tmp_path, unbroken, update, at, every, background):
-    class Asked(AsksAt):
-        pass
-
-    policy = Policy(update=update, accumulation_group=4, save=saves(all=(1,)))
-    first = session_of(tmp_path, policy, Asked, every=every, background=background)
-    Asked.stop, Asked.at = first.stop, at
-    train(first, 6)
-    done = len(lines(tmp_path))
-    assert done in (at[0] + 1, at[0] + 2), "the step in progress, or that which some lane had begun already"
-    second = resumed(session_of(tmp_path, Policy(accumulation_group=4), every=every), load_state(tmp_path / f"checkpoint-{done}"))
-    assert same_state(train(second, 6), unbroken)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
-
-
 def test_each_step_logs_busy_lanes_and_its_prediction(tmp_path):
     told = []
     session = replace(session_of(tmp_path), n_steps=3, device="cuda")  # of the kind that the plan is for
