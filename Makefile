@@ -8,7 +8,7 @@ PY_OLDEST := .venv-oldest/bin/python
 # Modules are compiled once, not by each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak test-oldest lint types unit format tour clean
+.PHONY: demo test soak all test-oldest lint types unit format tour clean
 
 demo: .venv/stamp
 	$(PY) demo/demo.py
@@ -29,6 +29,10 @@ unit: .venv/stamp
 # What takes long: whole searches, kills by the dozen, and all examples and combinations of which `make test` takes a part.
 soak: .venv/stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m soak
+
+# Both lanes in one run: what their tests share is made once, no test draws a share of its examples first, and no core waits between.
+all: lint types
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
 # The same tests, the long ones too, with the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Not part of `test`:
 # the usual torch for Linux carries the CUDA libraries, gigabytes to fetch; point pip at an index of CPU builds to avoid it.

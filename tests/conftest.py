@@ -23,7 +23,7 @@ LANES = pytest.StashKey[dict[pytest.Item, bool]]()  # of every item collected, w
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the long lane's cases, and draw fewer examples in the fast one."""
+    """Mark the long lane's cases, draw fewer examples in the fast one, and begin with what takes longest, so that no core waits."""
     left = long_lane(items)
     config.stash[LANES] = {item: item in left for item in items}
     for item in items:
@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 draw_a_share(item)
             else:
                 item.add_marker(pytest.mark.soak)
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def draw_a_share(item: Any) -> None:

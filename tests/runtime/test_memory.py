@@ -51,6 +51,7 @@ def test_writing_a_view_keeps_what_autograd_saved_of_another():
     assert torch.autograd.grad(y, x)[0].tolist() == [10.0] * 4, "the slot's content now, as the plan says, and no error"
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_memory_does_not_grow_with_the_steps():
     """Autograd's graphs are out of Python's sight: had 20 steps left theirs, the process would hold 20 times `kept_bytes` more."""

@@ -36,6 +36,7 @@ def test_two_processes_train_to_the_bits_of_one(by_memory, tmp_path):
     assert trained_by(2, SMOKE, tmp_path / "found.json", by_memory=by_memory) == {case: trained_alone(case) for case in SMOKE}
 
 
+@pytest.mark.long
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("ranks", "hosts", "by_memory", "groups", "batch"),
