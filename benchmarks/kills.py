@@ -33,7 +33,6 @@ from runtime.errors import CheckpointError
 
 from .killing import EVALUATE_EVERY, LOOK_S, PHASES, Aim, Pace, Process, lines, phases
 
-PENSTOCK = Path(sys.executable).with_name("penstock")
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -246,7 +245,8 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
         (home / f"{way}.yaml").write_text(json.dumps(settings))  # JSON is YAML
 
     def command(plan: Path, out: Path, way: str) -> list[str]:
-        return [str(w) for w in (PENSTOCK, "run", plan, "--config", home / f"{way}.yaml", "--out", out, "--resume")]
+        words = (sys.executable, "-m", "penstock", "run", plan, "--config", home / f"{way}.yaml", "--out", out, "--resume")
+        return [str(word) for word in words]
 
     return command, plans
 

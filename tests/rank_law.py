@@ -1,13 +1,12 @@
 """One of several processes that train a case, and the digest of the bits that all come to.
 
-Started once per rank, with what `torchrun` sets: `python -m tests.rank_law OUT TYPE:POLICY:GROUPS:BATCH ...`. Rank 0 writes the
+Started once per rank, with what `torchrun` sets, and the words OUT TYPE:POLICY:GROUPS:BATCH ... Rank 0 writes the
 digests; `trained_alone` gives that of one process.
 """
 
 import hashlib
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -21,6 +20,7 @@ from planner.check.check import check
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
 from tests import training
+from tests.forks import Forked
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import Hostile, plan_of, semantics_of
 
@@ -78,10 +78,10 @@ def trained_by(ranks: int, cases: list[str], out: Path, hosts: int = 1, by_memor
     """The digest of each case by `ranks` processes that take themselves to be on `hosts` hosts. `by_memory`: as `Ranks` has it."""
     store, there = meeting_place(ranks)
     common = os.environ | there | {"OMP_NUM_THREADS": "1", BY_MEMORY: "yes" if by_memory else ""}
-    command = [sys.executable, "-m", "tests.rank_law", str(out), *cases]
+    command = [sys.executable, "-c", "from tests.rank_law import main; main()", str(out), *cases]
     here = ranks // hosts
     places = [{"RANK": str(r), "LOCAL_RANK": str(r % here), "LOCAL_WORLD_SIZE": str(here)} for r in range(ranks)]
-    started = [subprocess.Popen(command, cwd=ROOT, env=common | place) for place in places]
+    started = [Forked(command, cwd=ROOT, env=common | place) for place in places]
     try:
         assert [process.wait(timeout=300) for process in started] == [0] * ranks
     finally:
@@ -116,7 +116,3 @@ def main() -> None:
             out.write_text(json.dumps(found))
     left = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]
     assert not left, f"threads that outlive the meeting: {left}"  # as Python ends, one of them could end the process instead
-
-
-if __name__ == "__main__":
-    main()

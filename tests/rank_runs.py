@@ -9,6 +9,7 @@ from pathlib import Path
 from penstock.checkpoint.checkpoint import latest
 from runtime.machines.processes import meeting_place
 
+from .forks import Forked
 from .rank_law import ROOT
 from .running import SCRATCH, penstock, plan_in
 
@@ -27,16 +28,16 @@ def words(home, plan, *extra, out="out", steps=4):
     return [str(word) for word in run]
 
 
-def done(arguments, command=COMMAND):
-    return subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False
-    )
+def done(arguments):
+    """As a user starts it, nothing forked."""
+    command = [*COMMAND, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False)
 
 
 def begun(arguments):
     """All ranks, while they are at work."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, **pipes)
+    return Forked([*COMMAND, *arguments], cwd=ROOT, env=os.environ | QUIET, **pipes)
 
 
 def said_by(running):
@@ -52,14 +53,16 @@ def after(*lines):
     return [sys.executable, "-c", "\n".join([*lines, "from penstock.cli.main import main", "main()"])]
 
 
-def by_hand(arguments_of_ranks, folders=None, commands=None, timeout_s=90, **environment):
-    """Start ranks one by one, with arguments, folders and commands of their own: what each prints, and its exit code."""
-    store, there = meeting_place(len(arguments_of_ranks))
+def by_hand(arguments_of_ranks, folders=None, commands=None, **environment):
+    """Start ranks one by one, with arguments, folders and commands of their own: what each prints, and its exit code. What is added
+    to the environment is the same for all, or one for each."""
+    store, there = meeting_place(n := len(arguments_of_ranks))
+    own = [{name: of[rank] if isinstance(of, list) else of for name, of in environment.items()} for rank in range(n)]
     ranks = [
-        subprocess.Popen(
+        Forked(
             [*(commands[rank] if commands else COMMAND), *arguments],
             cwd=folders[rank] if folders else ROOT,
-            env=os.environ | QUIET | environment | there | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | QUIET | there | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | own[rank],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,7 +70,7 @@ def by_hand(arguments_of_ranks, folders=None, commands=None, timeout_s=90, **env
         for rank, arguments in enumerate(arguments_of_ranks)
     ]
     try:
-        return [(process.communicate(timeout=timeout_s), process.returncode) for process in ranks]
+        return [(process.communicate(timeout=90), process.returncode) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -75,9 +78,8 @@ def by_hand(arguments_of_ranks, folders=None, commands=None, timeout_s=90, **env
 
 
 def pid_of(running, rank):
-    """Of those that a run has started."""
-    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    """Of those that a run has started, one after the other."""
+    return int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[rank])
 
 
 def step_of(out):

@@ -11,35 +11,38 @@ from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.harness import ARCHIVE, DONE, FAILED, INTERRUPTED, SKIPPED, STREAM, Harness, Results
 from benchmarks.gpu.packages import missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
 from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Asked, Stage
 from runtime.plan.workload import Saved
+from tests.forks import Forked
 from tests.tour import ROOT
 
+TINY = ["--device", "cpu", "--tiny"]
 NAMES = [stage.name for stage in STAGES]
 
 
-def called(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--home", str(home), *words]
-    return subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-
-
+@pytest.mark.long
 @pytest.mark.soak
-def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path):
+def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monkeypatch):
+    """Stages are forked, and started anew when they are tried again."""
     results = tmp_path / "results"
-    done = called(tmp_path, "--fail", "host")
+    with monkeypatch.context() as forks:
+        forks.setattr("benchmarks.gpu.harness.subprocess", SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired))
+        code = main([*TINY, "--home", str(tmp_path), "--fail", "host"])
     stream = Results(results)
     expected = dict.fromkeys([*NAMES, PAGE.name], DONE) | {"host": FAILED, "megatrain": SKIPPED}
     if missing(["deepspeed"]):
         expected["zero3"] = SKIPPED
-    assert stream.outcomes() == expected, done.stderr
-    assert done.returncode == 1
+    assert stream.outcomes() == expected
+    assert code == 1
     said = {row["stage"]: row["said"] for row in stream.rows() if row["what"] == "ended"}
     assert "made to fail on purpose" in said["host"]
     measured = {row["stage"]: row for row in stream.rows() if row["what"] == "measured"}
@@ -58,7 +61,8 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path):
     assert "| host | failed |" in (results / "page.md").read_text()
 
     n_rows = len(stream.rows())
-    again = called(tmp_path)
+    command = [sys.executable, "-m", "benchmarks.gpu", *TINY, "--home", tmp_path]
+    again = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     begun = [row["stage"] for row in stream.rows()[n_rows:] if row["what"] == "began"]
     assert begun == [name for name in [*NAMES, PAGE.name] if expected[name] != DONE or name == PAGE.name]
     assert (again.returncode, stream.outcomes()["host"]) == (0, DONE), again.stderr

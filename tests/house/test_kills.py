@@ -3,6 +3,8 @@
 import shutil
 import sys
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from benchmarks.kills import (
     told,
     undisturbed,
 )
+from tests.forks import Forked
 
 N_STEPS = 14
 # A run of whole numbers: each step adds to a sum by what it was and which step it is. By the name of its plan it does something
@@ -89,9 +92,11 @@ def numbers(tmp_path):
     return of
 
 
+@pytest.mark.long
 @pytest.mark.soak
-def test_training_killed_three_times_goes_on_to_the_same_bits(tmp_path):
-    """Real processes, as in the benchmark of a hundred."""
+def test_training_killed_three_times_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    """As in the benchmark of a hundred; processes are forked."""
+    monkeypatch.setattr("benchmarks.killing.subprocess", SimpleNamespace(Popen=Forked, PIPE=PIPE, DEVNULL=DEVNULL))
     command, plans = prepared(tmp_path, 6, POLICIES[1:3])
     stories = perform(Trial(tmp_path, command, plans, undisturbed(tmp_path, command, plans[0], 6)), 3, seed=1, n_jobs=2)
     kills = [kill for story in stories for kill in story.kills]

@@ -11,14 +11,9 @@ import pytest
 
 from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line
+from tests.forks import Forked
 from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, judged
 from tests.running import penstock, succeeded
-
-
-def process(*args, **options):
-    """The command as a process of its own, ended if it waits for ever."""
-    command = [sys.executable, "-m", "penstock", *map(str, args)]
-    return subprocess.run(command, timeout=ENDED_S, check=False, **({"capture_output": True, "text": True} | options))
 
 
 def refused(done, code=2):
@@ -146,24 +141,30 @@ def test_a_full_disk_leaves_nothing_half_written(house):
     limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
     limit += "; resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))"
     code = f"{limit}; from penstock.cli.main import cli; cli({[*PLAN, 'megatrain', '-o', 'x.json']!r})"
-    done = subprocess.run([sys.executable, "-c", code], timeout=ENDED_S, check=False, capture_output=True, text=True)
-    assert "cannot be written" in refused(done)
+    done = Forked([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, errors = done.communicate(timeout=ENDED_S)
+    assert "cannot be written" in refused(subprocess.CompletedProcess([], done.returncode, out, errors))
     assert sorted(house.iterdir()) == before
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs a device that is always full")
 def test_a_full_standard_output_is_one_line(house):
     with open("/dev/full", "w") as full:
-        done = process(*PLAN, "megatrain", "--json", capture_output=False, stdout=full, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: ")
+        done = Forked([sys.executable, "-m", "penstock", *PLAN, "megatrain", "--json"], stdout=full, stderr=subprocess.PIPE)
+    _, errors = done.communicate(timeout=ENDED_S)
+    assert (done.returncode, errors.count("\n")) == (2, 1)
+    assert errors.startswith("error: ")
 
 
 def test_odd_names_stay_on_one_line(house):
-    assert "a\\nb" in refused(process("check", house / "a\nb"))
+    assert "a\\nb" in refused(penstock("check", house / "a\nb"))
     assert on_one_line("\x1b[31m\udcff") == "\\x1b[31m\\udcff"
     out = os.fsdecode(os.fsencode(house) + b"/\xff.json")
-    done = process(*PLAN, "megatrain", "-o", out, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    command, environment = (
+        [sys.executable, "-m", "penstock", *PLAN, "megatrain", "-o", out],
+        os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    done = subprocess.run(command, env=environment, timeout=ENDED_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "it fits" in done.stdout
     assert done.stderr.count("\n") == 1

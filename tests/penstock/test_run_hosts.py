@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.rank_law import ROOT
-from tests.rank_runs import BATCH, QUIET, done, is_that_of_one, planned, words
+from tests.rank_runs import BATCH, QUIET, by_hand, done, is_that_of_one, planned, words
 from tests.running import penstock, plan_in, succeeded
 
 HOSTS = ["--gpus", 2, "--hosts", 2, "--network-gbit", 100]
@@ -20,38 +20,23 @@ def free_port():
         return free.getsockname()[1]
 
 
-def started(arguments, ranks_of_hosts):
-    """torchrun on each host; here all of them are this one."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks_of_hosts))]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [
-        subprocess.Popen(
-            [*torchrun, "--node-rank", str(host), "--nproc-per-node", str(n), "-m", "penstock", *arguments],
-            cwd=ROOT,
-            env=os.environ | QUIET,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for host, n in enumerate(ranks_of_hosts)
-    ]
-
-
-def ended(processes):
-    """Exit code and stderr of each."""
-    try:
-        said = [process.communicate(timeout=120)[1] for process in processes]
-        return [process.returncode for process in processes], said
-    finally:
-        for process in processes:
-            process.kill()
-
-
 @pytest.mark.soak
 def test_two_hosts_leave_the_files_of_one_process(home):
-    plan = plan_in(home, "--policy", "megatrain", *BATCH, *HOSTS, name="hosts.json")
-    codes, said = ended(started(words(home, plan), (2, 2)))
-    assert codes == [0, 0], said
+    """Of a rank each, started by torchrun."""
+    arguments = words(home, plan_in(home, "--policy", "megatrain", *BATCH, "--gpus", 1, *HOSTS[2:], name="hosts.json"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hosts = [
+        subprocess.Popen([*torchrun, "--node-rank", host, "-m", "penstock", *arguments], cwd=ROOT, env=os.environ | QUIET, **pipes)
+        for host in "01"
+    ]
+    try:
+        said = [process.communicate(timeout=120)[1] for process in hosts]
+    finally:
+        for process in hosts:
+            process.kill()
+    assert [process.returncode for process in hosts] == [0, 0], said
     assert "step 4/4" in said[0]
     assert "step" not in said[1], "the first rank speaks"
     assert is_that_of_one(home, 4)
@@ -59,9 +44,10 @@ def test_two_hosts_leave_the_files_of_one_process(home):
 
 @pytest.mark.soak
 def test_hosts_with_different_numbers_of_ranks_are_refused(home):
-    codes, said = ended(started(words(home, planned(home, 4)), (1, 3)))
-    assert all(codes)
-    assert "hosts have different numbers of ranks" in said[0]
+    """One on the first, three on the second."""
+    found = by_hand([words(home, planned(home, 4))] * 4, LOCAL_RANK=[*"0012"], LOCAL_WORLD_SIZE=[*"1333"])
+    assert all(code for _, code in found)
+    assert "hosts have different numbers of ranks" in found[0][0][1]
     assert not (home / "out").exists()
 
 

@@ -58,12 +58,8 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
 
 
 @pytest.mark.soak
-def test_torchrun_starts_a_run_and_a_signal_ends_its_step(home):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
-    found = done(words(home, planned(home, 2)), torchrun)
-    assert found.returncode == 0, found.stderr
-    assert is_that_of_one(home, 4)
-    running = begun(words(home, home / "2.json", "--save-every", 2, "--keep", 1, out="long", steps=10**6))
+def test_a_signal_ends_the_step_of_all_ranks(home):
+    running = begun(words(home, planned(home, 2), "--save-every", 2, "--keep", 1, out="long", steps=10**6))
     wait_for(lambda: step_of(home / "long"), running)
     running.send_signal(signal.SIGTERM)
     said = said_by(running)

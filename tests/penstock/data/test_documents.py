@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,6 +16,7 @@ from penstock.settings import DataSettings
 from runtime.errors import DataError
 from tests.bytes_of_files import END, only, read, refused, tokens_of, write_lines
 from tests.chats import LLAMA3, write_talker
+from tests.forks import Forked
 from tests.tour import ROOT
 
 
@@ -97,8 +97,7 @@ def test_a_run_that_is_killed_leaves_nothing_that_is_believed(lines):
         "documents.Reader._read = killed\n"
         "read(Path(sys.argv[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, lines], cwd=ROOT, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert Forked([sys.executable, "-c", code, lines], cwd=ROOT).wait(60) == -signal.SIGKILL
     assert tokens_of(read(lines)) == [[*f"text {i}".encode(), END] for i in range(30)]
 
 

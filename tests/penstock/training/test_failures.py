@@ -7,6 +7,7 @@ import sys
 import threading
 from functools import lru_cache
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -21,6 +22,7 @@ from runtime.host.updates import NonFiniteError
 from runtime.plan import Kind, Plan, Policy, Update, saves
 from runtime.plan.workload import Model
 from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, penstock, whole_checkpoints
+from tests.forks import Forked
 from tests.sessions import lines, resumed, same_state, session_of, train
 from tests.strategies import policies
 from tests.tiny import tiny_config
@@ -204,10 +206,11 @@ def befallen(home: Path, folder: Path, what: str, n_trials: int, seed: int, *bef
     """Run an accident of `accidents` in a process of its own, in a copy of the home."""
     shutil.copytree(home, folder, dirs_exist_ok=True)
     command = [*before, sys.executable, "-m", "tests.accidents", what, str(folder), str(seed), str(n_trials)]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=ENDED_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
-    return done.stdout
+    process = (subprocess.Popen if before else Forked)(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True)
+    out, errors = process.communicate(timeout=ENDED_S)
+    assert process.returncode == 0, out + errors
+    print(out)
+    return out
 
 
 @pytest.mark.soak_cases("3-5")
