@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from .tiny import ALIKE
+
 SHARE = 7  # a prime, so that no value of a product of parameters is the one that is always taken
 FEWEST = 2
-# Model types whose layers take the same paths count as one value.
-ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}
 
 
 def long_lane(items: Sequence[pytest.Item]) -> set[pytest.Item]:

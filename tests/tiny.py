@@ -4,6 +4,7 @@ Configurations as `config.json` holds them: few layers, narrow, but with every s
 key-value heads, biases, alternating windows, experts), so that what holds for them holds for the large ones.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -91,6 +92,12 @@ MODEL_TYPES: tuple[str, ...] = tuple(t for t in _OWN if find_spec(f"transformers
 STRUCTURES: tuple[str, ...] = tuple(t for t in MODEL_TYPES if t not in ("gemma", "smollm3", "internlm3"))
 EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss")  # transformers refuses scaled-dot-product attention for these
 EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
+ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers of these take the same paths
+
+
+def families(types: Sequence[str]) -> list[tuple[str, ...]]:
+    """Types whose layers take the same paths are one family, of which a law may draw."""
+    return [tuple(of for of in types if ALIKE.get(of, of) == first) for first in types if first not in ALIKE]
 
 
 def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_machine_is_compared_with_all_its_gpus_unless_a_number_is_given() -> N
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
-    for more, n, name in ((["--gpus", "1"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
+    for more, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
         assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"

@@ -92,8 +92,9 @@ def semantics(draw):
     )
 
 
+@pytest.mark.drawn
 @given(st.integers(0, 10**6))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_bounds_count_no_more_ops_than_the_plan_has(number):
     """What they count exceeds the plan by nothing; turns may spare fewer loads than the bound grants."""
     of = cell(number)
@@ -188,7 +189,7 @@ def test_the_machine_bound_names_what_is_slow():
 
 @pytest.mark.soak
 def test_the_answer_is_never_worse_than_a_static_candidate():
-    for name, clip in (("h200-pcie5", 1.0), ("rtx4090-server", None), ("gh200", 1.0)):
+    for name, clip in (("rtx4090-server", None), ("gh200", 1.0)):
         model, profile = read_model("qwen2.5-7b"), read_profile(name)
         answer = search(model, sizes_of(model, Semantics(1024, 8, 1, clip_norm=clip), profile), profile)
         s, workload = answer.plan.semantics, answer.plan.workload

@@ -93,7 +93,11 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     assert torch.isfinite(state.master.whole()).all(), "the stand-in really trained"
 
 
-@pytest.mark.parametrize("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
+SHIPPED = {name: t for name in shipped_models() if (t := read_model(name).config["model_type"]) in MODEL_TYPES}
+ONE_OF_EACH = {t: name for name, t in SHIPPED.items()}.values()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     model = read_model(name)
     semantics = stand_in_semantics(Semantics(4096, 8, 4, attention=supported_attention(model)[0]))
@@ -103,4 +107,5 @@ def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     assert [b.kind for b in workload.blocks] == [b.kind for b in whole.blocks]
     assert workload.tied == whole.tied
     assert workload.n_params < 2 * 10**6
-    Templates(small.config, workload, semantics)  # transformers builds it with these parameters
+    if name in ONE_OF_EACH:
+        Templates(small.config, workload, semantics)  # transformers builds it with these parameters
