@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from penstock.training.leading import WholeState, obey
-from planner.check import operands
+from planner.check import contract
 from planner.check.check import check
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
@@ -100,7 +100,7 @@ def every_case(groups: int, batch: int, half: int) -> list[str]:
 def main() -> None:
     out, cases = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
-    setup.EXCHANGED_BYTES = operands.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
+    setup.EXCHANGED_BYTES = contract.EXCHANGED_BYTES = 2**14  # so that even these models' sums go in several turns
     found = {}
     here, place = (int(os.environ.get(name, os.environ[of_all])) for name, of_all in HERE)
     with met("cpu", here, place, bool(os.environ[BY_MEMORY])) as ranks:
