@@ -9,7 +9,6 @@ import torch
 
 from penstock.data.sampling import order_of
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,6 @@ class RowOfTokens:
         return whole + (rest > 1)
 
     @property
-    def n_steps(self) -> int:
-        return -(-self.n_sequences // self.batch_size)
-
-    @property
     def fingerprint(self) -> str:
         return hashlib.sha256(self.ids.tobytes() + f"{self.seq_len} {self.batch_size} {self.shuffle_seed}".encode()).hexdigest()
 
@@ -39,9 +34,8 @@ class RowOfTokens:
         epoch, sequence = divmod(step * self.batch_size, self.n_sequences)
         return {"epoch": epoch, "sequence": sequence}
 
-    def resume(self, step: int, position: dict[str, Any]) -> None:
-        if position != self.position(step):
-            raise CheckpointError(f"its data position {position} is not that of step {step}")
+    def resume(self, step: int, position: dict[str, Any]) -> bool:
+        return position == self.position(step)
 
     def batch(self, step: int) -> Batch:
         ids_BT = np.full((self.batch_size, self.seq_len), self.pad_id, dtype=np.int64)
@@ -54,9 +48,3 @@ class RowOfTokens:
             ids_BT[b, : len(ids_T)] = ids_T
             targets_BT[b, : len(ids_T) - 1] = ids_T[1:]
         return Batch(torch.from_numpy(ids_BT), torch.from_numpy(targets_BT))
-
-    def words(self) -> dict[str, str]:
-        return {"sequences": f"{self.n_sequences:,} of {self.seq_len:,} tokens"}
-
-    def close(self) -> None:
-        """Nothing is held open."""

@@ -4,11 +4,12 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.checkpoint.conversion import Conversion
 from tests.every_type import every_type, tiny, verdict
+from tests.real_layers import hf_model
 from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
 
 TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2"]
@@ -17,9 +18,8 @@ SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
 def published(home, model_type):
     """A folder of the type as transformers saves it: experts one by one, and what is no weight in its own precision."""
-    config = {key: value for key, value in tiny(model_type).items() if key != "model_type"}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.bfloat16)
+    model = hf_model(tiny(model_type), dtype=torch.bfloat16)
     for name, buffer in model.named_buffers():
         if "correction" in name:
             buffer.data = torch.randn(buffer.shape) * 0.1
@@ -29,7 +29,7 @@ def published(home, model_type):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_model_of_any_type_is_trained_resumed_and_loaded_by_transformers(tmp_path, model_type):
+def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_type):
     home = make_home(tmp_path)
     before = published(home, model_type)
     plan = home / "plan.json"
@@ -52,7 +52,7 @@ def test_a_model_of_any_type_is_trained_resumed_and_loaded_by_transformers(tmp_p
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon"])
-def test_a_type_that_is_accepted_has_the_loss_and_gradients_of_transformers(model_type):
+def test_accepted_types_have_transformers_loss_and_gradients(model_type):
     assert model_type in every_type()
     assert verdict(model_type) == "accepted"
 
@@ -62,10 +62,9 @@ def test_a_type_that_is_accepted_has_the_loss_and_gradients_of_transformers(mode
 def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
     """And are read back: no type is written whose files hold several weights of a module in one tensor."""
     config = tiny(model_type)
-    fields = {key: value for key, value in config.items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    model = hf_model(config)
     weights, conversion = dict(model.named_parameters()), Conversion(config)
-    ours = {name: tensor for own, weight in weights.items() for name, tensor in conversion.published(own, weight).items()}
+    ours = {name: tensor for own, weight in weights.items() for name, tensor in conversion.published(own, weight)}
     theirs = revert_weight_conversion(model, dict(weights))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

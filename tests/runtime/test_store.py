@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hwprofiles.probe.cpu import resident_bytes
 from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.host import host_state, slabs
@@ -80,10 +81,6 @@ def test_every_page_of_the_arenas_is_there_before_the_first_step():
         assert not arenas.raw(slot).any(), "memory begins as zero"
         arenas.raw(slot).fill_(7)
     assert resident_bytes() - touched < MiB
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def test_holes_in_the_heap_are_given_back_when_compute_begins():
@@ -313,7 +310,7 @@ def growth(work):
 
 class Text:  # as much of the data as a checkpoint asks for
     fingerprint, position = "none", staticmethod(lambda step: {"step": step})
-    resume = staticmethod(lambda step, position: None)
+    resume = staticmethod(lambda step, position: True)
 
 
 config = tiny_config("llama", hidden_size=768, intermediate_size=1536, vocab_size=4000, num_hidden_layers=3)
