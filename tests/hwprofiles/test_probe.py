@@ -260,16 +260,6 @@ def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPa
     assert result.stderr.startswith("measuring device memory\nmeasuring copies\nmeasuring optimizer\n")
 
 
-def test_a_probe_written_to_a_file_is_named_after_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: tuple[Profile, Steps]
-) -> None:
-    monkeypatch.setattr("penstock.api.probe", lambda *_, name, **__: Profile.from_json(found[0].to_json() | {"name": name}))
-    result = CliRunner().invoke(probe, ["--device", "cpu", "-o", str(tmp_path / "desk.json")], catch_exceptions=False)
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert json.loads((tmp_path / "desk.json").read_text())["name"] == "desk"
-    assert [p.name for p in tmp_path.iterdir()] == ["desk.json"]
-
-
 def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "available_host_bytes", lambda: 10**8)
     with pytest.raises(ProfileError, match="100 MB of memory are free"):

@@ -253,19 +253,6 @@ def test_points_that_do_not_rise_are_refused(curve: str) -> None:
     assert f"{curve}: sort the points by rising" in refusal(fields)
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [(None, "no machine"), ("[1, 2]", "not a profile"), ('{"\\u001b[31mkey\\n": 1}', "unknown key"), ("[" * 100_000, "not JSON")],
-)
-def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, content: str | None, complaint: str) -> None:
-    path = tmp_path / "mine.json"
-    if content is not None:
-        path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(ProfileError, match=complaint) as caught:
-        read_profile(str(path))
-    assert str(caught.value).isprintable()
-
-
 def test_an_unknown_machine_is_answered_with_the_nearest(tmp_path: Path) -> None:
     for wrong, near in (("h200-pcie4", "did you mean h200-pcie5"), ("odd", "shipped are")):
         with pytest.raises(ProfileError, match=near):

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import penstock
-from hwprofiles.probe import cpu, measurements
-from hwprofiles.probe import probe as probing
-from hwprofiles.schema import read_profile
 from penstock.data.data import read_data
 from penstock.data.given import Given
 from penstock.settings import DataSettings
@@ -39,16 +35,6 @@ class Batches:
         ids = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(step))
         pair = ids[:, :-1].contiguous(), ids[:, 1:] + self.first_target
         return pair if step % 2 and self.documents is None else Batch(*pair, self.documents)
-
-
-class FromFiles:
-    """The batches that a run makes of files, handed over by a program."""
-
-    def __init__(self, home: Path) -> None:
-        self.data = read_data(DataSettings(str(home / "data")), None, 272, 32, 4, 0, home / "cache")
-
-    def batch(self, step: int) -> Batch:
-        return self.data.batch(step)
 
 
 def planned(home: Path) -> "penstock.api.Planned":
@@ -97,33 +83,15 @@ def test_a_plan_is_the_commands_in_words_and_in_its_file(home: Path) -> None:
         penstock.check(home / "b")
 
 
-def test_a_probe_measures_what_the_command_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard, mine = list[tuple[str, float]](), read_profile("cpu-2core")
-
-    def probed(device: object, effort: object, report: Callable[[str, float], None], name: str) -> penstock.Profile:
-        assert isinstance(device, cpu.CpuDevice)
-        assert (effort, name) == (measurements.CPU.quick(), "mine")
-        report("matrix products", 0.5)
-        return mine
-
-    monkeypatch.setattr(probing, "probed", probed)
-    assert penstock.probe("cpu", quick=True, name="mine", report=lambda *what: heard.append(what)) is mine
-    assert heard == [("matrix products", 0.5)]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"micro_batch": 8}, "a micro-batch of 8 is more than the batch of 4"),
-        ({"policy": "megatron"}, "no policy or file 'megatron'; did you mean megatrain?"),
-        ({"dtype": "bf16"}, "semantics: dtype: "),
-        ({"policy": penstock.Policy(prefetch_depth=-1)}, "policy: prefetch_depth: "),
-    ],
-)
-def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path, wrong: dict[str, object], said: str) -> None:
-    with pytest.raises(penstock.PenstockError, match=said) as refused:
-        penstock.plan(home / "model", "cpu-2core", **(SIZES | wrong))
-    assert "\n" not in str(refused.value)
+def test_a_request_that_cannot_be_is_refused_in_one_line(home: Path) -> None:
+    for name, wrong, said in (
+        ("micro_batch", 8, "a micro-batch of 8 is more than the batch of 4"),
+        ("dtype", "bf16", "semantics: dtype: "),
+        ("policy", penstock.Policy(prefetch_depth=-1), "policy: prefetch_depth: "),
+    ):
+        with pytest.raises(penstock.PenstockError, match=said) as refused:
+            penstock.plan(home / "model", "cpu-2core", **(SIZES | {name: wrong}))
+        assert "\n" not in str(refused.value)
 
 
 def test_training_leaves_the_bytes_of_the_command(home: Path) -> None:

@@ -67,20 +67,9 @@ def test_the_same_question_gives_the_same_file(tmp_path, answered):
     short, words = invoke(*SMALL, "-o", tmp_path / "b.json", "--tokens", "1B").stdout, invoke(*SMALL, "-v").stdout
     assert answered[1].read_bytes() == (tmp_path / "b.json").read_bytes()
     assert len(short.splitlines()) <= 12
-    for word in ("tokens/s", "P10 to P90", "(gap ", "it fits: device", "USD rented", "2 micro-batches of 2", "plan -v"):
-        assert word in short
-    for word in ("qwen2.5-0.5b", "tokens/s", "bound by", "P10 to P90", "no schedule at all with", "megatrain", "measured grid"):
-        assert word in " ".join(words.split())
+    assert all(word in short for word in ("tokens/s", "(gap ", "it fits: device", "USD rented", "plan -v"))
+    assert all(name in words for name in BASELINES)
     assert "\x1b" not in words + short
-
-
-def test_notes_name_what_a_model_lacks():
-    assert (
-        "in MXFP4; `run` reads them, and saves its own, in bf16"
-        in invoke(*GPT_OSS, "--master", "bf16", "--policy", "megatrain").stderr
-    )
-    hub = invoke("plan", "Qwen/Qwen3-8B", *SMALL[2:])
-    one_line(hub, 2, "hf download Qwen/Qwen3-8B --local-dir Qwen3-8B", "the shipped qwen3-8b, which has no weights")
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
@@ -119,14 +108,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, needle):
     one_line(invoke(*args), 2, needle)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"a"', "\x00\xff"])
-def test_a_file_that_is_not_a_plan_is_exit_code_2(tmp_path, text):
-    path = tmp_path / "p.json"
-    path.write_text(text, encoding="latin-1")
-    one_line(invoke("check", path), 2)
-    one_line(invoke("report", path, "-o", tmp_path / "t.json"), 2)
-
-
 def test_a_wrong_plan_or_claim_is_exit_code_1(tmp_path, answered):
     def without_wait(fields):
         at = next(i for i, op in enumerate(fields["ops"]) if op.startswith("forward") and "^" in op)
@@ -135,15 +116,6 @@ def test_a_wrong_plan_or_claim_is_exit_code_1(tmp_path, answered):
     one_line(invoke("check", changed(tmp_path / "a.json", answered[1], without_wait)), 1)
     faster = changed(tmp_path / "b.json", answered[1], lambda fields: fields["claim"]["prediction"].update(step_s=1e-3))
     one_line(invoke("check", faster), 1)
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("name", BASELINES)
-def test_another_systems_schedule_can_be_asked_for(tmp_path, name):
-    path = tmp_path / "p.json"
-    said = json.loads(invoke(*SMALL, "--policy", name, "--micro-batch", "1", "--json", "-o", path).stdout)
-    assert said["prediction"]["step_s"] == said["baselines"][name]["step_s"]
-    assert invoke("check", path).exit_code == 0
 
 
 def test_a_policy_can_come_from_a_file_or_from_another_plan(tmp_path):

@@ -29,7 +29,16 @@ def hub(folder):
     (folder / "README.md").write_text("about the data")
 
 
-def data_in(home):
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Shared: nothing but runs is written there."""
+    home = make_home(tmp_path_factory.mktemp("home"))
+    plan_in(home, *SIZES[2:4], "--seq-len", 64)
+    return home
+
+
+@pytest.fixture(scope="module")
+def given(home):
     """Every way of giving data: what to say after `run PLAN`."""
     (home / "pairs.jsonl").write_bytes(lines({"prompt": f"{q} ", "completion": a} for q, a in PAIRS))
     (home / "qa.json").write_text(json.dumps([{"question": q, "answer": a} for q, a in PAIRS], indent=1))
@@ -44,19 +53,6 @@ def data_in(home):
         "hub": ["--data", home / "hub", "--eval-data", home / "hub"],
         "mix": ["--data", f"{home}/qa.json:0.75", "--data", f"{home}/pairs.jsonl:0.25"],
     }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Shared: nothing but runs is written there."""
-    home = make_home(tmp_path_factory.mktemp("home"))
-    plan_in(home, *SIZES[2:4], "--seq-len", 64)
-    return home
-
-
-@pytest.fixture(scope="module")
-def given(home):
-    return data_in(home)
 
 
 @pytest.mark.parametrize("way", ["gz", "csv", "hub"])
@@ -129,7 +125,7 @@ def test_learned_tokens_are_marked_and_all_are_counted(home, given):
     assert in_json["counts"]["learned_tokens"] == int(rows[1][2]) + int(rows[2][2])
 
 
-def test_tokens_are_found_by_runs_elsewhere_and_no_run_needs_them(home, given, tmp_path, monkeypatch):
+def test_kept_tokens_serve_other_runs_and_no_run_needs_them(home, given, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
 
     def told(out, steps=1, *more):
@@ -163,17 +159,6 @@ def test_bad_rows_are_a_line_each_and_left_out_by_share(home, given):
     said = succeeded(penstock(*asked, "--bad-rows", "20%", "--eval-data", home / "dirty.jsonl")).stderr
     assert all(f"bad rows{of} 3 of 15, left out: " in said for of in (":", "")), "of the held-out data, too"
     assert "bad rows\t3" in succeeded(penstock("data", home / "dirty.jsonl", "--bad-rows", 0.2)).stdout
-
-
-def test_sequences_beyond_the_models_positions_are_said(home, given):
-    config = json.loads((home / "model" / "config.json").read_text())
-    (home / "short").mkdir()
-    (home / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
-    said = "sequences of 32 tokens, and the model knows 16 positions (max_position_embeddings); plan with a shorter --seq-len"
-    planned = succeeded(penstock("plan", home / "short", *SIZES, "-o", home / "short.json"))
-    assert f"note: {said}" in planned.stderr
-    ran = succeeded(penstock("run", home / "short.json", *given["csv"], *SCRATCH, "--steps", 1, "--out", home / "beyond"))
-    assert f"warning, length: {said}" in ran.stderr
 
 
 def test_a_program_may_mix_too(home, given, tmp_path):

@@ -90,10 +90,6 @@ def test_a_tokenizer_on_which_its_library_panics_is_refused(house):
     assert done.stderr.splitlines()[-1].startswith("error: model: its tokenizer.json cannot be used")
 
 
-def test_a_batch_beyond_all_measure_is_answered():
-    refused(answered("plan", "qwen2.5-0.5b", "--machine", "cpu-2core", "--batch-size", 1_000_000_000))
-
-
 # -- pipes, devices and links -------------------------------------------------------------------------------------------------
 
 

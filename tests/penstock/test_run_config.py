@@ -10,7 +10,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.run_config import MAX_CONFIG_BYTES, RunConfigError, read_run, run_text
+from penstock.run_config import RunConfigError, read_run, run_text
 from penstock.settings import (
     CheckpointSettings,
     DataPart,
@@ -152,15 +152,9 @@ def test_data_are_a_path_or_several_with_weights_or_without(tmp_path):
     ("text", "words"),
     [
         ("optimizer: {lerning_rate: 1e-5}", ("run.yaml: optimizer.lerning_rate: no such key", "did you mean optimizer.lr?")),
-        ("max_grad_norm: 1", ("it is the plan's: say --clip-norm to `penstock plan`",)),
-        (
-            "evaluation: {trust_remote_code: true}",
-            ("evaluation.trust_remote_code: no such key", "never run, and nothing turns that on"),
-        ),
         ("optimizer: {lr: fast}", ("run.yaml: optimizer.lr: should be a valid number", "found 'fast'")),
         ("steps: 3\nepochs: 1", ("steps and epochs are both given",)),
         ("optimizer: {schedule: {kind: cosine, decay_steps: 2}}", ("decay_steps does nothing without warmup-stable-decay",)),
-        ("optimizer: {schedule: {kind: linear, min_lr_fraction: 0.1}}", ("min_lr_fraction does nothing without cosine",)),
         ("evaluation: {every: 5}", ("evaluation.every does nothing without evaluation.data or prompts",)),
         ('out: "a\\0b"', ("out: should hold no NUL",)),
         ("model: !!python/object/apply:os.system [echo]", ("run.yaml:2", "not YAML")),
@@ -174,25 +168,6 @@ def test_a_wrong_setting_is_one_line_with_place_and_remedy(tmp_path, text, words
     assert len(said) < 600
     for word in words:
         assert word in said
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("run.json", b"{}", "name it .yaml or .toml"),
-        ("run.yaml", b"- a list", "begin for example with `data:`"),
-        ("run.yaml", b"#" * (MAX_CONFIG_BYTES + 1), "larger than"),
-        ("run.yaml", b"a: " + b"[" * 30_000, "not YAML"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_damaged_file_is_refused_in_one_line(tmp_path, name, content, words):
-    with pytest.raises(RunConfigError, match=r"none\.yaml: cannot be read"):
-        read_run(tmp_path / "none.yaml", {})
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(RunConfigError, match=words) as refused:
-        read_run(tmp_path / name, {})
-    assert str(refused.value).isprintable()
 
 
 @given(st.text(string.printable, max_size=200) | st.binary(max_size=200))

@@ -41,7 +41,7 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
     assert all(set(title.replace(":", "").split()) <= set(head) for title in titles)
 
 
-def test_a_machine_is_compared_with_all_its_gpus_unless_a_number_is_given() -> None:
+def test_machines_are_compared_with_all_their_gpus_by_default() -> None:
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
@@ -71,8 +71,6 @@ def test_a_plan_costs_the_same_in_plan_compare_and_report(tmp_path: Path) -> Non
 def test_machines_are_listed_with_the_sources_of_their_numbers() -> None:
     found = {m["name"]: m for m in json.loads(said("machines", "--json"))["machines"]}
     assert list(found) == shipped_profiles()
-    assert "DGX Spark" in found["gb10"]["summary"]
-    assert found["gb10"]["most_host_bytes"] == 88 * 10**9
     assert (found["rtx4090-desktop"]["most_host_bytes"], found["h100-sxm"]["most_host_bytes"]) == (253 * 10**9, None)
     assert [name for name, m in found.items() if m["numbers"]["measured"]] == ["cpu-2core", "h100-16core"]
     assert len(said("machines").splitlines()) == len(found) + 1
@@ -83,9 +81,3 @@ def test_counts_of_tokens_are_read_or_refused_in_one_line() -> None:
     for text in ("", "0", "-3", "1e9", "M", "9" * 40, "100 MB"):
         with pytest.raises(PenstockError, match="100M"):
             parse_count(text)
-
-
-def test_memory_that_no_machine_takes_is_said() -> None:
-    done = CliRunner().invoke(cli, ["fits", "rtx4090-desktop", "--families", "smollm2", "--host-memory", "512GB"])
-    assert done.stdout.count("\n") == 1
-    assert "rtx4090-desktop: takes less than 512 GB of memory, which is left out\n" in done.stderr

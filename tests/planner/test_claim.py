@@ -103,28 +103,17 @@ def tampered(plan: Plan) -> dict[str, Plan]:
     }
 
 
-TAMPERED = [
-    "what a layer keeps",
-    "what a layer computes",
-    "what is trained",
-    "a weight twice",
-    "what is tied",
-    "an arena",
-    "the model",
-]
-
-
-@pytest.mark.parametrize("what", TAMPERED)
-def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile, what: str) -> None:
-    claim, plan = claimed(honest.claim, "plan.json"), tampered(honest.plan)[what]
-    with pytest.raises(PlanError):
-        check_origin(plan, claim)
+def test_blocks_and_arenas_are_those_of_model_and_policy(honest: PlanFile) -> None:
+    claim = claimed(honest.claim, "plan.json")
     older = replace(claim, certificate=replace(claim.certificate, arithmetic=None))
-    if what == "what a layer computes":  # another version may count it otherwise
-        assert check_origin(plan, older)
-    else:
+    for what, plan in tampered(honest.plan).items():
         with pytest.raises(PlanError):
-            check_origin(plan, older)
+            check_origin(plan, claim)
+        if what == "what a layer computes":  # another version may count it otherwise
+            assert check_origin(plan, older)
+        else:
+            with pytest.raises(PlanError):
+                check_origin(plan, older)
 
 
 def test_a_claim_that_is_none_is_refused_by_its_field(honest: PlanFile) -> None:

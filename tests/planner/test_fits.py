@@ -45,7 +45,7 @@ def test_the_named_model_fits_and_the_next_larger_one_does_not():
     assert (none.model, none.n_params, none.tokens_per_s, none.to_json(1000).get("job")) == (None,) * 4
 
 
-def test_a_row_is_about_its_own_memory_whatever_others_are_asked_for():
+def test_a_row_is_about_its_own_memory_whatever_the_others():
     of = replace(SEMANTICS, seq_len=4096, batch_size=16)
     sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest leaves room for another plan of the same model
     rows = fits("x", [DESKTOP, SERVER], "llama", of, sizes, False)

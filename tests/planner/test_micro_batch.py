@@ -113,7 +113,7 @@ def test_the_certificate_is_about_every_size_that_was_free(monkeypatch: pytest.M
             assert alone.certificate.policy_bound_s <= proof.size_bound_s * (1 + 1e-9)
 
 
-def test_a_size_is_searched_where_those_that_seemed_faster_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relaxation lets sizes pass with which no policy fits."""
     profile = on("rtx4090-desktop", 24 * GB)
     sizes = sizes_of(SMALL, start(SMALL, profile, 1024, 64), profile)
@@ -172,7 +172,7 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("cell", range(len(CELLS)))
-def test_greedy_plans_are_right_and_no_step_is_below_their_bounds(cell: int) -> None:
+def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> None:
     model, machine, device_bytes, seq_len, _ = CELLS[cell]
     profile = on(machine, device_bytes)
     of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 and one that is smaller

@@ -90,7 +90,7 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
         assert record.outlines(key, "sdpa", n_sequences, seq_len) == record._recorded(key, "sdpa", n_sequences, seq_len)
 
 
-def test_polynomials_give_back_the_numbers_that_they_were_made_of() -> None:
+def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
     coefficients = [3, -1, 2, 5, 0, 7]
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (16, 32, 48)]
     value = {size: sum(c * m for c, m in zip(coefficients, monomials(*size), strict=True)) for size in sizes}
@@ -112,7 +112,7 @@ def test_polynomials_give_back_the_numbers_that_they_were_made_of() -> None:
         ("jetmoe", "cannot be recorded by layers"),
     ],
 )
-def test_a_model_that_is_no_chain_of_layers_is_refused_with_the_reason(model_type: str, why: str) -> None:
+def test_a_model_that_is_no_chain_of_layers_is_refused_with_why(model_type: str, why: str) -> None:
     def build() -> None:
         model = Model(tiny(model_type))
         build_workload(model, Semantics(16, 2, 1, attention=supported_attention(model)[0]))  # type: ignore[arg-type]

@@ -59,13 +59,6 @@ def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
     assert (training["values"][11], held_out["steps"]) == (None, [10, 20, 30])
 
 
-def test_without_a_run_nothing_measured_is_there(planned):
-    page = page_of(planned)
-    assert not re.search(r"measured \d|measured busy|held-out|Training", page.text)
-    assert [track["name"] for track in page.data["tracks"]] == ["predicted"]
-    assert (page.data["curves"], page.tags["canvas"]) == ([], 1)
-
-
 def test_a_claim_is_shown_if_simulating_confirms_it(planned):
     file = PlanFile.read(planned)
     assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Words on this page")[0]

@@ -27,7 +27,7 @@ from runtime.plan.timeline import Timeline
 from runtime.plan.workload import Model
 from tests.strategies import MADE_UP, cases
 from tests.tiny import tiny_config
-from tests.training import ADAMW, batches_of, plan_of, semantics_of
+from tests.training import machine_for, plan_of, semantics_of
 
 NEAR = 0.03  # of a factor: what the probe itself repeats within
 N_LAYERS = 6
@@ -195,9 +195,7 @@ def test_an_emulated_machine_with_another_link_is_recalibrated():
     slow = as_if(MADE_UP, {UP: 0.2})
     loads_s = sum(d.uncontended_s for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True) if op.kind is Kind.LOAD)
     scale = 0.1 / loads_s  # half a second of loads in a step
-    batches = batches_of(96, 4, 16)
-    store = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
-    store.initialise(0)
+    store = machine_for(plan, CpuMachine)
     timeline = execute(plan, EmulatedMachine(store, costs(plan, slow), region_of(slow), scale), 3)
     in_its_seconds = Timeline(tuple(replace(s, start_s=s.start_s / scale, end_s=s.end_s / scale) for s in timeline.spans))
     found = recalibrate(plan, in_its_seconds, RUN, DAY)

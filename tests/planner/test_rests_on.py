@@ -8,9 +8,7 @@ from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
 from planner.predict.rests_on import rests_on, standard
-from planner.show.facts import Facts
-from planner.show.words import ENOUGH_FRACTION, basis
-from runtime.plan import Lane, PlanFile, Policy, Semantics
+from runtime.plan import Lane, Policy, Semantics
 
 
 def plan_on(profile):
@@ -66,11 +64,3 @@ def test_a_share_is_the_seconds_of_its_ops():
     assert device.fraction("assumptions") == pytest.approx(by_hand, abs=0.001)
     assert 0.2 < device.fraction("assumptions") < 0.95
     assert device.worst[0].what == "matrix products"
-
-
-def test_a_plan_on_few_measurements_advises_to_probe():
-    for name, is_told in (("h100-sxm", False), ("rtx3090-epyc", True)):
-        profile = read_profile(name)
-        found = Facts(PlanFile(plan_on(profile), None), "p.json")
-        assert (found.rests_on[0].fraction(BASES[0]) < ENOUGH_FRACTION) is is_told
-        assert any("penstock probe" in text for _, text in basis(found)) is is_told

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.faster import Group, faster, group_of, with_quantities
+from planner.predict.faster import Group, group_of, with_quantities
 from planner.predict.uncertainty import interval, off_by
 from planner.show.waterfall import RESOURCES
 from runtime.plan import Policy, Semantics
+from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 
-FREE = 1e18
 MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
 
 
@@ -32,10 +32,6 @@ def spread(profile, fraction, *groups):
 
 def width_s(found):
     return found.p90_step_s - found.p10_step_s
-
-
-def without(profile, *burdens):
-    return faster(profile, {group: FREE for groups in burdens for group in groups})
 
 
 def small_plan(machine="h200-pcie5", update="deferred"):
@@ -99,7 +95,7 @@ def gridded(lowest, highest):
     return spread(Profile.from_json(fields), 0.0)
 
 
-def test_what_lies_outside_of_the_measured_is_off_by_what_an_edge_of_the_grid_is_and_the_step_stays():
+def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
     plan, _ = small_plan()
     inside, outside = gridded(1, 2**20), gridded(64, 256)
     assert off_by(inside, "bf16", None) == off_by(outside, "bf16", None) == pytest.approx(2)
@@ -115,7 +111,7 @@ def test_what_lies_outside_of_the_measured_is_off_by_what_an_edge_of_the_grid_is
 
 
 @pytest.mark.parametrize("machine", ["h100-sxm", "cpu-2core"])
-def test_beyond_a_shipped_grid_or_law_a_product_may_be_off_by_more_than_a_tenth(machine):
+def test_beyond_a_shipped_grid_a_product_is_off_by_over_a_tenth(machine):
     assert 1.1 < off_by(read_profile(machine), "bf16", None) < 3
 
 

@@ -17,7 +17,7 @@ from runtime.forward_plan import forward_plan
 from runtime.layers import documents
 from runtime.layers.documents import supports_documents
 from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Kind, Policy, Semantics, Update, saves
+from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.footprint import document_bytes, padded_tokens
 from tests import reference, training
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
@@ -274,9 +274,3 @@ def test_torch_has_the_calls_of_a_document_on_cuda():
         made = documents._attend([query, key, value], 0.25)
         found = documents._attend_backward([query, query, key, value, query, sums], 0.25)
     assert [x.shape for x in (*made, *found)] == [x.shape for x in (query, sums, query, key, value)]
-
-
-@pytest.mark.parametrize(("model_type", "overrides"), [("qwen2", {"sliding_window": [1]}), ("llama", {"num_attention_heads": 0})])
-def test_a_configuration_that_transformers_refuses_is_one_line(model_type, overrides):
-    with pytest.raises(WorkloadError, match=r"\Atransformers cannot build this model: .*\Z"):
-        supports_documents(tiny_config(model_type, **overrides), Semantics(16, 1, 1))

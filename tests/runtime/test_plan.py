@@ -12,27 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import PenstockError, PlanError
-from runtime.plan import (
-    LANE_OF,
-    OPS,
-    Arena,
-    Kind,
-    Lane,
-    Op,
-    Place,
-    Plan,
-    PlanFile,
-    Policy,
-    Semantics,
-    Slot,
-    Update,
-    Wait,
-    saves,
-)
+from runtime.plan import LANE_OF, OPS, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.plan import FORMAT_VERSION
 from runtime.plan.timeline import Span, Timeline, chrome_trace
 from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
-from runtime.units import GB, TB, GiB, MiB, parse_bytes, show_bytes, show_rate, show_seconds
+from runtime.units import GB, TB, GiB, MiB, parse_bytes
 from tests.strategies import plans
 
 LOAD = "load h2d b1 state=state[1] weights=weights[0]"
@@ -204,13 +188,6 @@ def _refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_plan_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    PlanFile(PLAN, None).write(tmp_path / "plan.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-    with pytest.raises(PlanError, match="nowhere"):
-        PlanFile(PLAN, None).write(tmp_path / "nowhere" / "plan.json")
-
-
 def test_a_file_cut_anywhere_or_missing_is_refused(tmp_path: Path) -> None:
     PlanFile(PLAN, None).write(tmp_path / "whole.json")
     whole = (tmp_path / "whole.json").read_bytes()
@@ -350,18 +327,9 @@ def test_a_policy_is_kept_as_tuples_however_it_is_said() -> None:
         policy = Policy(save=save, device_blocks=iter([2]))  # type: ignore[arg-type]
         assert (policy, policy.saved(2), hash(policy)) == (kept, Saved.PRODUCTS, hash(kept))
     assert Policy(**kept.to_json()) == kept
-    with pytest.raises(ValueError, match="some"):
-        Policy(save=("some",))  # type: ignore[arg-type]
-
-
-def test_layers_that_cannot_be_saved_are_refused() -> None:
-    refusals: dict[str, dict[str, Any]] = {
-        "numbered from 1 to 65536": {"all": (0, -2)},
-        "layer 1 twice": {"all": (1,), "products": (1,)},
-    }
-    for said, layers in refusals.items():
-        with pytest.raises(PlanError, match=said):
-            Policy(save=layers)  # type: ignore[arg-type]
+    for wrong, said in ((("some",), "some"), ({"all": (0, -2)}, "numbered from 1 to 65536")):
+        with pytest.raises(ValueError, match=said):
+            Policy(save=wrong)  # type: ignore[arg-type]
 
 
 def test_a_step_ends_with_its_last_op_and_lasts_from_end_to_end() -> None:
@@ -400,10 +368,3 @@ def test_sizes_are_read_in_units_of_links_and_of_memory() -> None:
     for text in ("1024", "", "-1GB", "0", "0.1B", "nan", "1,5TB", "80 GB each", "9" * 400, "\u0663GB"):
         with pytest.raises(PenstockError, match="80GB"):
             parse_bytes(text)
-
-
-def test_sizes_times_and_rates_are_shown_with_three_digits() -> None:
-    assert (show_bytes(1_635_200_000_000), show_bytes(12)) == ("1.64 TB", "12 B")
-    shown = {2.913: "2.91 s", 0.0341: "34.1 ms", 22e-6: "22 µs", 0: "0 s", 1234.5: "1234 s"}
-    assert {seconds: show_seconds(seconds) for seconds in shown} == shown
-    assert (show_rate(4.12e14, "FLOP"), show_rate(5.59e10, "B")) == ("412 TFLOP/s", "55.9 GB/s")

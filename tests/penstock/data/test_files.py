@@ -104,7 +104,7 @@ def test_columns_are_taken_for_what_the_user_says(tmp_path, name):
     assert "--columns ...=a: the column would be read twice" in refused(path, columns={"question": "a", "answer": "a"})
 
 
-def test_a_column_that_was_mapped_is_not_read_under_its_own_name_too(tmp_path):
+def test_a_mapped_column_is_not_read_under_its_own_name_too(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"input": "who?", "output": "me"}])
     plain = write_lines(tmp_path / "b.jsonl", [{"instruction": "who?", "output": "me"}])
     assert tokens_of(read(path, columns={"instruction": "input"})) == tokens_of(read(plain))
