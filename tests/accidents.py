@@ -16,13 +16,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-
 from penstock.checkpoint import checkpoint, retention
 from runtime.host.updates import CHANGES
 from runtime.machines.torch_machine import CpuMachine, TorchMachine
 from runtime.plan import Kind, Lane, Op, Plan
-from tests.running import SCRATCH
+from tests.running import SCRATCH, penstock, succeeded
 from tests.training import poison
 
 ENDED_S = 120  # far beyond what any of these runs takes: only waiting for ever is longer
@@ -122,14 +120,6 @@ N_STEPS = 4
 PAGE_BYTES = 4096  # a small disk in memory gives a file whole pages
 
 
-def penstock(*args: object) -> tuple[int, str]:
-    """Exit code of a command in this process, and everything it said."""
-    from penstock.cli.main import cli
-
-    done = CliRunner().invoke(cli, [str(a) for a in args])
-    return done.exit_code, done.output
-
-
 def forked(args: list[object], what: str = "op", n: int | None = None, by: int = signal.SIGKILL) -> bool:
     """Run a command, which must succeed, in a process of its own; it sends itself a signal in, or soon after, the n-th op that it
     begins, or the n-th time that it makes sure of a file. False: it ended by itself."""
@@ -141,7 +131,8 @@ def forked(args: list[object], what: str = "op", n: int | None = None, by: int =
             owner, name = (TorchMachine, "perform") if what == "op" else (os, "fsync")
             soon = threading.Timer(random.random() * 0.002, lambda: os.kill(os.getpid(), by))
             setattr(owner, name, _counted(getattr(owner, name), -1 if n is None else n, soon.start))
-            code, said = penstock(*args)
+            done = penstock(*args)
+            code, said = done.exit_code, done.output
         finally:
             print(said if code else "", end="", flush=True)
             os._exit(code)
@@ -257,7 +248,7 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
     goes on to the same bits when there is room."""
     plans, mounted, size = sorted(home.glob("plan-*.json")), home / "disk", 16 * 2**20
     names, stood = list[str](), list[list[int]]()
-    assert penstock(*run_of(plans[0], home / "undisturbed"))[0] == 0
+    succeeded(penstock(*run_of(plans[0], home / "undisturbed")))
     expected = left_by(home / "undisturbed")
     sizes = [path.stat().st_size for path in (home / "undisturbed").rglob("*") if path.is_file()]
     needed = sum(-(-n_bytes // PAGE_BYTES) * PAGE_BYTES for n_bytes in sizes)
@@ -269,7 +260,8 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
         free = {0: 0, 1: needed - PAGE_BYTES}.get(trial, rng.randrange(needed))  # no room for the log; for the timeline; at random
         filler.write_bytes(bytes(size - free))
         plan = plans[0] if trial == 1 else rng.choice(plans)  # whose size the folder of the undisturbed run has
-        code, said = penstock(*run_of(plan, out, "--resume"))
+        done = penstock(*run_of(plan, out, "--resume"))
+        code, said = done.exit_code, done.output
         line = said.splitlines()[-1]
         assert code == 0 or (code == 2 and line.startswith("error: ") and "make room" in line), said
         without = next((told for told in said.splitlines() if "timeline.json: cannot be written" in told), "none")
@@ -279,8 +271,7 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
         assert not list(out.rglob("*.partial"))
         filler.unlink()
         if stands[-1:] != [N_STEPS]:
-            code, said = penstock(*run_of(rng.choice(plans), out, "--resume"))
-            assert code == 0, said
+            succeeded(penstock(*run_of(rng.choice(plans), out, "--resume")))
         assert left_by(out) == expected
         shutil.rmtree(out)
     assert names[1] == "timeline.json", f"the line names the file: {names}"

@@ -8,11 +8,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from runtime.plan.train import TARGETS, Lora
 
+from .real_layers import hf_model
 from .tiny import EXPERT_TYPES, tiny_config
 
 ATTENTION = TARGETS[:4]
@@ -22,7 +22,7 @@ TOKENS = torch.arange(24).reshape(2, 12) * 7 % 96
 
 def model_of(model_type: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type, **overrides)), dtype=dtype).eval()
+    return hf_model(tiny_config(model_type, **overrides), dtype=dtype).eval()
 
 
 def lora_of(model_type: str) -> Lora:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 IMPORTED = (
     *("penstock.cli.plan", "penstock.cli.run", "penstock.cli.progress", "penstock.training.session", "penstock.training.following"),
@@ -94,6 +95,14 @@ class Again(Forked):
 
     def __class_getitem__(cls, _):
         return cls
+
+
+def is_alive(pid):
+    """Whether a process, of whoever it is, has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def _pipe(of, number):

@@ -9,7 +9,7 @@ from runtime.plan import Policy, Update, saves
 
 from . import reference
 from .late_streams import Poisoned
-from .training import N_STEPS, Hostile, batches_of, initial_masters, plan_of, released_slots, scheduled, semantics_of
+from .training import Hostile, initial_masters, machine_for, plan_of, released_slots, semantics_of
 
 POLICIES = {
     "one by one": Policy(),
@@ -54,13 +54,10 @@ class LateForBoth(OfAnyPlan, Poisoned):
     pass
 
 
-def machine_of(config, semantics, policy, machine_type=HostileToBoth, batches=None, **kwargs):
+def machine_of(config, semantics, policy, machine_type=HostileToBoth, **kwargs):
     plan = plan_of(config, semantics, policy)
     check(plan)
-    batches = batches or batches_of(config["vocab_size"], semantics.batch_size, semantics.seq_len)
-    machine = machine_type(plan, lambda step: batches[step % N_STEPS], scheduled, **kwargs)
-    machine.initialise(7)
-    return machine
+    return machine_for(plan, machine_type, **kwargs)
 
 
 def watch_forwards(machine, told):

@@ -24,7 +24,6 @@ from .training import Remembers, machine_for, plan_of, poison, released_slots
 class LateStream:
     def __init__(self) -> None:
         self.todo: deque[Callable[[], None]] = deque()
-        self.n_issued = 0
         self.names: list[str] = []
 
 
@@ -53,7 +52,7 @@ class LateStreams:
     def __init__(self, seed: int = 0, haste: float = 0.0) -> None:
         self.rng, self.haste, self.sleepy = random.Random(seed), haste, seed % 4
         self.streams: list[LateStream] = []
-        self.n_events = self.n_waits = 0
+        self.n_waits = 0
         self.broken: BaseException | None = None
         self._one_at_a_time = threading.RLock()
         self._current = threading.local()
@@ -63,7 +62,6 @@ class LateStreams:
         return self.streams[-1]
 
     def event(self) -> LateEvent:
-        self.n_events += 1
         return LateEvent()
 
     timer = event
@@ -76,7 +74,6 @@ class LateStreams:
 
     def issue(self, stream: LateStream, name: str, work: Callable[[], None]) -> None:
         assert self._current.stream is stream, "issued on a thread whose stream is another one"
-        stream.n_issued += 1
         stream.names.append(name)
 
         def quietly() -> None:

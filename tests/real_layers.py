@@ -27,8 +27,8 @@ WIDER = {"hidden_size": 128, "intermediate_size": 352}  # wide enough that no bo
 
 
 def hf_model(config: dict[str, Any], **options: Any) -> torch.nn.Module:
-    fields = {k: v for k, v in config.items() if k != "model_type"}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), **options)
+    """The model of a configuration, as transformers draws it."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), **options)
 
 
 def semantics(batch: int = 2, seq_len: int = 48, dtype: str = "fp32", **more: Any) -> Semantics:

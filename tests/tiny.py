@@ -23,26 +23,23 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
 }
 _SILU: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_dropout": 0.0}
+_GELU = "gelu_pytorch_tanh"
 _ALTERNATING = ["sliding_attention", "full_attention"]
+
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], **_SILU},
     "mistral": {"architectures": ["MistralForCausalLM"], **_SILU, "head_dim": 8, "sliding_window": 8},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], **_SILU},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], **_SILU, "head_dim": 16},
-    "gemma": {
-        "architectures": ["GemmaForCausalLM"],
-        **_SILU,
-        "hidden_act": "gelu_pytorch_tanh",
-        "head_dim": 16,
-        "tie_word_embeddings": True,
-    },
+    "gemma": {"architectures": ["GemmaForCausalLM"], **_SILU, "hidden_act": _GELU, "head_dim": 16, "tie_word_embeddings": True},
     "ernie4_5": {"architectures": ["Ernie4_5ForCausalLM"], **_SILU, "head_dim": 16, "use_bias": False},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], **_SILU, "no_rope_layer_interval": 2},
     "internlm3": {"architectures": ["InternLM3ForCausalLM"], **_SILU, "head_dim": 16, "qkv_bias": False, "bias": False},
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_activation": _GELU,
         "rms_norm_eps": 1e-6,
         "head_dim": 16,
         "query_pre_attn_scalar": 16,
@@ -52,13 +49,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
     },
-    "mixtral": {
-        "architectures": ["MixtralForCausalLM"],
-        **_SILU,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], **_SILU, **_EXPERTS, "sliding_window": None},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         **_SILU,
@@ -76,8 +67,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        **_EXPERTS,
         "sliding_window": 8,
         "layer_types": _ALTERNATING,
         "attention_bias": True,

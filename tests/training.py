@@ -160,10 +160,9 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
     return released
 
 
-def initial_masters(config: dict, semantics: Semantics, seed: int = 7) -> Tensors:
-    """What `initialise(seed)` puts into the host store, by name: masters, and the weights that are frozen."""
-    machine = CpuMachine(plan_of(config, semantics, Policy()), lambda step: batches_of(1, 1, 1)[0], lambda step: ADAMW)
-    begin(machine, seed)
+def initial_masters(config: dict, semantics: Semantics) -> Tensors:
+    """What `begin` puts into the host store, by name: masters, and the weights that are frozen."""
+    machine = machine_for(plan_of(config, semantics, Policy()), CpuMachine)
     return state_of(machine)[0] | frozen_of(machine)
 
 
@@ -280,5 +279,5 @@ def same_state(a: CpuMachine, b: CpuMachine) -> bool:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal to the last bit: also the sign of zero, and NaN equals itself."""
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))

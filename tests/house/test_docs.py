@@ -16,10 +16,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.cli.main import cli
 from tests.chats import write_talker
+from tests.real_layers import hf_model
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
@@ -78,7 +78,7 @@ def perform(command: str, folder: Path) -> str:
 def what_readers_have(folder: Path) -> None:
     """The reader's own: a model's folder (a tiny one has the place of the real one), some chats, the published runs."""
     config = tiny_config("qwen2", vocab_size=write_talker(folder / "my-32b", "chatml"))
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder / "my-32b")
+    hf_model(config).save_pretrained(folder / "my-32b")
     shutil.copytree(folder / "my-32b", folder / "Qwen3-14B")
     turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
     rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 40]

@@ -22,7 +22,7 @@ from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
 from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Asked, Stage
 from runtime.plan.workload import Saved
-from tests.forks import Forked
+from tests.forks import Forked, is_alive
 from tests.tour import ROOT
 
 TINY = ["--device", "cpu", "--tiny"]
@@ -101,14 +101,7 @@ def test_a_stage_over_its_limit_is_killed_with_its_children(tmp_path):
     assert said.startswith("over its limit of 2 s")
     assert {"stage": "next", "what": "measured", "x": 1}.items() <= next(r for r in rows if r["what"] == "measured").items()
     (pid,) = [row["pid"] for row in rows if row["what"] == "child"]
-    assert not is_running(pid)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
+    assert not is_alive(pid)
 
 
 def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
@@ -149,7 +142,7 @@ def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
         assert "logs/first.log" in tar.getnames()
         assert ("logs/second.log" in tar.getnames()) == (number != signal.SIGKILL)
     (pid,) = [row["pid"] for row in stream.rows() if "pid" in row]
-    assert is_running(pid) == (number == signal.SIGKILL)
+    assert is_alive(pid) == (number == signal.SIGKILL)
     if number == signal.SIGKILL:  # which cannot be caught, so the stage goes on alone
         os.kill(pid, number)
 

@@ -9,17 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.killing import PHASES, lines
-from benchmarks.kills import (
-    POLICIES,
-    Trial,
-    differences,
-    left_by,
-    page,
-    perform,
-    prepared,
-    told,
-    undisturbed,
-)
+from benchmarks.kills import POLICIES, Trial, differences, left_by, page, perform, prepared, told, undisturbed
 from tests.forks import Forked
 
 N_STEPS = 14

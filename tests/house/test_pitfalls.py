@@ -26,6 +26,7 @@ from tests.training import (
     batches_of,
     clip_some_steps,
     differences,
+    machine_for,
     plain,
     plan_of,
     semantics_of,
@@ -50,8 +51,7 @@ def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
                 raise OSError("gone")
             super().perform(index, op, step)
 
-    machine = Fails(plan, lambda step: batches_of(96, 4, 16)[step % 3], lambda step: ADAMW)
-    machine.initialise(0)
+    machine = machine_for(plan, Fails)
     execute(plan, machine, 2)
     before = n_tensors()
     machine.fails = True
@@ -122,9 +122,7 @@ def test_a_lane_takes_cores_and_threads_for_itself_alone():
     torch.set_num_threads(1)
     try:
         plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
-        machine = Looks(plan, lambda step: batches_of(96, 4, 16)[step], lambda step: ADAMW, pin_threads=True)
-        machine.initialise(7)
-        execute(plan, machine, 1)
+        execute(plan, machine_for(plan, Looks, pin_threads=True), 1)
     finally:
         torch.set_num_threads(n_threads)
     assert os.sched_getaffinity(0) == of_process

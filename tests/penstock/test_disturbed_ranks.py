@@ -7,19 +7,12 @@ import resource
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
+from tests.forks import is_alive
 from tests.rank_runs import begun, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import lines_of, penstock, succeeded
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_full_disk_ends_all_ranks_in_one_line(home):

@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.chats import write_talker
+from tests.real_layers import hf_model
 from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 from tests.tiny import EAGER_ONLY, tiny_config
 
@@ -87,7 +88,7 @@ def real_model(home, **config):
     folder = home / "real"
     said = json.loads((home / "model" / "config.json").read_text()) | {"vocab_size": 420, "eos_token_id": 2, **config}
     write_talker(folder, "chatml")
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**said)).save_pretrained(folder)
+    hf_model(said).save_pretrained(folder)
     return folder
 
 

@@ -1,6 +1,5 @@
 """Several ranks: the files of one, whatever becomes of them."""
 
-import json
 import os
 import random
 import signal
@@ -12,15 +11,13 @@ import pytest
 from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
 from tests.rank_runs import begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import penstock, succeeded
+from tests.running import lines_of, penstock, succeeded
 
 
 def logged(home, out):
     """What of the log does not depend on the clock."""
-    lines = [json.loads(line) for line in (home / out / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k in ("step", "loss", "grad_norm", "eval_loss", "supervised_tokens")} for line in lines
-    ]
+    keys = ("step", "loss", "grad_norm", "eval_loss", "supervised_tokens")
+    return [{key: line[key] for key in keys if key in line} for line in lines_of(home, out)]
 
 
 def test_another_number_of_ranks_goes_on_to_the_same_bytes(home):

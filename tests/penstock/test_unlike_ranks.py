@@ -83,8 +83,7 @@ def in_folders(home):
 @pytest.mark.soak
 @pytest.mark.parametrize("what", UNLIKE)
 def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
-    home = tmp_path / "home"
-    shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
+    home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
     change, line = UNLIKE[what]
     change(home / "1")
     refused_by_the_first(in_folders(home), line)
@@ -94,8 +93,7 @@ def test_a_rank_that_reads_something_else_is_named(what, alike, tmp_path):
 @pytest.mark.soak
 def test_ranks_that_read_the_same_in_folders_of_their_own_train(alike, tmp_path):
     """Without which the refusals above say nothing."""
-    home = tmp_path / "home"
-    shutil.copytree(alike, home, ignore=shutil.ignore_patterns("out"))
+    home = shutil.copytree(alike, tmp_path / "home", ignore=shutil.ignore_patterns("out"))
     found = in_folders(home)
     assert [code for _, code in found] == [0, 0], found
     assert (home / "out" / "checkpoint-2").is_dir()

@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published.system_costs import Software, SystemCosts
-from benchmarks.published.system_memory import (
-    runtime_bytes,
-)
+from benchmarks.published.system_memory import runtime_bytes
 from benchmarks.published.system_pipeline import Task, ends_s
 from benchmarks.published.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
 from hwprofiles.schema import AttentionCall, read_profile

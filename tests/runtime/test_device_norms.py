@@ -33,12 +33,7 @@ from tests.edits import error_of, small
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads
 from tests.reference import halved
 from tests.tiny import tiny_config
-from tests.training import (
-    clip_some_steps,
-    differences,
-    semantics_of,
-    streamed,
-)
+from tests.training import clip_some_steps, differences, semantics_of, streamed
 
 
 def test_gradients_that_the_host_sums_are_not_squared_on_device():
@@ -152,8 +147,6 @@ def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
 
 
 SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 77]
-
-
 gradients_drawn = st.tuples(
     st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 9)
 )

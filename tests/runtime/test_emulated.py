@@ -19,7 +19,7 @@ from runtime.plan import Policy, Semantics
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.workload import Model
 from tests.tiny import MODEL_TYPES
-from tests.training import ADAMW, batches_of
+from tests.training import machine_for
 
 
 def serve(region: Region, *demands: Demand) -> list[tuple[float, float]]:
@@ -79,9 +79,7 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     )
     assert [str(op) for op in plan.ops] == [str(op) for op in planned.ops], "the stand-in's plan has the planned model's ops"
     demands, region = costs(planned, profile), region_of(profile)
-    batches = batches_of(320, 2, 16)
-    store = CpuMachine(plan, lambda step: batches[step % 3], lambda step: ADAMW)
-    store.initialise(0)
+    store = machine_for(plan, CpuMachine)
     machine = EmulatedMachine(store, demands, region, time_scale_for(demands))
     timeline = execute(plan, machine, 3)
     measured_s = sorted(timeline.step_times_s)[1] / machine.time_scale

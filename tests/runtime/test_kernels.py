@@ -19,18 +19,14 @@ from runtime.plan import Policy, saves
 from runtime.plan.workload import Model
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
-from tests.training import differences, fused, plain, semantics_of, streamed
+from tests.training import differences, fused, plain, same_bits, semantics_of, streamed
 
 DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def same_bytes(ours: tuple[torch.Tensor, ...], theirs: tuple[torch.Tensor, ...]) -> bool:
     """Equal to the last bit, signs of zeros included, and in the same order in memory, in which a sum may be made of them."""
-    pairs = zip(ours, theirs, strict=True)
-    return all(
-        a.stride() == b.stride() and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        for a, b in pairs
-    )
+    return all(a.stride() == b.stride() and same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,13 +1,11 @@
 """Arenas: slots of the bytes asked for, views of them, and host memory that does not grow with the steps."""
 
-import resource
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hwprofiles.probe.cpu import resident_bytes
 from runtime.executor import execute
 from runtime.host.memory import Arenas
 from runtime.machines.torch_machine import CpuMachine
@@ -61,7 +59,3 @@ def test_memory_does_not_grow_with_the_steps():
     before = resident_bytes()
     execute(plan, machine, 20, first_step=10)
     assert resident_bytes() - before < 20 * plan.kept_bytes / 3
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

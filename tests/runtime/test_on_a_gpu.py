@@ -22,7 +22,7 @@ from runtime.host.optimizer import device_kernel
 from runtime.layers.recompute import FUSED_ATTENTION, Replay
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.machines.torch_machine import CudaMachine
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
+from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
 from runtime.plan.workload import Model, Saved
 from tests import reference
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
@@ -48,7 +48,7 @@ from tests.training import (
     trained,
 )
 
-from .test_documents import CUTS, OTHERS, config_of, packed_batches
+from .test_documents import CUTS, OTHERS, POLICIES, config_of, packed_batches
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
@@ -165,13 +165,7 @@ def test_evaluations_between_steps_change_no_bit_of_training(model_type):
 def test_documents_on_a_gpu_are_the_cpus_on_every_plan(model_type, compute_dtype):
     config, semantics = config_of(model_type), semantics_of(model_type, compute_dtype=compute_dtype)
     batches, machines = packed_batches(CUTS, OTHERS, CUTS), []
-    for policy in (
-        Policy(save=saves(all=(1, 2, 3)), accumulation_group=4),
-        Policy(),
-        Policy(save=saves(attention=(1, 2)), accumulation_group=2),
-        Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3), accumulation_group=2),
-        Policy(save=saves(products=(1, 3)), spill_blocks=(0, 1), accumulation_group=4, update=Update.DEFERRED),
-    ):
+    for policy in (POLICIES["kept"], *POLICIES.values()):
         machines.append(machine_for_both(config, semantics, policy, batches))
         execute(machines[-1].plan, machines[-1], N_STEPS)
         assert differences(machines[-1], as_expected(machines[0])) == [], policy

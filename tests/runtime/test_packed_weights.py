@@ -1,7 +1,5 @@
 """Packed base weights (NF4, INT8, FP8): the bits of bitsandbytes and transformers, and the bytes that plans book."""
 
-import logging
-import warnings
 from collections import Counter
 from contextlib import contextmanager
 from itertools import product
@@ -10,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bitsandbytes import functional as bnb
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,13 +27,7 @@ from runtime.plan.packed import (
     layout,
 )
 from runtime.plan.workload import SLOT_ALIGN_BYTES
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # of kernels that it would fetch
-    from bitsandbytes import functional as bnb
-
-    logging.disable(logging.NOTSET)
+from tests.training import same_bits as same
 
 BASES = ("nf4", "int8", "fp8")
 DTYPES = st.sampled_from((torch.bfloat16, torch.float32))
@@ -74,18 +67,10 @@ def chunks_of(n_elements):
 sizes_of_chunks = st.sampled_from((NF4_BLOCK * 5, FP8_BLOCK * 130, UNPACK_CHUNK_ELEMENTS))
 
 
-def unpacked(packed, shape, base, dtype):
+def unpacked(packed, shape, base, dtype=torch.bfloat16):
     out = torch.full(shape, float("nan"), dtype=dtype)
     unpack_into(packed, out, base)
     return out
-
-
-def bits(tensor):
-    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def same(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
 @given(weight=weights(), size=sizes_of_chunks)

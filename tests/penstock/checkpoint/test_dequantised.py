@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -13,6 +12,7 @@ from penstock.checkpoint.dequantised import Dequantised
 from penstock.checkpoint.tensor_files import Shards
 from tests.checkpoints import refused
 from tests.every_type import tiny
+from tests.real_layers import hf_model
 from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -68,7 +68,7 @@ def test_values_are_those_of_transformers(tmp_path, scale_dtype):
         ("experts.down_proj", {"experts.down_proj_blocks": torch.ones(3, 96, 2, 8, dtype=torch.uint8)}),
     ],
 )
-def test_codes_and_scales_that_do_not_belong_together_are_refused(tmp_path, name, changes):
+def test_codes_and_scales_that_do_not_match_are_refused(tmp_path, name, changes):
     packed = in_fp8("q.weight", drawn(256, 384, seed=0), torch.float32) | in_mxfp4("experts.down_proj", (3, 64, 96), 2)
     found = stored(tmp_path, packed | changes)
     assert f"{name} is not in" in refused(lambda: found[name])
@@ -78,8 +78,7 @@ def published(home, model_type: str) -> None:
     """A folder with some weights in few bits, and one with the same in bf16."""
     config = tiny(model_type)
     torch.manual_seed(0)
-    described = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "architectures"})
-    AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16).save_pretrained(home / "bf16")
+    hf_model(config, dtype=torch.bfloat16).save_pretrained(home / "bf16")
     whole = load_file(home / "bf16" / "model.safetensors")
     packed = dict[str, torch.Tensor]()
     for i, (name, weight) in enumerate(whole.items()):

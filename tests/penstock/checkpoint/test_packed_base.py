@@ -1,12 +1,11 @@
 """Packed base weights: packed once and kept, or published packed and read as their publisher means them."""
 
-import logging
 import os
 import shutil
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from hypothesis import given
@@ -19,18 +18,11 @@ from penstock.checkpoint import disk
 from penstock.checkpoint import packed_base as cache_of
 from penstock.checkpoint.packed_base import packed_base, published_base
 from planner.model.config import note_on_weights
-from runtime.layers.packed_weights import pack, unpack_into
+from runtime.layers.packed_weights import pack
 from runtime.plan.workload import Model
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # of kernels that it would fetch
-    import bitsandbytes as bnb
-
-    logging.disable(logging.NOTSET)
-
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused
+from tests.runtime.test_packed_weights import unpacked
 from tests.tiny import tiny_config
 
 Q, DOWN, GATE_UP = (
@@ -61,12 +53,6 @@ def published(folder, tensors, **more):
     embedding = {} if EMBEDDING in tensors else {EMBEDDING: random((96, 64)).bfloat16()}
     save_file({name: tensor.clone() for name, tensor in (tensors | embedding | more).items()}, folder / "model.safetensors")
     return folder
-
-
-def unpacked(packed, shape, base, dtype=torch.bfloat16):
-    out = torch.empty(shape, dtype=dtype)
-    unpack_into(packed, out, base)
-    return out
 
 
 # -- packed once ------------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from runtime.executor import OpError
 from runtime.host.updates import NonFiniteError
 from runtime.plan import Kind, Plan, Policy, Update, saves
 from runtime.plan.workload import Model
-from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, penstock, whole_checkpoints
+from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, whole_checkpoints
 from tests.forks import Forked
+from tests.running import make_home, plan_in
 from tests.sessions import lines, resumed, same_state, session_of, train
 from tests.strategies import policies
 from tests.tiny import tiny_config
@@ -184,12 +185,7 @@ def test_nan_that_skips_a_step_touches_no_state(tmp_path_factory, data):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Text, and three plans of one model with policies that differ in everything."""
-    home = tmp_path_factory.mktemp("home")
-    (home / "model").mkdir()
-    (home / "model" / "config.json").write_text(json.dumps(tiny_config("qwen3", vocab_size=272)))
-    (home / "data").mkdir()
-    (home / "data" / "a.txt").write_text("To be, or not to be, that is the question. " * 30)
-    sizes = ["--machine", "cpu-2core", "--seq-len", 32, "--batch-size", 4, "--micro-batch", 1, "--loss-tile-tokens", 16]
+    home = make_home(tmp_path_factory.mktemp("home"))
     asked = [
         {"accumulation_group": 1},
         {"accumulation_group": 4, "update": "deferred", "speculate_blocks": [0, 1, 3], "save": {"all": [1]}},
@@ -197,8 +193,7 @@ def home(tmp_path_factory):
     ]
     for i, policy in enumerate(asked):
         (home / "policy.json").write_text(json.dumps(policy))
-        code, said = penstock("plan", home / "model", *sizes, "--policy", home / "policy.json", "-o", home / f"plan-{i}.json")
-        assert code == 0, said
+        plan_in(home, "--micro-batch", 1, "--policy", home / "policy.json", name=f"plan-{i}.json")
     return home
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import Trainer as TrainerOfTransformers
 
 from penstock.checkpoint.checkpoint import load_state
@@ -14,6 +13,7 @@ from runtime.errors import CheckpointError
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.optimizer import decays
+from tests.real_layers import hf_model
 from tests.running import weights_in
 from tests.sessions import lines, resumed, same_state, session_of, steps_of, train
 from tests.tiny import STRUCTURES, tiny_config
@@ -69,8 +69,7 @@ def test_weight_decay_spares_what_transformers_spares(model_type):
     """And the attention sinks of gpt_oss, which have one dimension like a bias; there it would pull them towards zero."""
     config = tiny_config(model_type, **({"attention_bias": True} if model_type in ("llama", "qwen3", "qwen3_moe") else {}))
     with torch.device("meta"):
-        fields = {key: value for key, value in config.items() if key != "model_type"}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+        model = hf_model(config)
     theirs = set(TrainerOfTransformers.get_decay_parameter_names(None, model))
     for name, p in model.named_parameters():
         assert decays(name, tuple(p.shape)) == (name in theirs and not name.endswith(".sinks")), name

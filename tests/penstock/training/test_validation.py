@@ -23,17 +23,7 @@ from tests.late_streams import LateStreams
 from tests.real_layers import peak_bytes
 from tests.strategies import policies
 from tests.tiny import STRUCTURES, tiny_config
-from tests.training import (
-    EVERYTHING,
-    N_STEPS,
-    batches_of,
-    clip_some_steps,
-    differences,
-    plain,
-    same_bits,
-    semantics_of,
-    state_of,
-)
+from tests.training import EVERYTHING, N_STEPS, batches_of, clip_some_steps, differences, plain, same_bits, semantics_of, state_of
 
 LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
