@@ -26,6 +26,7 @@ from runtime.units import on_one_line
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters about unknown keys; of many, only their names are listed
 RUN_FILE, PLAN_FILE = "run.yaml", "run-plan.json"
+GONE = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # settings in the folders of older runs
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
@@ -58,6 +59,9 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     given = {} if path is None else _with_data_in_full(_read(path))
     if path is not None and path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}":
         given |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # a run's folder, which may have been moved
+        for where, names in GONE.items():
+            if isinstance(older := given.get(where), dict):
+                given[where] = {key: value for key, value in older.items() if key not in names}
     where = "the command line" if path is None else str(path)
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in flags and other not in flags:

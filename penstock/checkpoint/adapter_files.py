@@ -34,6 +34,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and 
 _WEIGHT = re.compile(rf"(model\.layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
 
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+_SAID = ("r", "lora_alpha", "target_modules")  # of these: PEFT's defaults would be another adapter
 # Options that do not change the computation. Every other option of PEFT must be off, or have its default.
 _IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_config", "loftq_config", "peft_version", "revision")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
@@ -114,6 +115,8 @@ def _read_config(folder: Path) -> "LoraConfig":
     for key, value in {"peft_type": None, **fields}.items():
         if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
             raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
+    if lacking := [key for key in _SAID if fields.get(key) is None]:
+        raise CheckpointError(f"{path}: {lacking[0]}: missing; copy it again")
     return LoraConfig(**{key: fields[key] for key in _READ if key in fields})
 
 

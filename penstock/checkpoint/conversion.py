@@ -23,7 +23,6 @@ from transformers.core_model_loading import (
 from runtime.errors import CheckpointError
 from runtime.layers.meta_models import meta_model
 from runtime.plan import Semantics
-from runtime.units import on_one_line
 
 
 class Conversion:
@@ -62,8 +61,9 @@ class Conversion:
         try:
             found: dict[str, Any] = made.convert(target, model=self._model, config=self._model.config)
         except RuntimeError as error:  # torch's, of tensors that do not fit together
-            names = on_one_line(", ".join(name for name, _ in sources), 400)
-            raise CheckpointError(f"{target[:200]} cannot be made of {names} ({str(error)[:120]}); copy the model again") from None
+            raise CheckpointError(
+                f"{target[:200]} cannot be made of its tensors ({str(error)[:120]}); copy the model again"
+            ) from None
         if target not in found:
             raise CheckpointError(f"transformers makes {', '.join(found)[:200]} of {first[:200]}, not {target[:200]}")
         tensor: Tensor = found[target][0] if isinstance(found[target], list) else found[target]

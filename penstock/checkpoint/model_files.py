@@ -33,15 +33,31 @@ TOKENIZER_FILES = (
 _UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
 _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 
-# Types whose files hold what the modules hold. Of others transformers itself is asked (`conversion.py`).
+# In transformers' modules an expert weight is one tensor for all experts; published files of these types have one for each:
+# {type: (folder of the experts, gate, up, down)}. Of others, transformers itself is asked (`conversion.py`).
+_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
+
 _AS_MODULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "ernie4_5", "smollm3", "internlm3", "gpt_oss")
 
 
-def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """A module's weight under its published names; where its experts are stored one by one, in the order in which it holds them."""
-    if config.get("model_type") in _AS_MODULES:
-        return [(name, tensor)]
-    return conversion_of(config).published(name, tensor)
+def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A module's weight under its published names; as views, where its experts are stored one by one."""
+    model_type = str(config.get("model_type"))
+    layer, dot, last = name.rpartition(".mlp.")
+    if model_type in _AS_MODULES or (model_type in _EXPERTS and not dot):
+        yield name, tensor
+        return
+    if model_type not in _EXPERTS:
+        yield from conversion_of(config).published(name, tensor)
+        return
+    folder, *projections = _EXPERTS[model_type]
+    held = {"experts.gate_up_proj": projections[:2], "experts.down_proj": projections[2:]}.get(last)
+    if held is None:
+        yield f"{layer}.{folder}.{last}", tensor
+        return
+    for e, expert in enumerate(tensor):
+        for projection, piece in zip(held, expert.chunk(len(held)), strict=True):
+            yield f"{layer}.{folder}.experts.{e}.{projection}.weight", piece
 
 
 def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
@@ -49,18 +65,37 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
     MXFP4 there.
 
     Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor
-    that is missing or of another shape.
+    that is missing, or of another shape, or of another dtype than other experts.
     """
     stored = Dequantised(folder, Shards(weight_files(folder)))
 
-    sources = {} if config.get("model_type") in _AS_MODULES else conversion_of(config).sources(stored)
-    for name in names:
-        of = sources.get(name, [(name, None)])
-        weight = stored[name] if of == [(name, None)] else conversion_of(config).read(name, of, stored.__getitem__)
-        if tuple(weight.shape) != tuple(shapes[name]):
-            found = f"{name} is {tuple(weight.shape)}, the configuration says {tuple(shapes[name])}"
+    def shaped(name: str, tensor: Tensor, shape: Iterable[int]) -> Tensor:
+        if tuple(tensor.shape) != tuple(shape):
+            found = f"{name} is {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
             raise CheckpointError(f"{folder}: {found}; give this model's weights")
-        yield name, weight
+        return tensor
+
+    known = str(config.get("model_type")) in (*_AS_MODULES, *_EXPERTS)
+    sources = {} if known else conversion_of(config).sources(stored)
+    for name in names:
+        if not known and sources.get(name, [(name, None)]) != [(name, None)]:
+            try:
+                whole = conversion_of(config).read(name, sources[name], stored.__getitem__)
+            except CheckpointError as error:
+                pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
+                missing = next((piece for piece, _ in pieces if piece not in stored), None)
+                raise CheckpointError(f"{folder}: {error if missing is None else f'no tensor {missing}; copy it again'}") from None
+            yield name, shaped(name, whole, shapes[name])
+        elif name in stored or not known:
+            yield name, shaped(name, stored[name], shapes[name])
+        else:  # a name that files call otherwise, or experts: each is copied to its place as it is read
+            pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
+            whole = torch.empty(shapes[name], dtype=stored[next(pieces)[0]].dtype)
+            for piece, place in publish(config, name, whole):
+                if (tensor := shaped(piece, stored[piece], place.shape)).dtype != whole.dtype:
+                    raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
+                place.copy_(tensor)
+            yield name, whole
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str], dequantises: bool = False) -> None:

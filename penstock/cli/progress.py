@@ -236,10 +236,8 @@ def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
     yield f"log: {folder}/metrics.jsonl   report: penstock report {plan} {folder} -o report.html"
 
 
-def refuse_to_recalibrate(path: Path | None, plan_file: Path, plan: "Plan", device: str) -> None:
+def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str) -> None:
     """Now rather than after the run: a profile that could not be written, or that this machine says nothing of."""
-    if path is None:
-        return
     if device != "emulated" and plan.profile["device"]["kind"] != device:
         name = plan.profile["name"]
         raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")

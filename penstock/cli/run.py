@@ -83,16 +83,18 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             return start(n, sys.argv[1:])
         if is_rank():
             take_own_part(settings.device)
+        _without_machine_code()
         from penstock.training.device import device_of
         from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
-        from penstock.training.session import open_session
+        from penstock.training.session import checked, open_session
 
         device = device_of(settings.device)
         with joined(settings, file.plan, device) as ranks:
             if ranks is not None and ranks.rank > 0:
                 report.stop()
                 return follow(settings, file, device, ranks)
-            refuse_to_recalibrate(recalibrate, Path(path), file.plan, device)
+            if recalibrate is not None:
+                refuse_to_recalibrate(recalibrate, Path(path), checked(file, path).plan, device)
             with open_session(settings, file, path, report=report, ranks=ranks, **how) as session:
                 report.stop()
                 return _train(session, file, recalibrate)
@@ -102,6 +104,16 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
         if is_rank() and os.environ.get("RANK", "0") != "0":
             return 1  # rank 0 prints it
         raise
+
+
+def _without_machine_code() -> None:
+    """Have the simulator interpreted in this process: a run simulates one plan, which is not worth the 100 MB that numba takes."""
+    there = sys.modules.get("numba")
+    sys.modules["numba"] = there  # type: ignore[assignment]  # None, where nothing has imported it: then nothing finds it
+    import runtime.compiled  # noqa: F401
+
+    if there is None:
+        del sys.modules["numba"]
 
 
 def _train(session: "Session", file: PlanFile, recalibrate: Path | None) -> int:

@@ -79,7 +79,7 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
     except PenstockError as error:
         raise PlanError(f"claim: searching again fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
     left = [] if found.plan == plan else check_claim(plan, claim)
-    if found.plan == plan or claim.by_this_code:
+    if found.plan.policy == plan.policy or claim.by_this_code:
         return left + _held(claim, found)
     return [*left, "the search, which finds another plan in this version"]
 

@@ -32,7 +32,7 @@ HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
 LEAST_STATE_BYTES = 10  # of a parameter, on host and device together: a bf16 weight and two fp32 moments, at least
 LEAST_FROZEN_BYTES = 0.5  # of one that is not trained: four bits
-N_ESTIMATED = 4  # sizes whose greedy plans are estimated, the largest micro-batches (docs/log.md: no worse than eight)
+N_ESTIMATED = 8  # sizes whose greedy plans are estimated, the largest micro-batches (of four: docs/log.md)
 
 
 @dataclass(frozen=True, slots=True)

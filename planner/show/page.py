@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from math import inf
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -27,6 +28,7 @@ from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
 MOST_LINES_OPS = 30_000  # of a plan: beyond that the ops' own lines, some hundred bytes each, would make the page unwieldy
+MOST_STRETCHES = 750  # of a curve: half the columns of a wide screen
 TICKS = 5_000_000  # of the longer stretch: times are drawn to that many parts, in whole numbers that are short to write
 
 
@@ -121,6 +123,16 @@ def _held(one: Held) -> dict[str, Any]:
     }
 
 
+def _worth_drawing(values: Sequence[float | None]) -> list[int]:
+    """Of each of many equal stretches of a curve where it is lowest and highest; a gap is lowest."""
+    each = -(-len(values) // MOST_STRETCHES) or 1
+    stretches = (range(i, min(i + each, len(values))) for i in range(0, len(values), each))
+    height = [-inf if v is None else v for v in values]
+    return sorted(
+        {at for stretch in stretches for at in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
+    )
+
+
 def _curves(facts: Facts) -> list[dict[str, Any]]:
     """Loss with evaluations, then speed with its prediction, then the learning rate: those of which there are numbers."""
     if facts.run is None:
@@ -128,8 +140,9 @@ def _curves(facts: Facts) -> list[dict[str, Any]]:
     log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step
 
     def line(name: str, ink: str, values: Sequence[float | None], steps: Sequence[int] = log.steps, dots: bool = False) -> Any:
-        drawn = [None if v is None else float(f"{v:.6g}") for v in values]
-        return {"name": name, "colour": ink, "steps": steps, "values": drawn, "dots": dots}
+        at = _worth_drawing(values)
+        drawn = [None if (v := values[i]) is None else float(f"{v:.6g}") for i in at]
+        return {"name": name, "colour": ink, "steps": [steps[i] for i in at], "values": drawn, "dots": dots}
 
     after = [step for step, _ in log.evaluated]
     held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], after, dots=True)

@@ -196,7 +196,10 @@ class CommonMemory:
 def shared_slab(n_bytes: int) -> tuple[Shared, torch.Tensor]:
     """A slab of zeros that others may map until it is closed; MemoryError where the system refuses as much."""
     name = f"penstock-{secrets.token_hex(16)}"
-    shared = Shared(os.getpid(), os.memfd_create(name), n_bytes, name)
+    try:
+        shared = Shared(os.getpid(), os.memfd_create(name), n_bytes, name)
+    except OSError as error:
+        raise MemoryError(f"no memory that processes share: {error.strerror}") from None
     try:
         os.ftruncate(shared.descriptor, n_bytes)
         return shared, mapped(shared.descriptor, n_bytes, mmap.MAP_SHARED)

@@ -81,7 +81,7 @@ def is_rms_norm(part: nn.Module) -> bool:
 def _is_rms_norm(forward: Callable[..., Any]) -> bool:
     x, weight = _drawn((3, 8), (8,))
     found = _made(forward, SimpleNamespace(weight=weight, variance_epsilon=0.1, eps=0.1), x)
-    is_like = isinstance(found, torch.Tensor) and found.shape == x.shape
+    is_like = isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (x.shape, x.dtype)
     return is_like and torch.allclose(found, F.rms_norm(x, (8,), weight, 0.1), rtol=1e-5)
 
 

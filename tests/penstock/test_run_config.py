@@ -117,6 +117,16 @@ def read(tmp_path, text, flags=None, name="run.yaml"):
     return read_run(tmp_path / name, flags or {})
 
 
+def test_the_settings_of_an_older_run_are_resumed(tmp_path):
+    """What it could be asked then and cannot be now is left out; of a file that a user wrote it is refused, with what there is."""
+    folder, older = tmp_path / "run", ("evaluation: {prompts: [a], temperature: 1.0, top_p: 0.9}", "data: {path: a, workers: 2}")
+    folder.mkdir()
+    text = "\n".join([*older, "steps: 3", f"out: {folder}", f"plan: {folder}/run-plan.json"])
+    assert read(folder, text) == read(folder, text.replace(", workers: 2", "").replace(", temperature: 1.0, top_p: 0.9", ""))
+    with pytest.raises(RunConfigError, match=r"there are no workers.*likeliest tokens"):
+        read(folder, text, name="mine.yaml")
+
+
 def test_flags_override_the_file(tmp_path):
     text = DATA + "epochs: 3\noptimizer: {lr: 1e-3, beta1: 0.8}\nmonitors: [wandb]\n"
     flags = {"steps": 5, "optimizer.lr": 1e-4, "optimizer.schedule.kind": "linear", "monitors": ("mlflow",), "data.path": "other"}

@@ -254,5 +254,4 @@ def test_experts_that_do_not_fit_together_are_named(tmp_path: Path, piece: Tenso
     name = f"{path}.1.up_proj.weight"
     others = {key: tensor for key, tensor in tensors.items() if key != name}
     save_file(others if piece is None else others | {name: piece}, tmp_path / "model.safetensors")
-    said = refused(lambda: list(load_weights(tmp_path, tiny_config("qwen3_moe"), [experts], {experts: (3, 8, 2)})))
-    assert f"{experts} cannot be made of {path}.0.gate_proj.weight, " in said
+    assert name in refused(lambda: list(load_weights(tmp_path, tiny_config("qwen3_moe"), [experts], {experts: (3, 8, 2)})))
