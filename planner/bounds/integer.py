@@ -69,6 +69,12 @@ class Rows:
         """`width`: one for the constant, and one for each variable that the program will ever have."""
         self.program, self.width, self.scale = program, width, scale
 
+    def variable(self, number: int) -> Array:
+        """A variable itself, as a quantity."""
+        found = np.zeros(self.width)
+        found[1 + number] = 1.0
+        return found
+
     def at_least(self, number: int, quantity: Array) -> None:
         """variable >= quantity."""
         (numbers,) = quantity[1:].nonzero()

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from runtime.plan import LANE_OF, Kind, Lane, Update
+from runtime.plan import LANE_OF, Kind, Lane, Setup, Update
 from runtime.plan.region import Resource
 
 from .facets import Array, Facets
@@ -54,19 +54,32 @@ class Numbers:
 class Subject:
     """What the reasons are about: a policy, or a family."""
 
-    update: Update
-    trains_all: bool
+    plan: Setup  # of the policy, or of the family's leanest; without ops
     groups: Groups
     buffers: Buffers
     n_loads: Array  # layers whose weights may be on the device when a way begins
-    # With a single gradient slot a layer's backward and the way home of its gradient take turns. Where weights are frozen the last
-    # of these may end in the next step: there is no such bound.
-    takes_turns: bool
-    head_missing: tuple[Array, Array]  # minus one: the head's last gradient may leave after those of layers, but for those in slots
-    may_stay: bool  # whether state may be on the device
+    n_staying: Array  # layers whose state is on the device though the plan has it on the host
+    n_early: dict[Kind, Array]  # activations that may be back before the first loss, by what brings them
     work: Work
-    early_fetches: Array  # of every facet: activations that may be back before the first loss
     one_block: list[Array]  # of each block: updates up to it and its load, less first forwards of earlier blocks
+
+    @property
+    def takes_turns(self) -> bool:
+        """With a single gradient slot a layer's backward and the way home of its gradient take turns. Where weights are frozen the
+        last of these may end in the next step: there is no such bound."""
+        return self.buffers.n_slots == 1 and self.plan.semantics.ranks == 1 and self.plan.workload.trains_all
+
+    def head_missing(self, n_slots: int) -> Array:
+        """Minus one: the head's last gradient may leave after those of layers, as no more of these leave than there are slots. Else
+        so many layers must stay before it may, of which each takes its share away."""
+        plan = self.plan
+        alike = [(b, len(blocks)) for b, blocks in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers]
+        n_leaving = sum(n for b, n in alike if plan.n_ops(Kind.OFFLOAD_GRADIENT, b))
+        if n_leaving * (1 if plan.reduced else self.groups.n_alone) > n_slots:
+            return -self.n_staying / max(1, n_leaving - n_slots)
+        found = np.zeros_like(self.n_staying)
+        found[0] = -1.0
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +122,16 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
         moving = [work[kind] - lifted(n_slips * buffers.n_passing[kind] * largest[kind]) for kind in passing]
         return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
 
-    def leaving(n_slots: int, head_missing: Array) -> Array:
+    def leaving(n_slots: int) -> Array:
         """Gradients that leave before the last backwards end, all but those in slots; those on the host are still to be added."""
         slipping = n_slots * largest["leaving"] + buffers.n_staged * largest["staged"]
-        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], head_missing)
+        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], of.head_missing(n_slots + buffers.n_staged))
         return algebra.positive(work["leaving"] + groups.n * head - lifted(n_slips * slipping))
 
     up = algebra.longest(way("up", "loads_up", LEAVING))
     down = way("down", "loads_down", COMING)
-    computed = [algebra.longest(down + leaving(buffers.n_slots, of.head_missing[0]))]
-    left = [algebra.longest(down + leaving(0, of.head_missing[1]))]
+    computed = [algebra.longest(down + leaving(buffers.n_slots))]
+    left = [algebra.longest(down + leaving(0))]
     if of.takes_turns:
         turns, late_s = scalars["backwards_in_turn"], n_slips * largest["leaving"][facets.number(LANE_OF[Kind.OFFLOAD_GRADIENT])]
         late = np.zeros_like(turns)
@@ -126,7 +139,7 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
         computed.append(turns - late)
         left.append(turns)
     back = [algebra.longest(computed) + scalars["embedding"]]
-    if not of.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
+    if not of.plan.workload.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
         computed_until = algebra.longest(back)  # no loss waits for a gradient to leave: no vocabulary block's slot is passed on
         return Phases(up, computed_until, computed_until)
     all_left = algebra.longest(left)
@@ -138,19 +151,19 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
 def reasons(of: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str, str, Array]]:
     """Every reason: its name, what binds where it is the largest, and the least that a step then takes."""
     work, scalars = of.work, of.work.scalars
-    gpu = facets.number(Lane.GPU)
+    gpu, trains_all, update = facets.number(Lane.GPU), of.plan.workload.trains_all, of.plan.policy.update
     for i, key in enumerate(facets.keys):
         name = f"lane {key}" if isinstance(key, Lane) else f"resource {key}" if isinstance(key, Resource) else "meeting"
         of_key = LANE_NAME[key] if isinstance(key, Lane) else FACET[key] if isinstance(key, Resource) else MEETING
         yield name, of_key, work["total"][i]
     found = phases(of, facets, algebra)
     all_phases = scalars["loss"] + found.around(algebra)
-    if not of.trains_all or of.update is not Update.DEFERRED:
+    if not trains_all or update is not Update.DEFERRED:
         yield "phases", TURNS, all_phases
-    if not of.trains_all:  # no load of weights waits for an update
+    if not trains_all:  # no load of weights waits for an update
         return
     home, computing = scalars["home"], work["total"][gpu] - work["on_device"][gpu]
-    match of.update:
+    match update:
         case Update.BARRIER:  # between the last update and the next first one is everything else
             rest = {
                 "computing": scalars["load_of_embedding"] + work["total"][gpu] + home,
@@ -176,7 +189,8 @@ def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> I
     work, scalars, gpu = of.work, of.work.scalars, facets.number(Lane.GPU)
     first_share = of.groups.smallest_first / of.groups.largest
     way_up = algebra.longest([scalars["forwards"] * first_share, found.up / of.groups.n])
-    before = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"] + of.early_fetches
+    before = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"]
+    before = before + sum(np.outer(work.largest[f"early_{kind}"], n) for kind, n in of.n_early.items())
     computing = work["total"][gpu] - work["on_device"][gpu] - work["first_forwards"][gpu] + scalars["home"]
     on_lanes = algebra.longest([computing, found.after_first_way_up(of, algebra)])
     arriving = algebra.longest(work["arriving"])
@@ -192,7 +206,7 @@ def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> I
         ]
     )
     yield "deferred, until the first loss, then all else", UPDATED, until + algebra.longest([on_lanes, shared])
-    if of.may_stay:  # the device's updates do not wait for the last speculation, as the host's first update does
+    if np.any(scalars["update_on_device"]):  # which does not wait for the last speculation, as the host's first update does
         on_device = scalars["update_on_device"] + way_up
         guessed = algebra.longest([on_lanes, shared - scalars["guess_of_embedding"]])
         yield "deferred, on the device, then all else", UPDATED, on_device + guessed

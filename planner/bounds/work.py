@@ -6,7 +6,7 @@ every inequality about them is written once (`reasons.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -293,6 +293,20 @@ def _add_vocabulary(
         scalars["embedding_home"] += n * left_s + (n - groups.n) * max(one_s, added_s)
     else:
         scalars["embedding_home"] += groups.n * shortest_s.get(Kind.OFFLOAD_GRADIENT, 0.0)
+
+
+def until_each_block_s(
+    plan: Setup, cost: CostModel, of_block: Mapping[int, Work], may_stay: Collection[int] = ()
+) -> Iterator[float]:
+    """Of each block updates up to it and its load, less first forwards of earlier blocks. The load of one whose state may be on the
+    device is nothing, for safety."""
+    loads = [(blocks, cost.demand(plan, Op(Kind.LOAD, b)).uncontended_s) for b, blocks in plan.blocks_alike.items()]
+    load_s = {b: seconds * (b not in may_stay) for blocks, seconds in loads for b in blocks}
+    updates_s = forwards_s = 0.0
+    for b in range(len(plan.workload.blocks)):
+        updates_s += float(of_block[b].scalars["update"][0])
+        yield updates_s - forwards_s + load_s[b]
+        forwards_s += float(of_block[b].scalars["forwards"][0])
 
 
 def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int]]:

@@ -16,9 +16,9 @@ from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.facets import Array, Facets
 from planner.bounds.integer import Rows
 from planner.bounds.reasons import Subject, reasons
-from planner.bounds.work import Buffers, Groups, Work, Works, least_slots
+from planner.bounds.work import Buffers, Groups, Work, Works, least_slots, until_each_block_s
 from planner.predict.cost import CostModel
-from runtime.plan import Kind, Op, Policy, Setup, Update
+from runtime.plan import Kind, Policy, Setup, Update
 
 from .choices import Choices
 from .climb import Omission
@@ -142,58 +142,25 @@ class Relaxation:
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
     ) -> Subject:
-        plan, semantics = choices.plan, self._frames.semantics
-        is_many = gradient_slots is None or gradient_slots >= max(GRADIENT_SLOTS)
-        n_slots = plan.workload.n_layers * semantics.n_micro_batches if is_many or gradient_slots is None else gradient_slots
-        buffers = Buffers.of(plan, n_slots, family.groups[-1])
-        n_loads = np.zeros(rows.width)
-        n_loads[0], n_loads[1 + choices.depth] = least_slots(plan), 1.0
-        early = np.zeros_like(work["total"])
-        early[:, 1 + choices.early] = work.largest["early_fetch_activation"]
-        early[:, 1 + choices.early_saved] = work.largest["early_fetch_saved"]
-        return Subject(
-            family.update,
-            plan.workload.trains_all,
-            groups,
-            buffers,
-            n_loads,
-            # With more slots, or none said, they need not
-            gradient_slots == 1 and semantics.ranks == 1 and plan.workload.trains_all,
-            (
-                self._head_missing(choices, groups, buffers.n_slots + buffers.n_staged, rows),
-                self._head_missing(choices, groups, buffers.n_staged, rows),
-            ),
-            bool(choices.may_stay),
-            work,
-            early,
-            list(self._one_block(choices, groups, work, rows)) if family.update is Update.DEFERRED else [],
-        )
-
-    def _head_missing(self, choices: Choices, groups: Groups, n_slots: int, rows: Rows) -> Array:
-        """Where no more layers' gradients leave than there are slots, the head's may leave after them."""
-        plan, found = choices.plan, np.zeros(rows.width)
-        n_leaving = sum(plan.n_ops(Kind.OFFLOAD_GRADIENT, b) > 0 for i in choices.layers for b in choices.classes[i])
-        if n_leaving * (1 if plan.reduced else groups.n_alone) <= n_slots:
-            found[0] = -1.0
-            return found
+        plan, lean = choices.plan, choices.lean
+        n_slots = plan.workload.n_layers * self._frames.semantics.n_micro_batches  # as many as there are gradients
+        if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
+            n_slots = gradient_slots
+        n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
+        n_loads[0] = least_slots(plan)
         for i in choices.layers:
-            if i in choices.staying:  # this many must stay before it is
-                found[1 + choices.staying[i].count] = -1 / max(1, n_leaving - n_slots)
-        return found
-
-    def _one_block(self, choices: Choices, groups: Groups, work: Work, rows: Rows) -> Iterator[Array]:
-        """Of each block: updates up to it and its load, less first forwards of earlier blocks, for any treatment of the others of
-        their class: early updates and state on the device count as if all were of earlier blocks."""
-        lean, facets, cost = self._frames.of(choices.lean), self._facets_of(choices.lean), self._frames.cost
-        of_class = {b: self._of_block(choices.lean, blocks[0], groups, facets, False) for blocks in choices.classes for b in blocks}
-        sooner, later = work.scalars["update"].copy(), work.scalars["forwards"].copy()
-        sooner[0] = later[0] = 0.0
-        updates_s = forwards_s = 0.0
-        for b in range(len(lean.workload.blocks)):
-            updates_s += float(of_class[b].scalars["update"][0])
-            quantity = sooner - later
-            # Where the block may stay, its load is nothing, for safety
-            load_s = 0.0 if b in choices.may_stay else cost.demand(choices.plan, Op(Kind.LOAD, b)).uncontended_s
-            quantity[0] += updates_s - forwards_s + load_s
-            yield quantity
-            forwards_s += float(of_class[b].scalars["forwards"][0])
+            if i in choices.staying:
+                n_staying[1 + choices.staying[i].count] = 1.0
+        n_early = {
+            Kind.FETCH_ACTIVATION: rows.variable(choices.early),
+            Kind.FETCH_SAVED: rows.variable(choices.early_saved),
+        }
+        # Early updates and state on the device, of any blocks, count as if all were of earlier blocks
+        sooner = work.scalars["update"] - work.scalars["forwards"]
+        facets, one_block = self._facets_of(lean), list[Array]()
+        of_block = {b: self._of_block(lean, blocks[0], groups, facets, False) for blocks in choices.classes for b in blocks}
+        if family.update is Update.DEFERRED:
+            for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
+                one_block.append(sooner.copy())
+                one_block[-1][0] = seconds
+        return Subject(plan, groups, Buffers.of(plan, n_slots, family.groups[-1]), n_loads, n_staying, n_early, work, one_block)
