@@ -22,10 +22,9 @@ from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import Group, faster
 from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
-from planner.search.climb import WAYS
 from planner.search.frames import Frames
 from planner.search.relax import Relaxation
-from planner.search.space import eager_is_legal, family_of, places_of_mixed, staying, with_ways
+from planner.search.space import WAYS, eager_is_legal, family_of, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import refuse_illegal

@@ -14,11 +14,10 @@ from itertools import chain, islice
 from math import inf
 
 from planner.bounds.bounds import busy_s
-from runtime.errors import PlanError
 from runtime.plan import Lane, Policy
 
 from .climb import OMISSIONS, Omission, neighbours
-from .remedy import most_ops, shorter, too_long
+from .remedy import too_long
 from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
 from .trial import Trial
 
@@ -66,7 +65,7 @@ class Tree:
         self.bound_s = inf  # of all that was not simulated
         self.n_nodes = 0
         self.open: list[_Node] = []
-        self.too_long: list[_Node] = []  # policies that were not simulated
+        self.too_long: list[Policy] = []  # to simulate; of these the one with the lowest bound
 
     def relax(self) -> float:
         """Bound every family by its linear program; asked again, what is lowest by its integer program. Infinite: nothing fits."""
@@ -76,7 +75,7 @@ class Tree:
             if family.boundary_stride == 1:
                 self._relax(family, 0.0)
             else:
-                lean = self.trial.frames.of(family.policy(self.trial.semantics))  # layers that share boundaries save nothing else
+                lean = self.trial.frames.of(family.policy())  # layers that share boundaries save nothing else
                 self._push(busy_s(lean, self.trial.cost)[Lane.GPU], family, relaxed=False)
         return self.open[0].bound_s if self.open else inf
 
@@ -115,12 +114,12 @@ class Tree:
                 self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
             self._expand(node)
-        if self.best is None and self.too_long and not too_long(self.trial.workload, self.trial.semantics, self._shortest):
-            self._take(self._shortest)  # nothing else fits
-        if self.best is None:  # what was suggested needs a little more than there is
-            for plan, needs in leanest(self.trial.model, self.trial.workload, self.trial.semantics, self.trial.cost.profile):
-                if needs.fits and not too_long(self.trial.workload, self.trial.semantics, plan.policy):
-                    self._take(plan.policy)
+        of = self.trial
+        lean = (plan.policy for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits)
+        for policies in (self.too_long, lean):  # where nothing else fits; what was suggested may need a little more than there is
+            for policy in policies if self.best is None else ():
+                if not too_long(of.workload, of.semantics, policy):
+                    self._take(policy)
         if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
@@ -138,19 +137,6 @@ class Tree:
         if bound_s < inf:
             self._push(max(bound_s, least_s), family, n_slots, relaxed=False)
 
-    @property
-    def _shortest(self) -> Policy:
-        """Of the policies that were too long to simulate, the one with the lowest bound."""
-        policy = min(self.too_long).policy
-        assert policy is not None
-        return policy
-
-    def refusal(self) -> PlanError:
-        """What to say where nothing fits but policies whose plans are too long to write."""
-        of, n_ops = self.trial.semantics, most_ops(self.trial.workload, self.trial.semantics, self._shortest)
-        said = f"only plans of up to {n_ops} ops fit, for {of.n_micro_batches} micro-batches in large groups"
-        return PlanError(f"{said}; {shorter(of)}")
-
     def _close_to_best(self, bound_s: float) -> bool:
         """Whether what has such a bound can hardly be better than the best of this size. That of another size closes nothing: what
         is suggested here may be slower, and what is climbed to from it faster."""
@@ -167,7 +153,7 @@ class Tree:
         family, n_slots = node.family, node.n_slots
         if node.policy is not None and self.trial.is_too_long(node.policy):
             self.bound_s = min(self.bound_s, node.bound_s)
-            self.too_long.append(node)
+            self.too_long = self.too_long or [node.policy]
         elif node.policy is not None:
             self._take(node.policy)
         elif not node.relaxed:
@@ -195,7 +181,7 @@ class Tree:
             suggested = list(self._suggested(family, depth, n_slots))
             if suggested:
                 yield from suggested
-                yield replace(family.policy(self.trial.semantics), prefetch_depth=depth, gradient_slots=n_slots)
+                yield replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
                 return
 
     def _suggested(self, family: Family, depth: int, gradient_slots: int, lacking: Omission | None = None) -> Iterator[Policy]:
@@ -203,7 +189,7 @@ class Tree:
         relaxed = self.relaxation.solve(family, depth, gradient_slots, lacking)
         if relaxed is None:
             return
-        lean = family.policy(self.trial.semantics)
+        lean = family.policy()
         buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots)
         found: dict[Policy, None] = {}
         for spread in (False, True):
@@ -276,11 +262,8 @@ class Tree:
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""
-        best = self.best
-        if best is None:
-            return
-        for depth in sorted(d for d in PREFETCH_DEPTHS if d < best.prefetch_depth):
-            fewer = replace(best, prefetch_depth=depth)
-            if self.trial.fits(fewer) and self.trial.step_s(fewer) <= self.trial.step_s(best) * (1 + LEAST_GAIN_FRACTION):
-                self.best = fewer
-                return
+        assert self.best is not None
+        limit_s, depth = self.trial.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
+        fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)
+        as_fast = (policy for policy in fewer if self.trial.fits(policy) and self.trial.step_s(policy) <= limit_s)
+        self.best = next(as_fast, self.best)

@@ -15,14 +15,12 @@ from planner.bounds.work import early_fetches, least_slots
 from planner.lower.arenas import N_SAVED_SLOTS, leaving_bytes
 from runtime.plan import Policy, Update
 from runtime.plan.legality import can_square
-from runtime.plan.policy import RICHER
 from runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
 from .frames import Frames
-from .space import PREFETCH_DEPTHS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
+from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
 
-RICHER_WAYS = (*map(Way, RICHER), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
 
@@ -30,16 +28,11 @@ Treated = Callable[[Policy, Sequence[int]], Policy]
 class Choice:
     """Equal blocks, any number of which may be treated in one way instead of another."""
 
-    name: str
     blocks: Sequence[int]
     treated: Treated
     instead: Treated  # of the policy's own: as they are
     count: int  # the variable
     used: int  # whether any is
-
-
-def _as_they_are(policy: Policy, blocks: Sequence[int]) -> Policy:
-    return policy
 
 
 def _added(name: str) -> Treated:
@@ -92,25 +85,22 @@ class Choices:
         spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
         for i, blocks in enumerate(self.classes):
             b = blocks[0]
-            for way in self._ways_of(b, family.boundary_stride) if i in self.layers else ():
-                self.saving[i, way] = self._choice(f"{way}", blocks, _saving(way))
-            self.resident[i] = self._choice("resident", blocks, _added("resident_blocks"))
+            if i in self.layers:  # if no backward comes to it, it saves nothing more
+                ways = ways_of(self.workload.blocks[b], family.boundary_stride)
+                for way in ways if b >= self.workload.first_trained else ways[:1]:
+                    self.saving[i, way] = self._choice(blocks, _saving(way))
+            self.resident[i] = self._choice(blocks, _added("resident_blocks"))
             if can := [b for b in blocks if b in spills]:
-                self.spilled[i] = self._choice("spill", can, _added("spill_blocks"))
+                self.spilled[i] = self._choice(can, _added("spill_blocks"))
             if deferred and often is not None and trains_all:
-                self.early_updated[i] = self._choice("speculate", blocks, _added("speculate_blocks"))
+                self.early_updated[i] = self._choice(blocks, _added("speculate_blocks"))
             if b in may_square:
-                self.squared[i] = self._choice("square", blocks, _squared)
+                self.squared[i] = self._choice(blocks, _squared)
             if b in self.may_stay:
-                self.staying[i] = self._choice("stay", blocks, _stay, instead=_squared)
+                self.staying[i] = self._choice(blocks, _stay, instead=_squared)
 
-    def _choice(self, name: str, blocks: Sequence[int], treated: Treated, instead: Treated = _as_they_are) -> Choice:
-        p = self.program
-        return Choice(name, blocks, treated, instead, p.variable(0, len(blocks)), p.variable(0, 1))
-
-    def _ways_of(self, block: int, boundary_stride: int) -> list[Way]:
-        """How a layer may save its activations, if a backward comes to it."""
-        return ways_of(self.workload.blocks[block], boundary_stride) if block >= self.workload.first_trained else [Way(Saved.INPUT)]
+    def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
+        return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
 
     def all(self) -> Iterator[Choice]:
         yield from self.saving.values()
@@ -219,7 +209,11 @@ class Choices:
         def counts(of: dict[int, Choice]) -> tuple[int, ...]:
             return tuple(round(x[of[i].count]) if i in of else 0 for i in range(len(self.classes)))
 
-        ways = {way: counts({i: choice for (i, w), choice in self.saving.items() if w == way}) for way in RICHER_WAYS}
+        ways = {
+            way: counts({i: choice for (i, w), choice in self.saving.items() if w == way})
+            for way in WAYS
+            if way.saved is not Saved.INPUT
+        }
         return Fill(
             ways,
             counts(self.resident),

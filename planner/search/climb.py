@@ -17,9 +17,8 @@ from runtime.plan.legality import refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
-from .space import Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
+from .space import WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 
-WAYS = (*map(Way, Saved), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
 MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them

@@ -4,7 +4,7 @@ Two buffers each way, all micro-batches in one group or as many as fit, or one b
 memory filled with what saves most recompute per byte.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
@@ -12,11 +12,10 @@ from types import MappingProxyType
 from planner.bounds.bounds import busy_s
 from runtime.plan import Kind, Op, Policy, Setup, Update
 from runtime.plan.footprint import device_needs
-from runtime.plan.workload import ITEM_BYTES, Block, Saved
+from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from .frames import Frames
 from .space import (
-    Family,
     Way,
     can_spill,
     eager_is_legal,
@@ -25,7 +24,6 @@ from .space import (
     most_on_device,
     places_of_mixed,
     staying,
-    ways_of,
     with_ways,
 )
 
@@ -57,14 +55,14 @@ class Greedy:
 
     def policies(self) -> list[Policy]:
         """Those that fit."""
-        n = self.semantics.n_micro_batches
+        n, least = self.semantics.n_micro_batches, self.semantics.least_group
         found: dict[Policy, None] = {}
         leaves = False  # whether there is anything that would rather be on the host
-        for group in dict.fromkeys((n, self.semantics.least_group)):
+        for group in dict.fromkeys((n, least)):
+            smaller = [size for size in halves(n // 2) if size > least] if group == n else []
             for spills in (False, True):
-                filled, has_all = self._filled(group, spills)
-                if filled is None and group > 1:
-                    filled, has_all = self._of_largest_group(spills)
+                in_groups = (self._filled(size, spills) for size in (group, *smaller))  # of the largest size that fits
+                filled, has_all = next((one for one in in_groups if one[0] is not None), (None, False))
                 if filled is not None:
                     found[filled] = None
                 leaves |= not has_all
@@ -72,25 +70,22 @@ class Greedy:
                     break  # what boundaries on the host would make room for is there
                 if filled is not None and group < n and self.frames.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
                     others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
-                    found |= {other: None for other in others if other is not None}
+                    found |= dict.fromkeys(filter(None, others))
         for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
             away = self._leaving(saved)
             if not away:
                 continue
-            groups = [group for group in halves(n) if self.semantics.least_group <= group <= MOST_LEAVING]
+            groups = [group for group in halves(n) if least <= group <= MOST_LEAVING]
             fitting = (self._filled(group, spills, away=some)[0] for group in groups for some in self._some(away))
-            found |= dict.fromkeys(islice((policy for policy in fitting if policy is not None), 1))
-            least = self.semantics.least_group
+            found |= dict.fromkeys(islice(filter(None, fitting), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
                 found[one_by_one] = None
-        if stay := self._may_stay():
-            found |= {policy: None for policy in [self._filled(n, spills=False, stay=stay)[0]] if policy is not None}
+        # The first blocks, as many as leave their state room on the device under a lean policy
+        whole = self.frames.of(Policy(accumulation_group=n, update=Update.DEFERRED))
+        stay = most_on_device(whole, self.profile)[0].policy.device_blocks
+        if stay and (kept := self._filled(n, spills=False, stay=stay)[0]) is not None:
+            found[kept] = None
         return list(found)
-
-    def _may_stay(self) -> Sequence[int]:
-        """The first blocks, as many as leave their state room on the device under a lean policy."""
-        whole = self.frames.of(Policy(accumulation_group=self.semantics.n_micro_batches, update=Update.DEFERRED))
-        return most_on_device(whole, self.profile)[0].policy.device_blocks
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
         """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
@@ -105,24 +100,13 @@ class Greedy:
 
     def _some(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
         """All of these layers; of several ranks, whose groups cannot be smaller, also fewer, for which the host may have room."""
-        yield away
-        if self.semantics.ranks > 1:
-            layers = list(away)
-            yield from (
-                {layers[i]: away[layers[i]] for i in range(0, len(layers), each)} for each in FEWER_LEAVING if each < len(layers)
-            )
+        for each in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
+            if each == 1 or each < len(away):
+                yield dict(islice(away.items(), None, None, each))
 
     def lanes_s(self, policy: Policy) -> float:
         """No step is shorter than the ops of its busiest lane, one after the other."""
         return max(busy_s(self.frames.of(policy), self.cost).values())
-
-    def _of_largest_group(self, spills: bool) -> tuple[Policy | None, bool]:
-        """With half of the micro-batches in a group, or a quarter, and so on."""
-        for group in halves(self.semantics.n_micro_batches // 2):
-            filled, has_all = self._filled(group, spills) if group > self.semantics.least_group else (None, False)
-            if filled is not None:
-                return filled, has_all
-        return None, False
 
     def _filled(
         self,
@@ -135,28 +119,28 @@ class Greedy:
         """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
         mixed = places_of_mixed(self.semantics, self.workload)[0]
-        family = Family(update, group, group, boundary_stride=1, mixed_blocks=mixed)
         spilled = can_spill(self.workload) if spills else ()
-        blocks = sorted({*range(len(self.workload.blocks))}.difference(stay), key=self._order(group))
+        # First the blocks that are needed first, the last; or where weights come again for every group, blocks spread evenly, so
+        # that between two uploads there is always something to compute.
+        in_one_group = group == self.semantics.n_micro_batches
+        blocks = [b for b in range(len(self.workload.blocks)) if b not in stay]
+        blocks.sort(key=lambda b: -b if in_one_group else b * GOLDEN % 1.0)
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
         resident = tuple(sorted(blocks[:n_resident]))
-        of_family = replace(family.policy(self.semantics), spill_blocks=spilled, resident_blocks=resident)
-        of_family = with_ways(of_family, away)
-        of_family = staying(of_family, stay) if stay else of_family
-        leans = (replace(of_family, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
+        of_group = Policy(
+            accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled, resident_blocks=resident
+        )
+        of_group = with_ways(of_group, away)
+        of_group = staying(of_group, stay) if stay else of_group
+        leans = (replace(of_group, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
         lean = next((lean for lean in leans if self.frames.needs(lean).fits), None)
         if lean is None:
             return None, False
         framed = self.frames.of(lean)
-        of_others = (upgrade for upgrade in self._upgrades(lean, family) if upgrade.block not in away)
+        of_others = (upgrade for upgrade in self._upgrades(lean) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
         n = most(len(upgrades) + len(blocks), lambda n: self._fits(framed, _with(lean, upgrades, blocks, n)))
         return _with(lean, upgrades, blocks, n), n >= len(upgrades)
-
-    def _order(self, group: int) -> Callable[[int], float]:
-        """Which blocks get memory first: those that are needed first, the last; or where weights come again for every group, blocks
-        spread evenly, so that between two uploads there is always something to compute."""
-        return (lambda b: -b) if group == self.semantics.n_micro_batches else (lambda b: b * GOLDEN % 1.0)
 
     def _fits(self, lean: Setup, policy: Policy) -> bool:
         """Whether the device has room for what a lean plan that fits would save and keep besides."""
@@ -168,24 +152,19 @@ class Greedy:
         resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in more)
         return sum(needs.values()) + resident_bytes + of.context_bytes.value <= of.memory_bytes.value
 
-    def _upgrades(self, lean: Policy, family: Family) -> Iterator[_Upgrade]:
+    def _upgrades(self, lean: Policy) -> Iterator[_Upgrade]:
         """Of each layer the ways to save, each worth less per byte than the one before."""
-        known: dict[int, list[tuple[float, Saved]]] = {}
-        first = max(1, self.workload.first_trained)
-        for b, block in enumerate(self.workload.blocks[first:-1], start=first):
-            key = id(block.matmuls)  # which layers that differ in nothing but names have in common
-            if key not in known:
-                known[key] = _hull(self._ways(block, lean, family))
-            yield from (_Upgrade(per_byte, b, saved) for per_byte, saved in known[key])
-
-    def _ways(self, block: Block, lean: Policy, family: Family) -> list[tuple[float, float, Saved]]:
-        """Bytes that a layer saves of a micro-batch, and seconds that it computes again."""
-        ways: list[tuple[float, float, Saved]] = []
-        for saved in (way.saved for way in ways_of(block, family.boundary_stride) if not way.away):
-            again = block.recompute(saved)
-            if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # which saves its input too
-                ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
-        return ways
+        for blocks in self.workload.classes:
+            block = self.workload.blocks[blocks[0]]
+            if block.kind is not BlockKind.LAYER or blocks[0] < self.workload.first_trained:
+                continue
+            ways: list[tuple[float, float, Saved]] = []  # bytes that it saves of a micro-batch, and seconds that it computes again
+            for saved in Saved:
+                again = block.recompute(saved)
+                if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # which saves its input too
+                    ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
+            for per_byte, what in _hull(ways):
+                yield from (_Upgrade(per_byte, b, what) for b in blocks)
 
 
 def halves(n: int) -> Iterator[int]:

@@ -11,8 +11,6 @@ from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_sum_groups
 from runtime.plan.workload import Model, Workload
 
-from .space import leanest
-
 LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
 MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a smaller tile
 # Numbers of equal parts of a batch: no size between two neighbours is much faster than both. Into more only
@@ -46,15 +44,6 @@ def sizes_of(model: Model, semantics: Semantics, profile: Profile, free: frozens
     """The sizes to search: those possible that make few enough micro-batches; where there are none, the one that needs least."""
     sizes = possible_sizes(model, semantics, profile, free)
     return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
-
-
-def sizes_that_fit(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> Size:
-    """The first of the sizes to search with which some policy fits; else the last, which needs least of the device."""
-    sizes = sizes_of(model, semantics, profile, free)
-    for of, workload in sizes[:-1]:
-        if any(needs.fits for _, needs in leanest(model, workload, of, profile)):
-            return of, workload
-    return sizes[-1]
 
 
 def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> list[Size]:
@@ -122,18 +111,14 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
 
 def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Size:
     """The same micro-batch with the tiles that leave room, or come nearest to it."""
-    memory_bytes = profile.device.memory_bytes.value
-    by_tiles, lean = list[Size](), Policy(accumulation_group=semantics.least_group)
-    for tried, workload in _by_tiles(model, semantics, free):
-        if _device_bytes(model, tried, workload, lean, profile) <= LEAST_FRACTION * memory_bytes:
-            return tried, workload
-        by_tiles.append((tried, workload))
+    memory_bytes, by_tiles = profile.device.memory_bytes.value, [*_by_tiles(model, semantics, free)]
+    lean = Policy(accumulation_group=semantics.least_group)
     spilled = replace(lean, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
-    for policy, fraction in ((spilled, LEAST_FRACTION), (spilled, 1.0)):
-        for tried, workload in by_tiles:
-            if _device_bytes(model, tried, workload, policy, profile) <= fraction * memory_bytes:
-                return tried, workload
-    return min(by_tiles, key=lambda sizes: _device_bytes(model, sizes[0], sizes[1], spilled, profile))
+    for policy, fraction in ((lean, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+        for size in by_tiles:
+            if _device_bytes(model, *size, policy, profile) <= fraction * memory_bytes:
+                return size
+    return min(by_tiles, key=lambda size: _device_bytes(model, size[0], size[1], spilled, profile))
 
 
 def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Iterator[Size]:
@@ -141,10 +126,9 @@ def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Itera
     mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
     if "mlp_tile_tokens" in free and semantics.train.all and can_tile_mlp(model):
         mlp_tiles += _powers_of_two(LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
+    is_free, most = "loss_tile_tokens" in free, LOSS_TILE[semantics.loss]
+    loss_tiles = _powers_of_two(LEAST_LOSS_TILE, most) if is_free else [semantics.loss_tile_tokens]
     for mlp_tile in mlp_tiles:
-        loss_tiles = [semantics.loss_tile_tokens]
-        if "loss_tile_tokens" in free:
-            loss_tiles = _powers_of_two(LEAST_LOSS_TILE, LOSS_TILE[semantics.loss])
         for loss_tile in loss_tiles:
             tried = replace(semantics, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
             workload = build_workload(model, tried)

@@ -80,7 +80,7 @@ class Relaxation:
         self, family: Family, prefetch_depth: int | None, gradient_slots: int | None, lacking: Omission | None
     ) -> tuple[Choices, float]:
         """The program, and how many seconds its unit is."""
-        lean = replace(family.policy(self._frames.semantics), gradient_slots=gradient_slots or 1)
+        lean = replace(family.policy(), gradient_slots=gradient_slots or 1)
         choices = Choices(self._frames, lean, family, prefetch_depth, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]

@@ -17,7 +17,7 @@ from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Workload
 from runtime.units import GB
 
-from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of, sizes_that_fit
+from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
 from .space import leanest, policy_of
 
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights, those that take most first
@@ -31,24 +31,19 @@ def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = N
     return plan_ops(workload, semantics, policy or Policy(), 2 * MOST_ALIKE_GROUPS + 1)
 
 
-def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> int | None:
-    """How many ops a plan may have that would be too long to write; None where it is not."""
-    n_ops = most_ops(workload, semantics, policy)
-    return n_ops if n_ops > MAX_PLAN_OPS else None
+def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> bool:
+    """Whether the plan may be too long to write."""
+    return most_ops(workload, semantics, policy) > MAX_PLAN_OPS
 
 
 class TooLongError(PlanError):
-    """No size makes a plan that is short enough to write."""
+    """Nothing fits but plans that are too long to write."""
 
     def __init__(self, of: Semantics, n_ops: int) -> None:
-        self.n_micro_batches, self.n_ops, self.change = of.n_micro_batches, n_ops, shorter(of)
+        self.n_micro_batches, self.n_ops = of.n_micro_batches, n_ops
+        self.change = "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if of.sum_groups > 1 else "")
         self.reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
         super().__init__(f"{self.reason}; {self.change}")
-
-
-def shorter(of: Semantics) -> str:
-    """What makes a plan that is too long shorter."""
-    return "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if of.sum_groups > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +59,11 @@ class Request:
     def fits(self) -> bool:
         """Whether some policy that may be chosen fits. More micro-batches than MOST_MICRO_BATCHES are none."""
         return self.semantics.n_micro_batches <= MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
+
+    def resized(self) -> "Request":
+        """With the first of the sizes to search with which some policy fits; else the last, which needs least of the device."""
+        sizes = [replace(self, semantics=of) for of, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
+        return next((one for one in sizes[:-1] if one.fits()), sizes[-1])
 
     def needs(self) -> Iterator[Footprint]:
         """What the policy asked for needs, or each of the leanest; none where it is illegal, or its plan too long to write."""
@@ -145,8 +145,8 @@ def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
     sequence_bytes = workload.blocks[0].boundary_bytes // s.micro_batch
     below = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
     for n in candidates(s):
-        is_short = not too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload))
-        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < below and is_short:
+        is_long = too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload))
+        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < below and not is_long:
             yield f"--micro-batch {n}", _changed(request, micro_batch=n)
 
 
@@ -163,14 +163,9 @@ def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Re
 
 def _changed(request: Request, **changes: Any) -> Request:
     """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
-    semantics = replace(request.semantics, **changes)
-    if free := request.free - changes.keys():
-        asked = request.model, semantics, request.profile, free
-        if request.fixed is None:
-            return replace(request, semantics=sizes_that_fit(*asked)[0])
-        several = [replace(request, semantics=of) for of, _ in sizes_of(*asked)]
-        return next((one for one in several if one.fits()), several[-1])
-    return replace(request, semantics=semantics)
+    free, semantics = request.free - changes.keys(), replace(request.semantics, **changes)
+    changed = replace(request, semantics=semantics, free=free)
+    return replace(changed.resized() if free else changed, free=request.free)
 
 
 def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
@@ -179,11 +174,8 @@ def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Requ
 
     Of one pool the other side has what is left. None where the machine takes no more.
     """
-    missing = (
-        ("device", needs.device_peak_bytes, needs.short_device_bytes),
-        ("host", needs.host_peak_bytes, needs.short_host_bytes),
-    )
-    sizes = {place: -(-peak // _step(peak)) * _step(peak) for place, peak, short in missing if short}
+    sizes = {"device": _rounded_up(needs.device_peak_bytes)} if needs.short_device_bytes else {}
+    sizes |= {"host": _rounded_up(needs.host_peak_bytes)} if needs.short_host_bytes else {}
     if (pool := request.profile.device.pool_bytes) is not None:
         left = int(pool.value) - sum(sizes.values())
         sizes = {place: sizes.get(place, left // GB * GB) for place in ("device", "host")}
@@ -200,5 +192,6 @@ def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Requ
             yield f"{text} --micro-batch {n}", _changed(larger, micro_batch=n)
 
 
-def _step(n_bytes: int) -> int:
-    return 10 * GB if n_bytes > 100 * GB else GB
+def _rounded_up(n_bytes: int) -> int:
+    step = 10 * GB if n_bytes > 100 * GB else GB
+    return -(-n_bytes // step) * step

@@ -6,13 +6,12 @@ are searched (`branch.py`), and of the others the bounds are kept.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from hwprofiles.schema import Profile
 from planner.bounds.machine import machine_bound
-from planner.predict.memory import Footprint
-from runtime.errors import PenstockError, PlanError
+from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.workload import Model
@@ -88,13 +87,17 @@ def search(
         if (best := trees[i].best) is not None:
             found[i] = trials[i].step_s(best)
     if not found:
-        raise _nothing_fits(trials, list(trees.values()), free)
+        last, too_long = trials[-1], [(tree.trial, policy) for tree in trees.values() for policy in tree.too_long]
+        for of, policy in too_long:
+            raise TooLongError(of.semantics, most_ops(of.workload, of.semantics, policy))
+        needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
+        raise does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
     for _ in range(MOST_TIGHTENED):  # a certificate is as good as the lowest bound, which may be that of a size not searched
         i = min(bounds_s, key=lambda i: (bounds_s[i], i))
         if i in found or i not in trees or min(found.values()) <= bounds_s[i] * (1 + CLOSE_FRACTION) or not trees[i].tighten():
             break
         bounds_s[i] = max(bounds_s[i], trees[i].lowest_s)
-    chosen = min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
+    chosen = _chosen(found)
     tree, others_s = trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
     assert tree.best is not None, "it was found"
     _assert_bounded(tree, tree.best)
@@ -115,15 +118,6 @@ def _starts(trial: Trial) -> list[Policy]:
     return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, others)]
 
 
-def _nothing_fits(trials: Sequence[Trial], trees: Sequence[Tree], free: frozenset[str]) -> PenstockError:
-    for tree in trees:
-        if tree.too_long:
-            return tree.refusal()
-    last = trials[-1]
-    needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
-    return does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
-
-
 def _assert_bounded(tree: Tree, best: Policy) -> None:
     """The proof holds for what was found."""
     relaxed, step_s = tree.relaxation.solve(family_of(best, tree.trial.semantics)), tree.trial.step_s(best)
@@ -131,10 +125,14 @@ def _assert_bounded(tree: Tree, best: Policy) -> None:
     assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
 
 
+def _chosen(found: Mapping[int, float]) -> int:
+    """Of steps by size the first that is hardly longer than the shortest."""
+    return min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
+
+
 def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
     """The sizes with which a given policy is fastest."""
-    ready: list[tuple[float, int, Policy]] = []
-    needs: list[Footprint] = []
+    asked: dict[int, Policy] = {}
     refused: PlanError | None = None
     for i, trial in enumerate(trials):
         policy = policy_of(fixed, trial.semantics, trial.workload)
@@ -143,23 +141,20 @@ def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str
             refuse_illegal(trial.workload, trial.semantics, policy)
         except PlanError as error:  # with other micro-batches, say, than its groups have
             refused = refused or error
-            continue
-        needs.append(trial.frames.needs(policy))
-        if needs[-1].fits:
-            ready.append((trial.frames.bound_s(policy), i, policy))
-    if not needs:
+        else:
+            asked[i] = policy
+    if not asked:
         assert refused is not None
         raise refused
-    if not ready:
+    needs = {i: trials[i].frames.needs(policy) for i, policy in asked.items()}
+    bounds_s = {i: trials[i].frames.bound_s(policy) for i, policy in asked.items() if needs[i].fits}
+    if not bounds_s:
         last = trials[-1]
-        raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), needs[-1:])
-    found: dict[int, tuple[float, float, Policy]] = {}
-    for bound_s, i, policy in sorted(ready, key=lambda one: one[:2]):
-        if bound_s < min((step_s for step_s, *_ in found.values()), default=inf):
-            found[i] = trials[i].step_s(policy), bound_s, policy
-    limit_s = min(step_s for step_s, *_ in found.values()) * (1 + NEAR_FRACTION)
-    chosen = min(i for i, (step_s, *_) in found.items() if step_s <= limit_s)
-    _, bound_s, policy = found[chosen]
-    return answer_of(
-        trials[chosen], trials[chosen].plan(policy), Bounds(bound_s, inf, 0, tuple(sorted(free)), 1), trials[chosen].baselines()
-    )
+        raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), [*needs.values()][-1:])
+    found: dict[int, float] = {}
+    for i in sorted(bounds_s, key=lambda i: (bounds_s[i], i)):
+        if bounds_s[i] < min(found.values(), default=inf):
+            found[i] = trials[i].step_s(asked[i])
+    chosen = _chosen(found)
+    trial, proven = trials[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
+    return answer_of(trial, trial.plan(asked[chosen]), proven, trial.baselines())

@@ -49,7 +49,7 @@ class Family:
         middle = (self.accumulation_group + self.largest_group) // 2
         return replace(self, largest_group=middle), replace(self, accumulation_group=middle + 1)
 
-    def policy(self, semantics: Semantics) -> Policy:
+    def policy(self) -> Policy:
         """The leanest member that spills nothing."""
         return Policy(
             accumulation_group=self.accumulation_group,
@@ -64,6 +64,9 @@ class Way(NamedTuple):
 
     saved: Saved
     away: bool = False
+
+
+WAYS = (*map(Way, Saved), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ def groups_alike(size: int, n_micro_batches: int) -> range:
 def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Setup, Footprint]]:
     """Of each family the policies that ask least of the device, and of the host; if none fits, none of the space does."""
     for family in families(semantics, workload):
-        lean = family.policy(semantics)
+        lean = family.policy()
         spilling = replace(lean, spill_blocks=can_spill(workload))
         for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
             plan = frame(model, workload, semantics, policy)
@@ -179,8 +182,7 @@ def most(n: int, fits: Callable[[int], bool]) -> int:
 
 def ways_of(block: Block, boundary_stride: int) -> list[Way]:
     """How a layer may save its activations."""
-    richer = [saved for saved in RICHER if boundary_stride == 1 and block.recompute(saved) is not None]
-    return [Way(Saved.INPUT), *map(Way, richer), *(Way(saved, away=True) for saved in richer if saved is not Saved.ALL)]
+    return [way for way in WAYS if way.saved is Saved.INPUT or (boundary_stride == 1 and block.recompute(way.saved) is not None)]
 
 
 def with_ways(policy: Policy, ways: Mapping[int, Way]) -> Policy:
@@ -207,7 +209,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     the first. `spread`: evenly over the layers, so that uploads between them are spaced. What goes to the host is always spread, so
     that the link has it one by one."""
     classes = workload.classes
-    place = _spread if spread else _packed
+    place = _spread if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
     ways: dict[int, Way] = {}
     resident, stay = list[int](), list[int]()
     for i, blocks in enumerate(classes):
@@ -238,11 +240,6 @@ def speculated(n: int, blocks: Sequence[int]) -> tuple[int, ...]:
 def evenly(blocks: Sequence[int], n: int) -> list[int]:
     """n of them, evenly spaced, the first one among them: what leaves late in forward has hardly left when backward asks for it."""
     return [blocks[i * len(blocks) // n] for i in range(n)]
-
-
-def _packed(blocks: Sequence[int], n: int) -> list[int]:
-    """The last n."""
-    return list(blocks[len(blocks) - n :])
 
 
 def _spread(blocks: Sequence[int], n: int) -> list[int]:

@@ -82,7 +82,7 @@ def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, 
     of = grouped(model, machine, seq_len, n_sequences)
     relaxation = Relaxation(Frames(of.model, of.workload, of.semantics, CostModel(of.profile)), None)
     for size in sizes:
-        lean = Family(Update.DEFERRED, size, size, 1).policy(of.semantics)
+        lean = Family(Update.DEFERRED, size, size, 1).policy()
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):
             policy = replace(lean, prefetch_depth=depth, gradient_slots=n_slots)
             found = held(of, policy, relaxation)

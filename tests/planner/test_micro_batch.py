@@ -29,9 +29,9 @@ from planner.search.micro_batch import (
     SIZES,
     candidates,
     sizes_of,
-    sizes_that_fit,
 )
 from planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from planner.search.remedy import Request
 from planner.search.search import NEAR_FRACTION, search
 from planner.search.trial import Trial
 from runtime.plan import Policy, Semantics
@@ -63,6 +63,10 @@ def on(machine: str, device_bytes: int) -> Profile:
 def start(model: Model, profile: Profile, seq_len: int, batch: int, **fields) -> Semantics:
     attention = supported_attention(model)[0]
     return with_kernels(model, Semantics(seq_len, batch, 1, attention=attention, **fields), profile)  # type: ignore[arg-type]
+
+
+def chosen(model: Model, profile: Profile, given: Semantics, free: frozenset[str] = SIZES) -> Semantics:
+    return Request(model, given, profile, None, free).resized().semantics
 
 
 def fastest(model: Model, profile: Profile, given: Semantics) -> Answer:
@@ -163,7 +167,7 @@ def test_a_batch_of_a_billion_sequences_makes_no_long_lists(micro_batch: int | N
     profile = on("rtx4090-desktop", 24 * GB)
     given = start(read_model("qwen2.5-0.5b"), profile, 512, 10**9)
     free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
-    of, _ = sizes_that_fit(read_model("qwen2.5-0.5b"), given, profile, free)
+    of = chosen(read_model("qwen2.5-0.5b"), profile, given, free)
     assert of.n_micro_batches == 10**9 if micro_batch else of.n_micro_batches > MOST_MICRO_BATCHES
 
 
@@ -217,11 +221,11 @@ def device_bytes(model: Model, semantics: Semantics, profile: Profile, spilled: 
 
 def test_half_a_million_tokens_of_a_7b_model_fit_by_tiles_alone() -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("gh200")
-    semantics, _ = sizes_that_fit(model, Semantics(LONG, 1, 1), profile)
+    semantics = chosen(model, profile, Semantics(LONG, 1, 1))
     assert semantics.mlp_tile_tokens is not None
     assert device_bytes(model, semantics, profile, spilled=True) <= profile.device.memory_bytes.value
     assert device_bytes(model, replace(semantics, mlp_tile_tokens=None), profile, spilled=True) > profile.device.memory_bytes.value
-    experts, _ = sizes_that_fit(read_model("qwen3-30b-a3b"), Semantics(LONG, 1, 1), read_profile("rtx4090-server"))
+    experts = chosen(read_model("qwen3-30b-a3b"), read_profile("rtx4090-server"), Semantics(LONG, 1, 1))
     assert (experts.micro_batch, experts.mlp_tile_tokens) == (1, None), "experts get no tiles"
 
 
@@ -230,10 +234,10 @@ def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
     model, profile = Model(tiny_config("llama", vocab_size=100_000)), read_profile("cpu-2core")
     seen = []
     for memory_bytes in (GIB * 4, GIB * 2, GIB, GIB // 2, GIB // 4):
-        semantics, workload = sizes_that_fit(model, Semantics(2048, 1, 1), profile.with_memory(memory_bytes, None))
+        semantics = chosen(model, profile.with_memory(memory_bytes, None), Semantics(2048, 1, 1))
         seen.append(semantics.loss_tile_tokens)
         assert semantics.mlp_tile_tokens is None
-        *others, head = workload.blocks
+        *others, head = build_workload(model, semantics).blocks
         if semantics.loss_tile_tokens < LOSS_TILE:
             before = build_workload(model, replace(semantics, loss_tile_tokens=2 * semantics.loss_tile_tokens)).blocks[-1]
             assert head.transient_bytes < before.transient_bytes > max(b.transient_bytes for b in others)
@@ -244,7 +248,7 @@ def test_tiles_of_the_loss_shrink_only_where_logits_do_not_fit() -> None:
 
 def test_sizes_of_a_model_that_never_fits_need_the_least_memory() -> None:
     model, profile = read_model("qwen2.5-7b"), read_profile("cpu-2core")
-    semantics, _ = sizes_that_fit(model, Semantics(2**15, 1, 1), profile)
+    semantics = chosen(model, profile, Semantics(2**15, 1, 1))
     least = device_bytes(model, semantics, profile, spilled=True)
     assert least > profile.device.memory_bytes.value
     for tile, loss in product((None, 1024, 2048, 16384), (128, 512, 1024)):

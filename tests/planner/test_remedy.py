@@ -10,7 +10,7 @@ from hwprofiles.schema import read_profile
 from planner.lower.lower import lower, plan_ops
 from planner.model.workload import build_workload, read_model
 from planner.predict.memory import footprint, frame
-from planner.search.micro_batch import SIZES, sizes_of, sizes_that_fit
+from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
 from planner.search.space import baseline, leanest
 from runtime.plan import MAX_REPETITIONS, Policy, Semantics
@@ -81,17 +81,16 @@ def test_no_change_resets_a_size_that_the_user_named(named):
     model = read_model("qwen2.5-7b")
     given = Semantics(32768, 8, 2, loss_tile_tokens=7, mlp_tile_tokens=48, gradient_dtype="fp32")
     free = SIZES - named
-    semantics, _ = sizes_that_fit(model, given, SMALL, free)
-    request = Request(model, semantics, SMALL, None, free)
-    found = [footprint(frame(model, build_workload(model, semantics), semantics, Policy()), SMALL)]
+    request = Request(model, given, SMALL, None, free).resized()
+    found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), SMALL)]
     changes = [*_changes(request, found), *_with_memory(request, found[0])]  # whether they fit or not
     assert {text.split()[0] for text, _ in changes} >= {"--master", "--gradient-dtype", "--device-memory"}
     for text, changed in changes:
         is_size = text.startswith("--micro-batch")
         for field in named - ({"micro_batch"} if is_size else set()):
             assert getattr(changed.semantics, field) == getattr(given, field), text
-        again, _ = sizes_that_fit(model, changed.semantics, changed.profile, free - ({"micro_batch"} if is_size else set()))
-        assert replace(changed, semantics=again).fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
+        again = replace(changed, free=free - ({"micro_batch"} if is_size else set())).resized()
+        assert again.fits() == changed.fits(), f"{text}: asked for anew, it would be otherwise"
 
 
 def test_no_change_makes_the_policy_that_was_named_illegal():
@@ -108,7 +107,9 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
-    semantics, workload = sizes_that_fit(model, Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused"), profile)
+    given = Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused")
+    semantics = Request(model, given, profile, None, SIZES).resized().semantics
+    workload = build_workload(model, semantics)
     fixed = baseline("megatrain", semantics, workload)
     needs = footprint(frame(model, workload, semantics, fixed), profile)
     error = does_not_fit(Request(model, semantics, profile, fixed, SIZES), [needs])

@@ -132,7 +132,7 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
     s = replace(s, seq_len=512, micro_batch=8, batch_size=16, clip_norm=1.0)
     drawn = data.draw(workloads(s, most_layers=2, least_layers=2))  # of one, gradient slots are as large as all that is saved
     workload = replace(drawn, blocks=tuple(replace(block, kept_bytes=8 * block.kept_bytes) for block in drawn.blocks))
-    lean = Family(Update.DEFERRED, 2, 2, 1).policy(s)
+    lean = Family(Update.DEFERRED, 2, 2, 1).policy()
     leaving = with_ways(lean, dict.fromkeys(range(1, workload.n_layers + 1), LEAVING))
     profile = data.draw(st.sampled_from(SLOW_TO_COMPUTE))
     needed = footprint(frame(NOBODY, workload, s, leaving), profile)
@@ -160,7 +160,7 @@ def every_policy(s, workload, profile, ways_of_layers):
     layers = range(1, workload.n_layers + 1)
     for family, depth, n_slots in product(families(s, workload), (1, 2, 3, 4), (1, 2, 3)):
         one_group = family.accumulation_group == s.n_micro_batches
-        lean = replace(family.policy(s), prefetch_depth=depth, gradient_slots=n_slots)
+        lean = replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
         on_device = {()}
         if one_group and family.update is Update.DEFERRED and not shares_memory(profile):
             may_stay = tuple(can_stay(workload, s))

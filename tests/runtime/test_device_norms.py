@@ -109,7 +109,7 @@ def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     family = Family(data.draw(st.sampled_from(updates)), n, n, 1)
     speculates = family.update is Update.DEFERRED and data.draw(st.booleans())
     policy = replace(
-        family.policy(s),
+        family.policy(),
         prefetch_depth=data.draw(st.integers(1, 3)),
         gradient_slots=data.draw(st.integers(1, 2)),
         square_on_device=data.draw(st.booleans()),
