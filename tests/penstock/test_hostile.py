@@ -86,7 +86,7 @@ def test_a_tokenizer_on_which_its_library_panics_is_refused(house):
     fields |= {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]], "byte_fallback": False}}
     (house / "model" / "tokenizer.json").write_text(json.dumps(fields))
     done = answered("data", "chats.jsonl", "--model", "model")
-    assert done.returncode == 2
+    assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith("error: model: its tokenizer.json cannot be used")
 
 

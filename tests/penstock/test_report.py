@@ -46,7 +46,7 @@ def test_a_page_or_a_trace_is_written_and_one_line_printed(planned, ran, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"r.html", "r.json"}
 
 
-@pytest.mark.parametrize("missing", ["timeline.json", "metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("missing", ["timeline.json", "metrics.jsonl"])
 def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path, missing):
     """As a run leaves none that is at work, or was killed."""
     run = tmp_path / "run"
@@ -57,7 +57,6 @@ def test_a_file_that_a_run_did_not_leave_is_no_empty_box(planned, ran, tmp_path,
     page = page_of(planned, run)
     assert [t["name"] for t in page.data["tracks"]] == ["predicted"] + ["measured"] * (missing != "timeline.json")
     assert bool(page.data["curves"]) == (missing != "metrics.jsonl")
-    assert ("Hello there, 30." in page.text) == (missing != "samples.jsonl")
     assert ("no timeline.json" in page.text) == (missing == "timeline.json")
     if missing == "timeline.json":
         assert "timeline.json: cannot be read (No such file or directory)" in refused(planned, run, output=tmp_path / "r.json")

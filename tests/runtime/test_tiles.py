@@ -112,8 +112,9 @@ def test_a_step_by_tiles_takes_the_memory_of_its_plan(model_type: str, way: str)
 
 @cache
 def masks_bytes(model_type: str) -> int:
-    """What is left where nothing is saved."""
-    return device_bytes(plan_by_tiles(model_type, "boundaries"))[0]
+    """What is left where nothing is saved, measured once what a process makes once is there."""
+    plan = plan_by_tiles(model_type, "boundaries")
+    return [device_bytes(plan)[0] for _ in range(2)][-1]
 
 
 @pytest.mark.fast("values")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint import merging
-from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE
+from penstock.checkpoint.adapter_files import PREFIX, TENSOR_FILE
 from penstock.checkpoint.merging import merge
 from penstock.checkpoint.model_files import INDEX_FILE
 from penstock.checkpoint.tensor_files import Shards
@@ -167,7 +167,7 @@ def test_a_model_is_not_merged_into_a_folder_that_is_in_use(tmp_path: Path) -> N
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     assert "is not empty" in refused(base, adapter, tmp_path / "out")
-    assert CONFIG_FILE in refused(base, tmp_path / "nothing", tmp_path / "new")
+    assert "no adapter_model.safetensors" in refused(base, tmp_path / "nothing", tmp_path / "new")
 
 
 def test_a_disk_without_room_is_refused_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
