@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.data.data import Loader, read_data
+from penstock.data.data import RunData, read_data
 from penstock.data.sampling import PackedSet
 from penstock.settings import DataSettings
 from runtime.batch import Batch
@@ -16,7 +16,7 @@ from runtime.errors import DataError
 END = 256
 
 
-def read(path: Path, seq_len: int = 64, batch_size: int = 1, seed: int = 0, by_document: bool = False, **fields: object) -> Loader:
+def read(path: Path, seq_len: int = 64, batch_size: int = 1, seed: int = 0, by_document: bool = False, **fields: object) -> RunData:
     """The data of a file or folder; tokens are kept in a folder beside it."""
     settings, cache = DataSettings(str(path), **fields), path.parent / f"run of {path.name}" / "tokens"
     return read_data(settings, None, 300, seq_len, batch_size, seed, cache, by_document)
@@ -31,19 +31,19 @@ def refused(path: Path, **fields: object) -> str:
     return str(caught.value)
 
 
-def only(data: Loader) -> PackedSet:
+def only(data: RunData) -> PackedSet:
     """The data set of map-style data that has but one."""
     (part,) = data.parts
     return part
 
 
-def tokens_of(data: Loader) -> list[list[int]]:
+def tokens_of(data: RunData) -> list[list[int]]:
     """The tokens of each document."""
     documents = only(data).documents
     return [documents.ids(d).tolist() for d in range(len(documents.lengths))]
 
 
-def texts_of(data: Loader) -> list[str]:
+def texts_of(data: RunData) -> list[str]:
     """The text of each document, without its end."""
     return [bytes(i for i in ids if i < END).decode() for ids in tokens_of(data)]
 

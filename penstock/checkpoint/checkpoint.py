@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from penstock.data.data import Loader
+from penstock.data.data import RunData
 from runtime.errors import CheckpointError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics
@@ -226,7 +226,7 @@ _DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.d
 _SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train) else value for name, value in _DEFAULTS.items()}
 
 
-def identity(plan: Plan, data: Loader, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
+def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
     """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
 
     `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
@@ -254,7 +254,7 @@ def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{state.path}: of another {_IN_WORDS.get(key, key)}{_difference(found, value)}; {advice}")
 
 
-def put_back(state: State, host: HostState, data: Loader) -> None:
+def put_back(state: State, host: HostState, data: RunData) -> None:
     """Put masters, moments and the data's position back; CheckpointError where something is missing or malformed."""
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):

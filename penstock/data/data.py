@@ -27,7 +27,7 @@ from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
-Loader = MapStyleData | Stream | Given  # the batches of a run, by the number of the step
+RunData = MapStyleData | Stream | Given  # the batches of a run, by the number of the step
 Report = Callable[[str], None]  # told in words what goes on
 
 
@@ -47,7 +47,7 @@ def read_data(
     preferred: tuple[str, ...] = TRAIN,
     report: Report = unheard,
     run: Path | None = None,
-) -> Loader:
+) -> RunData:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
     `cache` is a folder in which tokens are kept for the next run; `run`, or else the folder that `cache` is in, is written by the

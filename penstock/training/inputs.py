@@ -10,7 +10,7 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Loader, Report, read_data, reader_of, unheard
+from penstock.data.data import Report, RunData, read_data, reader_of, unheard
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.run_config import RunConfigError
@@ -66,7 +66,7 @@ def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: St
 
 
 def fill(
-    store: TorchMachine, settings: RunSettings, data: Loader, weights: Path | None, state: State | None, report: Report = unheard
+    store: TorchMachine, settings: RunSettings, data: RunData, weights: Path | None, state: State | None, report: Report = unheard
 ) -> None:
     """Put into the store what the run begins with: the model's weights in `weights`, random ones where that is None, and the state
     of a checkpoint, which has all weights that are trained."""
@@ -131,7 +131,7 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
         store.host.settle(block)
 
 
-def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> Loader:
+def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> RunData:
     """The batches to train on, or of `held_out` data the sequences to evaluate on."""
     semantics = plan.semantics
     return read_data(
@@ -160,7 +160,7 @@ def tokens_folder(run: Path) -> Path:
         return run / TOKENS_FOLDER
 
 
-def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> Loader | None:
+def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: Report) -> RunData | None:
     """The data to evaluate on, in its own order, read with the settings of the first training set."""
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:

@@ -12,7 +12,7 @@ from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Loader, Report, unheard
+from penstock.data.data import Report, RunData, unheard
 from penstock.run_config import RunConfigError
 from penstock.settings import ADAPTERS_LR, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
@@ -54,7 +54,7 @@ class Session:
     device: str  # cuda, cpu or emulated
     machine: Machine  # performs the ops
     store: TorchMachine  # holds the state, of a stand-in model where the machine is emulated
-    data: Loader
+    data: RunData
     n_steps: int  # of the whole run
     prediction: Prediction
     identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that resumes from this one's checkpoints must share
@@ -62,7 +62,7 @@ class Session:
     scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
     weights: str = ""  # where they come from, in words
     tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
-    held_out: Loader | None = None  # each sequence is a batch of its own
+    held_out: RunData | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
     leader: Leader | None = None  # of several ranks
     stop: Stop = field(default_factory=Stop)
@@ -109,7 +109,7 @@ def open_session(
     resume: bool = False,
     resume_from: str | None = None,
     time_scale: float | None = None,
-    data: Loader | None = None,
+    data: RunData | None = None,
     report: Report = unheard,
     ranks: Processes | None = None,
     stop: Stop | None = None,
@@ -172,7 +172,7 @@ def _real(
     plan: Plan,
     device: str,
     state: State | None,
-    data: Loader | None,
+    data: RunData | None,
     ranks: Processes | None,
     report: Report,
 ) -> Session:
@@ -224,7 +224,7 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
     return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
 
 
-def read_by_all(data: Loader, weights: Path | None) -> dict[str, str]:
+def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
     """Digests of what every rank reads for itself, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
@@ -255,14 +255,14 @@ def _stand_in(plan: Plan) -> Plan:
     return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def machine_of(device: str, plan: Plan, data: Loader, of_step: OfStep, seed: int, ranks: Ranks | None) -> TorchMachine:
+def machine_of(device: str, plan: Plan, data: RunData, of_step: OfStep, seed: int, ranks: Ranks | None) -> TorchMachine:
     """A machine that trains the plan, with its memory taken."""
     if device == "cuda":
         return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks)
     return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks)
 
 
-def steps_of(settings: RunSettings, data: Loader) -> int:
+def steps_of(settings: RunSettings, data: RunData) -> int:
     """Steps of the whole run."""
     if settings.steps is not None:
         return settings.steps

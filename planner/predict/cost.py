@@ -124,8 +124,7 @@ class CostModel:
 
     def _demand_of(self, plan: Setup, op: Op) -> Demand:
         block = plan.blocks_of(op.micro_batch)[op.block]
-        dtype = plan.semantics.compute_dtype
-        item, of = ITEM_BYTES[dtype], plan.semantics
+        item, of = ITEM_BYTES[plan.semantics.compute_dtype], plan.semantics
         match op.kind:
             case Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
                 return self._demand(0.0, 0.0, {})
@@ -136,14 +135,8 @@ class CostModel:
             case Kind.DEQUANTISE:
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
-            case Kind.GATHER if (
-                self.profile.meets_on_host
-            ):  # of the bytes each rank copies the others' parts from the memory of all
-                n_bytes = plan.slot_elements(op.block) * item
-                copies = self._copy("h2d", n_bytes * (of.ranks - 1) // of.ranks, of.ranks - 1)
-                return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
             case Kind.GATHER:
-                return self.together(of.ranks, plan.slot_elements(op.block) * item, "all_gather")
+                return self._gathered(of.ranks, plan.slot_elements(op.block) * item)
             case Kind.EXCHANGE:
                 n_elements = plan.slot_elements(op.block)
                 # Put together what goes to one rank, twice; added up, and written
@@ -361,6 +354,13 @@ class CostModel:
             Resource.CORES: link.host_cores_per_copy.value,
         }
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
+
+    def _gathered(self, ranks: int, n_bytes: int) -> Demand:
+        """Of the bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
+        if not self.profile.meets_on_host:
+            return self.together(ranks, n_bytes, "all_gather")
+        copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
+        return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
 
     def together(self, ranks: int, n_bytes: int, of: Collective) -> Demand:
         """What a library's collective asks for, an all-gather or a reduce-scatter: of the bytes each rank gets the others'

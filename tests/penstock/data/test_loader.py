@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.data.data import Loader
+from penstock.data.data import RunData
 from runtime.errors import DataError
 from tests.bytes_of_files import read, same, write_lines
 
@@ -16,7 +16,7 @@ def path(tmp_path):
     return write_lines(tmp_path / "data.jsonl", rows)
 
 
-def loader(path: Path, **fields: object) -> Loader:
+def loader(path: Path, **fields: object) -> RunData:
     return read(path, 64, 4, 3, True, packing="documents", shuffle_buffer=7, **fields)
 
 

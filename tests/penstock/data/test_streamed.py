@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.data import documents
 from penstock.data import files as room
-from penstock.data.data import Loader, read_data
+from penstock.data.data import RunData, read_data
 from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError
@@ -38,7 +38,7 @@ def write_sets(folder: Path, ns: list[int]) -> Path:
     return folder
 
 
-def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **fields: object) -> Loader:
+def stream(path: Path, seed: int = 3, seq_len: int = 24, batch_size: int = 2, **fields: object) -> RunData:
     return read(path, seq_len, batch_size, seed, True, streaming=True, **({"packing": "documents", "shuffle_buffer": 5} | fields))
 
 
@@ -52,7 +52,7 @@ def documents_of(batch: Batch) -> list[bytes]:
     return found
 
 
-def epochs_of(data: Loader, n: int) -> list[list[list[bytes]]]:
+def epochs_of(data: RunData, n: int) -> list[list[list[bytes]]]:
     """The documents of each sequence of some epochs, batches being a sequence each."""
     epochs: list[list[list[bytes]]] = [[] for _ in range(n)]
     for step in count():
@@ -123,7 +123,7 @@ def test_conversations_in_several_documents_are_resumed_within(tmp_path):
     chosen = DataSettings(str(path), streaming=True, packing="documents", shuffle_buffer=4)
     size = write_talker(tmp_path / "model", "qwen 3")
 
-    def chats() -> Loader:
+    def chats() -> RunData:
         return read_data(chosen, tmp_path / "model", size, 160, 1, 3, tmp_path / "run" / "tokens", by_document=True)
 
     whole = chats()
