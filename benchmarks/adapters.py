@@ -15,6 +15,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 import penstock
+from benchmarks.any_memory import with_any_memory
+from hwprofiles.schema import read_profile
 from penstock.api import Planned
 from planner.search.answer import Answer
 from runtime.errors import DoesNotFitError
@@ -92,8 +94,8 @@ def planned(cell: Cell, train: str) -> Planned | None:
     base = cell.base if train == "lora" else "bf16"
     try:
         return penstock.plan(
-            cell.model, cell.machine, seq_len=SEQ_LEN, batch_size=cell.batch_size, train=train, base=base,
-            host_memory_bytes=cell.host_bytes,
+            cell.model, with_any_memory(read_profile(cell.machine), None, cell.host_bytes), seq_len=SEQ_LEN,
+            batch_size=cell.batch_size, train=train, base=base,
         )  # fmt: skip
     except DoesNotFitError:
         return None

@@ -301,27 +301,27 @@ class Profile(Part):
         """The profile as JSON values, without what is as it is where nothing is said."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
-    def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None) -> "Profile":
-        """The same machine with the user's memory sizes, if not None. ProfileError for zero or less, or more than it takes."""
+    def with_memory(self, device_memory_bytes: int | None, host_memory_bytes: int | None, by: str = "the user") -> "Profile":
+        """The same machine with these memory sizes, if not None. ProfileError for zero or less, or more than it takes."""
         sizes = {"device": device_memory_bytes, "host": host_memory_bytes}
         given = {place: n_bytes for place, n_bytes in sizes.items() if n_bytes is not None}
         for place, n_bytes in given.items():
             if n_bytes <= 0:
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
-        return self._given((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items())
+        return self._given(((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items()), by)
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""
         given = {key: value for key, value in prices.items() if value is not None}
         return self._given(("price", key, value, f"{key} of {value:g}") for key, value in given.items())
 
-    def _given(self, changes: Iterable[tuple[str, str, float, str]]) -> "Profile":
-        """(part, key, value, what it is in words) of each quantity that the user gave."""
+    def _given(self, changes: Iterable[tuple[str, str, float, str]], by: str = "the user") -> "Profile":
+        """(part, key, value, what it is in words) of each quantity that the user, or whoever, gave."""
         fields = self.to_json()
         for part, key, value, words in changes:
             source = f"user_{part}_{key.removesuffix('_bytes')}"
             fields[part][key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
-            given = {"kind": "user", "detail": f"{words} as given by the user", "date": None, "device": None, "driver": None}
+            given = {"kind": "user", "detail": f"{words} as given by {by}", "date": None, "device": None, "driver": None}
             fields["sources"][source] = given
         return Profile.from_json(fields, self.name)
 

@@ -22,7 +22,7 @@ from planner.check.check import check as prove
 from planner.check.check import summary
 from planner.model.kernels import PARTS, with_kernels
 from planner.model.workload import read_model, supported_attention
-from planner.search.claim import Certificate, claimed
+from planner.search.claim import CUT, Certificate, claimed
 from runtime.errors import PlanError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from runtime.plan.timeline import Timeline
@@ -171,8 +171,8 @@ def plan(
     decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
     `network_gbit`: Gbit/s of each host, if not the profile's. DoesNotFitError names the smallest changes that would fit.
     """
-    from planner.search.micro_batch import SIZES, shared_step, sizes_of
-    from planner.search.search import search
+    from planner.search.micro_batch import SIZES, shared_step
+    from planner.search.search import searched
 
     keep_outlines()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
@@ -184,9 +184,9 @@ def plan(
     asked = _semantics(given, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
-    free = SIZES - given.keys()
-    sizes = sizes_of(described, asked, profile, free)
-    return Planned(search(described, sizes, profile, _policy(policy), free, clipped_fraction), profile)
+    may_cut = host_memory_bytes is None and device_memory_bytes is None
+    free = (SIZES - given.keys()) | ({CUT} if may_cut else set())
+    return Planned(*searched(described, asked, profile, _policy(policy), free, clipped_fraction))
 
 
 def _profile(machine: str | Path | Profile) -> Profile:

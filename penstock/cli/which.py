@@ -137,6 +137,7 @@ def compare(
 
     Prices that are given hold for every machine.
     """
+    from planner.search.claim import CUT
     from planner.search.micro_batch import SIZES
     from planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
     from planner.show.words import ALONE
@@ -144,7 +145,7 @@ def compare(
     described = read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
     prices = {name: work.pop(name) for name in PRICES}
-    free = SIZES if micro_batch is None else SIZES - {"micro_batch"}
+    free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
     # Adapters are trained by one GPU; whole models by all that a machine has, unless a number is given
     is_given = click.get_current_context().get_parameter_source("gpus") is not ParameterSource.DEFAULT
     has_all = not is_given and work["train"] is None

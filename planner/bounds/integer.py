@@ -57,6 +57,9 @@ class Program:
         if found.status == INFEASIBLE:
             return None
         bound = found.mip_dual_bound if integers and any(self.integer) else found.fun  # of a linear program the two are one
+        if bound is None and integers:  # the solver lost its way among numbers; what a linear program says holds, too
+            linear = self.solve(integers=False)
+            return None if linear is None else (linear[0], self.low)
         assert bound is not None, f"the solver ends with {found.message}"
         return float(bound), self.low if found.x is None else [float(x) for x in found.x]
 

@@ -14,6 +14,7 @@ from runtime.units import on_one_line
 
 SAME_FRACTION = 1e-9  # two times that differ by less are one: sums of floats
 MAX_NAME = 80  # characters, of what binds and of the code that claimed it
+CUT = "memory_cut"  # among what was free: how the one memory of a machine is cut
 
 Time = Annotated[float, Field(gt=0, lt=1e15)]
 Busy = Annotated[float, Field(ge=0, lt=1e15)]

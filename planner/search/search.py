@@ -18,8 +18,10 @@ from runtime.plan.workload import Model
 
 from .answer import ROUNDING, Answer, Bounds, answer_of
 from .branch import CLOSE_FRACTION, Tree
+from .claim import CUT
+from .cut import cuts, uncut
 from .estimate import Greedy
-from .micro_batch import Size
+from .micro_batch import Size, sizes_of
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
 from .trial import Trial, without_collection
@@ -30,6 +32,23 @@ MOST_TIGHTENED = 64  # parts of sizes not searched whose bounds are brought near
 # Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
 # least about.
 NEAR_FRACTION = 0.001
+
+
+def searched(
+    model: Model,
+    semantics: Semantics,
+    profile: Profile,
+    fixed: Policy | str | None,
+    free: frozenset[str],
+    clipped_fraction: float | None = None,
+) -> tuple[Answer, Profile]:
+    """The fastest plan with any size that is free, on a machine whose one memory is cut as suits it best, if that is free, too; and
+    the machine as it was cut. Where nothing fits any cut, the error is about the machine's own."""
+    machines = [*cuts(model, semantics, profile, free)] if fixed is None else []
+    machines = machines or [profile]
+    free = free if machines != [profile] else free - {CUT}
+    found = [(search(model, sizes_of(model, semantics, of, free), of, fixed, free, clipped_fraction), of) for of in machines]
+    return min(found, key=lambda each: each[0].step_s)
 
 
 @without_collection()
@@ -101,8 +120,26 @@ def search(
     tree, others_s = trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
     assert tree.best is not None, "it was found"
     _assert_bounded(tree, tree.best)
+    if CUT in free:
+        others_s = min(others_s, _of_any_cut_s(trials[chosen], free))
     proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
     return answer_of(trials[chosen], trials[chosen].plan(tree.best), proven, trials[chosen].baselines())
+
+
+def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
+    """Seconds that no step is below, with any size and however the machine's one memory is cut."""
+    whole = uncut(trial.model, trial.semantics, trial.profile, free)
+    trials = [
+        Trial(trial.model, workload, of, whole, trial.clipped_fraction)
+        for of, workload in sizes_of(trial.model, trial.semantics, whole, free)
+    ]
+    trees = [Tree(of) for of in trials]
+    ready = [(machine_bound(of.frames.of(Policy()), of.cost).seconds, 0, i) for i, of in enumerate(trials)]
+    heapq.heapify(ready)
+    while ready[0][1] < 2:
+        bound_s, n_relaxed, i = ready[0]
+        heapq.heapreplace(ready, (max(bound_s, trees[i].relax()), n_relaxed + 1, i))
+    return ready[0][0]
 
 
 def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | None:

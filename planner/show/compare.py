@@ -12,7 +12,7 @@ from planner.predict.rests_on import rests_on
 from planner.search.answer import Answer
 from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.remedy import Request, TooLongError
-from planner.search.search import search
+from planner.search.search import searched
 from runtime.errors import DoesNotFitError
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
@@ -156,7 +156,7 @@ def candidate(
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
     least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)
     try:
-        speed = _speed(search(model, sizes, profile, fixed, free), profile, n_here)
+        speed = _speed(*searched(model, of, profile, fixed, free), n_here)
     except TooLongError as error:
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
         return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hwprofiles.quantity import BASES
 from planner.predict.rests_on import RestsOn
-from planner.search.claim import Claim, Predicted
+from planner.search.claim import CUT, Claim, Predicted
 from runtime.plan import Lane
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
@@ -190,7 +190,8 @@ def _certified(claim: Claim) -> tuple[str, str]:
     if (proof.n_sizes or 1) > 1 and proof.n_families > 0:
         if proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
             others = f"with this plan's sizes {whose} below {exact(proof.size_bound_s)}; {others}"
-        whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles) {whose}"
+        cut = " and any cut of the one memory" if CUT in (proof.free or ()) else ""
+        whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles){cut} {whose}"
     return f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", others
 
 

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult, milp
 
 from planner.bounds.integer import Program
 from tests.tour import ROOT
@@ -45,6 +47,19 @@ def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found[0] == pytest.approx(best, abs=1e-6)
+
+
+def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def giving_up(*given: Any, integrality: Any, **options: Any) -> Any:
+        lost = OptimizeResult(status=4, message="Solve error", mip_dual_bound=None, fun=None, x=None)
+        return lost if any(integrality) else milp(*given, integrality=integrality, **options)
+
+    program = Program()
+    program.variable(0, 3, cost=-1.0)
+    program.at_most({0: 2.0}, 5.0)
+    assert program.solve() == (-2.0, [2.0])
+    monkeypatch.setattr("planner.bounds.integer.milp", giving_up)
+    assert program.solve() == (-2.5, [0.0])
 
 
 def test_the_solvers_output_is_kept_out_of_ours() -> None:
