@@ -1,15 +1,19 @@
-"""Micro-batch and tile sizes worth searching, where the user leaves them free."""
+"""Micro-batch and tile sizes worth searching, and cuts of a machine's one memory (a GB10's), where the user leaves them free."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hwprofiles.schema import Profile
 from planner.model.workload import build_workload, can_tile_mlp
-from planner.predict.memory import footprint, frame
+from planner.predict.memory import Footprint, footprint, frame
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_sum_groups
 from runtime.plan.workload import Model, Workload
+from runtime.units import GB
+
+from .claim import CUT
+from .space import families, leanest
 
 LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
 MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a smaller tile
@@ -26,7 +30,7 @@ SMALLER_LOSS_TILE = 4  # times: a quarter of the logits, as a smaller tile still
 LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128
 USUAL_SUM_GROUPS = 8  # where several GPUs are asked for: then 2, 4 and 8 of them give the same bits
 SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fields of Semantics that are proposed here
-
+HOST_FRACTIONS = (1.0, 1.15)  # of what the leanest plan needs of the host; the device has the rest
 
 Size = tuple[Semantics, Workload]  # with a micro-batch and tiles
 
@@ -144,3 +148,42 @@ def _device_bytes(model: Model, semantics: Semantics, workload: Workload, policy
 def _powers_of_two(least: int, most: int) -> list[int]:
     """All from `most` down to `least`."""
     return [1 << n for n in range(most.bit_length() - 1, -1, -1) if least <= 1 << n <= most]
+
+
+def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Profile]:
+    """The machine cut so that some policy fits, if it has one memory and may be cut: what lies on the device is not copied to it,
+    and takes no more than it would on the host, so the device has all that the host can do without, or a little less."""
+    if CUT not in free or (pool := profile.device.pool_bytes) is None:
+        return
+    of, workload = sizes_of(model, semantics, profile, free)[-1]
+    lean = (frame(model, workload, of, family.policy()) for family in families(of, workload))
+    least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in lean)
+    for fraction in HOST_FRACTIONS:
+        host_bytes = -(-int(fraction * least_bytes) // GB) * GB
+        if 0 < host_bytes < pool.value:
+            cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, by="the plan")
+            if any(
+                needs.fits for size in sizes_of(model, semantics, cut, free) for _, needs in leanest(model, size[1], size[0], cut)
+            ):
+                yield cut
+
+
+def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Profile:
+    """A machine that can do what it can with any cut: the host has all of the memory, the device all but what some policy on that
+    machine asks of the host at least."""
+    pool = profile.device.pool_bytes
+    assert pool is not None, "only one memory can be cut"
+
+    def having(device_bytes: float) -> Profile:
+        memory = {"memory_bytes": pool.model_copy(update={"value": device_bytes}), "pool_bytes": None}
+        host = profile.host.model_copy(update={"memory_bytes": pool})
+        return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
+
+    lean = _leanest(model, semantics, having(pool.value), free)
+    return having(pool.value - min(needs.host_peak_bytes for needs in lean))
+
+
+def _leanest(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
+    """Needs of the policies that ask least, with each size."""
+    for of, workload in sizes_of(model, semantics, profile, free):
+        yield from (needs for _, needs in leanest(model, workload, of, profile))

@@ -19,9 +19,8 @@ from runtime.plan.workload import Model
 from .answer import ROUNDING, Answer, Bounds, answer_of
 from .branch import CLOSE_FRACTION, Tree
 from .claim import CUT
-from .cut import cuts, uncut
 from .estimate import Greedy
-from .micro_batch import Size, sizes_of
+from .micro_batch import Size, cuts, sizes_of, uncut
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
 from .trial import Trial, without_collection

@@ -56,7 +56,7 @@ MOST_KINDS = 22  # of op; three of them are what several ranks do together, one 
 # Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 of `planner/model`.
 # Above the budgets: runtime by the split of any model around its layers, and what files hold of layers though it is no weight;
 # penstock by names of files that transformers converts; planner by what users met.
-MOST_LINES = {"runtime": 8_223, "planner": 8_306, "hwprofiles": 2_200, "penstock": 7_497, "tests": 25_000}
+MOST_LINES = {"runtime": 8_223, "planner": 8_391, "hwprofiles": 2_200, "penstock": 7_498, "tests": 25_030}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
