@@ -89,16 +89,17 @@ class Split:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
-        self.model, self.body = model, model.base_model
-        self._where = _layer_list(model)
+        self.model, self._where = model, _layer_list(model)
         names = {id(module): name for name, module in model.named_modules()}
-        self.layers_name, self.body_name = names[id(self._where)], names[id(self.body)]
+        self.layers_name = names[id(self._where)]
+        self._owner = model.get_submodule(self.layers_name.rpartition(".")[0])
+        self.body = self._owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
+        self.body_name = names[id(self.body)]
         self.embedding_name = names[id(model.get_input_embeddings())]
         head = model.get_output_embeddings()
         self.head_name = names[id(head)] if head is not None else self._fail("it has no output matrix")
         self.layers = list(self._where)
         self._refuse_shared()
-        self._owner = model.get_submodule(self.layers_name.rpartition(".")[0])
         norms = [name for name, part in self._owner.named_children() if "norm" in type(part).__name__.lower()]
         norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
         self._norm_child = norms[0] if len(norms) == 1 else self._fail("it is not known what follows its layers")
