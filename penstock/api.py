@@ -197,7 +197,7 @@ def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels
     """The semantics of a step, with defaults and kernels that suit the model and the machine."""
     from planner.search.micro_batch import LOSS_TILE
 
-    if decided := sorted(given.keys() & {*PARTS, "attention_kernel"}):
+    if decided := sorted(given.keys() & {*PARTS, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")

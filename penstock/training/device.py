@@ -5,6 +5,7 @@ import os
 from runtime.errors import DoesNotFitError, PlanError
 from runtime.host import memory
 from runtime.layers.attention import refuse_any_order, refuse_missing_attention
+from runtime.layers.kernels import refuse_missing_libraries
 from runtime.machines import streams
 from runtime.plan import Plan
 from runtime.plan.footprint import host_needs, planned_device_needs
@@ -24,8 +25,12 @@ def device_of(asked: str) -> str:
     return "cpu"
 
 
-def settle_kernels(plan: Plan, deterministic: bool) -> None:
-    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot."""
+def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
+    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot, or another device is to."""
+    if device != "emulated":
+        refuse_missing_libraries(plan.semantics, device)
+    if device != "cuda":
+        return
     if deterministic:
         refuse_any_order(plan.semantics)
     refuse_missing_attention(plan)

@@ -32,8 +32,7 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
             return 1
         status: dict[str, Any] = {}
         with _told(status):
-            if device == "cuda":
-                settle_kernels(file.plan, settings.deterministic)
+            settle_kernels(file.plan, device, settings.deterministic)
             is_first_here = ranks.rank % ranks.n_here == 0  # asks for all ranks of its host, before any takes memory
             if device == "cuda" or is_first_here:
                 refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)

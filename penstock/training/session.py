@@ -127,8 +127,7 @@ def open_session(
     if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
     refuse_missing(settings.monitors)
-    if device == "cuda":
-        settle_kernels(plan, settings.deterministic)
+    settle_kernels(plan, device, settings.deterministic)
     with run_folder(out):
         if resume or resume_from is not None:
             report("reading the checkpoint")

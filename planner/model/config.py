@@ -8,6 +8,7 @@ import difflib
 import errno
 import json
 import re
+from collections.abc import Collection
 from functools import cache, lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -16,11 +17,12 @@ from typing import Any, NoReturn, get_args
 
 from runtime.errors import WorkloadError
 from runtime.files import read_whole
+from runtime.plan import LibraryKernel
 from runtime.plan.packed import DEQUANTISED, Base, published_as
 from runtime.plan.workload import Model
 
 from . import kept
-from .outline import at_size
+from .outline import How, at_size
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
 MAX_DIMENSION = 2**31 - 1
@@ -42,6 +44,7 @@ HUB_NAMES = {
     **{"gemma3-1b": "google/gemma-3-1b-pt", "granite-3.3-8b": "ibm-granite/granite-3.3-8b-instruct"},
     **{"seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base", "smollm3-3b": "HuggingFaceTB/SmolLM3-3B"},
     **{"llama-2-7b": "meta-llama/Llama-2-7b-hf", "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B"},
+    **{"llama-4-scout-109b": "meta-llama/Llama-4-Scout-17B-16E", "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
 }
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
@@ -49,7 +52,7 @@ _BESIDE = {
 }
 HUB_FAMILIES = {  # a family's configurations are alike but for their sizes
     **{"llama": "meta-llama/Llama-{}", "smollm2": "HuggingFaceTB/SmolLM2-{}"},
-    **{"qwen2.5": "Qwen/Qwen2.5-{}-Instruct", "qwen3": "Qwen/Qwen3-{}"},
+    **{"qwen2.5": "Qwen/Qwen2.5-{}-Instruct", "qwen3": "Qwen/Qwen3-{}", "qwen3.5": "Qwen/Qwen3.5-{}"},
 }
 
 
@@ -145,11 +148,22 @@ def supported_attention(model: Model) -> tuple[str, ...]:
     return tuple(known["attention"]) if known else _recorder().supported_attention(key)
 
 
-def outlines(model: Model, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
-    """The outlines of a model for a micro-batch of that size. WorkloadError for a model that cannot be cut into layers."""
+def library_kernels(model: Model) -> tuple[LibraryKernel, ...]:
+    """Kernels of other packages that the model's layers could compute with, sorted."""
     key = key_of(model)
-    found = _at_size(key, attention, n_sequences, seq_len)
-    return _recorder().outlines(key, attention, n_sequences, seq_len) if found is None else found
+    known = _known(key, "sdpa") or _known(key, "eager")
+    return tuple(known.get("library_kernels", ())) if known else _recorder().library_kernels(key)
+
+
+def outlines(
+    model: Model, attention: str, n_sequences: int, seq_len: int, kernels: Collection[str] = get_args(LibraryKernel)
+) -> dict[str, Any]:
+    """The outlines of a model for a micro-batch of that size, with these library kernels where its layers could have them.
+    WorkloadError for a model that cannot be cut into layers."""
+    key = key_of(model)
+    how = How(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
+    found = _at_size(key, how, n_sequences, seq_len)
+    return _recorder().outlines(key, how, n_sequences, seq_len) if found is None else found
 
 
 def refuse_another(model: Model, n_layers: int) -> None:
@@ -174,9 +188,9 @@ def _known(key: str, attention: str) -> dict[str, Any] | None:
 
 
 @lru_cache(maxsize=256)
-def _at_size(key: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
-    known = _known(key, attention)
-    return None if known is None else at_size(known, attention, n_sequences, seq_len)
+def _at_size(key: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+    known = _known(key, how.attention)
+    return None if known is None else at_size(known, how, n_sequences, seq_len)
 
 
 def essence_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Steps of fused kernels: what takes the place of a module's own calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from runtime.plan import AttentionKernel
+from runtime.plan import AttentionKernel, LibraryKernel
 
 from .tape import FP32, Call, Tape, Tensor
 
 # Of a fused norm's backward on a CPU, which has NORM_ROWS in fp32 at a time: input, three results in between, two gradients
 NORM_ROWS, NORM_SCRATCH = 1024, 6 * FP32
+CHUNK = 64  # tokens that fla's delta rule computes at once
 MOST_PROCESSORS = 192  # of one GPU, which profiles do not state: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
 
 
@@ -60,3 +62,40 @@ def attention(tape: Tape, reads: Sequence[Tensor], shape: AttentionShape) -> Ten
         reads, n_elements, saves=reads, saves_out=True, beside=[Tensor(n_rows * shape.seq_len, FP32)], moved_bytes=0,
         scratch_bytes=n_elements * (n_sums * FP32 + 2 * tape.item_bytes), call=Call.ATTENTION,
     )  # fmt: skip
+
+
+# What other packages' kernels do was read from their sources, not measured: causal-conv1d at 0d2252d, fla at bc3b101. Memory binds
+# them (30 FLOP a byte), so that what each kernel reads and writes, once, is all that they cost.
+Formula = Callable[[Tape, Sequence[Tensor], Sequence[Sequence[int]], int, int], Tensor]
+
+
+def convolution(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[int]], n_weights: int, trained: int) -> Tensor:
+    """Convolution of each channel over its last few tokens, and an activation, as one kernel: it keeps its input."""
+    x = reads[0]
+    return tape.step(
+        [x], x.n_elements, saves=[x], weight_elements=n_weights, trained=trained, scratch_bytes=FP32 * n_weights, fused=True
+    )
+
+
+def delta_rule(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[int]], n_weights: int, trained: int) -> Tensor:
+    """Gated delta rule, in chunks: it keeps queries and keys as it has normed them with their scales, a copy of values, the sums of
+    decays, and of each chunk the solved triangle; states and what is written to them are made again.
+
+    Elements: `qk` of queries as of keys, `k` and `v` of keys and values of all heads of values, `a` of triangles, `h` of states.
+    """
+    (n, n_tokens, heads, width), (*_, v_heads, v_width) = shapes[0], shapes[2]
+    rows, item = n * n_tokens * v_heads, tape.item_bytes
+    qk, k, v, a = n * n_tokens * heads * width, rows * width, rows * v_width, rows * CHUNK
+    h = n * v_heads * -(-n_tokens // CHUNK) * width * v_width
+    # copies and norms; triangles; what is written; states; output
+    moved = (2 * (2 * qk + v) + 4 * qk) + (k + 2 * a) + (a + 2 * v + 2 * k) + (2 * k + 2 * v + h) + (2 * k + 2 * v + h)
+    kept = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
+    return tape.step(
+        reads, prod(shapes[2]), saves=[reads[-1]], beside=[Tensor(*each, differentiable=False) for each in kept],
+        moved_bytes=moved * item + 2 * rows * FP32, scratch_bytes=(5 * k + 4 * v + 2 * h) * item, n_calls=11, fused=True,
+    )  # fmt: skip
+
+
+LIBRARY: Mapping[str, Formula] = dict[LibraryKernel, Formula]({  # type: ignore[assignment]
+    "causal_conv1d.causal_conv1d_fn": convolution, "fla.chunk_gated_delta_rule": delta_rule
+})  # fmt: skip

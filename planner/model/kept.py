@@ -24,7 +24,7 @@ def read(config: str, attention: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, PackageNotFoundError):
         path = _file(config, attention)
         found = None if path is None else json.loads(read_whole(path, MAX_BYTES))
-        if isinstance(found, dict) and found.keys() == {"attention", "outlines"}:
+        if isinstance(found, dict) and found.keys() >= {"attention", "outlines"}:
             return found
     return None
 

@@ -7,6 +7,7 @@ from hwprofiles.schema import Profile
 from runtime.plan import AttentionKernel, Kernel, Semantics
 from runtime.plan.workload import Model
 
+from .config import library_kernels
 from .workload import attentions, fusible
 
 CUDNN_HEAD_DIM = 128  # its backward takes heads up to this width, in multiples of eight
@@ -23,6 +24,9 @@ def with_kernels(
     kernels = kernels or ("fused" if profile.device.kind == "cuda" else "eager")
     fused = fusible(model) if kernels == "fused" else frozenset()
     chosen: dict[str, Any] = {part: "fused" if part in fused else "eager" for part in PARTS}
+    # In bf16, as fla's are; the convolution's adds its weight's gradient as its threads come
+    takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
+    chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()
     return replace(semantics, **chosen, attention_kernel=_attention_kernel(model, semantics, profile, kernels, deterministic))
 
 

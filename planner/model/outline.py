@@ -7,7 +7,7 @@ without torch. Elements of 2 bytes are those of the compute dtype, whatever it i
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.plan import Semantics
 from runtime.plan.workload import Matmul
@@ -97,11 +97,18 @@ def evaluated(tree: Any, n_sequences: int, seq_len: int) -> Any:
     return [evaluated(each, n_sequences, seq_len) for each in tree] if isinstance(tree, list) else tree
 
 
-def at_size(found: Mapping[str, Any], attention: str, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
-    """Outlines at a size, of those that are shipped or kept, if there are any of that attention."""
+class How(NamedTuple):
+    """What a model's layers compute with, as far as that changes which calls there are."""
+
+    attention: str
+    library_kernels: tuple[str, ...] = ()  # of the model's those that are one call each
+
+
+def at_size(found: Mapping[str, Any], how: How, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+    """Outlines at a size, of those that are shipped or kept, if there are any of that sort."""
     for of in found["outlines"]:
-        fewest, most = of["sequences"]
-        if of["attention"] == attention and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
+        (fewest, most), is_so = of["sequences"], How(of["attention"], tuple(of.get("library_kernels", ()))) == how
+        if is_so and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
             return evaluated(of["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
     return None
 
@@ -226,6 +233,11 @@ class _Player:
         out, (rows, all_rows) = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False), self.share
         n_weights = sum(prod(shapes[weight]) for weight in weights)
         how, moved_bytes, scratch_bytes, matmuls = Call.POINTWISE, 0, None, list[Matmul]()
+        if call.name in fused.LIBRARY:
+            step = fused.LIBRARY[call.name](tape, reads, call.shapes, n_weights, sum(prod(shapes[w]) for w in learns))
+            tape.held = ()
+            self.there[call.makes[0]], self.requires[call.makes[0]] = step, True
+            return
         if call.name == FUSED_ATTENTION:
             n_sequences, n_heads, seq_len, width = call.shapes[0]
             shape = fused.AttentionShape(n_sequences, seq_len, n_heads, call.shapes[1][1], width, self.semantics.attention_kernel)

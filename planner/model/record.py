@@ -25,16 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.errors import PenstockError, WorkloadError
-from runtime.layers.kernels import PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
+from runtime.layers.kernels import LIBRARY_KERNELS, PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
 from runtime.layers.meta_models import meta_model
 from runtime.layers.split import Call as LayerCall
 from runtime.layers.split import Split
 from runtime.plan import Semantics
 
 from . import kept
-from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, Made, at_size, evaluated, monomials
+from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
 
 EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call it
+_OWN = {"rotary", "attention"}
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 MOST_RECORDED = 2  # sequences; larger micro-batches follow
 LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
@@ -113,6 +114,19 @@ class _Recorder(TorchDispatchMode):
             found = [self.number(t) for t in results if isinstance(t, torch.Tensor)]
             self.groups.append(Group(kind, name, first, len(self.calls), known, found))
 
+    def at_once(self, name: str, operands: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
+        """What a part of the pass returns, recorded as one call: of what lies in between nothing stays."""
+        n_calls, n_made, before = len(self.calls), len(self.made), self.pending
+        out = run()
+        del self.calls[n_calls:], self.made[n_made:], self.refs[n_made:]
+        self.ids = {key: i for key, i in self.ids.items() if i < n_made}
+        reads = [self.number(t) for t in operands if _key(t) not in self.names]
+        weights = [self.names[_key(t)] for t in operands if _key(t) in self.names]
+        makes = [self.number(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.calls.append(Called(name, reads, weights, makes, before, [], [list(t.shape) for t in operands], [0, 0]))
+        self.pending, self.is_new = [], False
+        return out
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
@@ -171,7 +185,11 @@ def _moving(name: str, reads: list[torch.Tensor], makes: list[torch.Tensor]) -> 
 
 
 def record(
-    module: nn.Module, run: Callable[[], torch.Tensor], hidden: torch.Tensor | None, given: Sequence[torch.Tensor]
+    module: nn.Module,
+    run: Callable[[], torch.Tensor],
+    hidden: torch.Tensor | None,
+    given: Sequence[torch.Tensor],
+    library_kernels: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The tree of an outline: of what `run` computes with the module, of a hidden state and of what else is given."""
     recorder = _Recorder(module, hidden, given)
@@ -179,7 +197,7 @@ def record(
         for name, part in module.named_modules():
             if (kind := _kind(part)) is not None:
                 stack.enter_context(_grouped(recorder, kind, name, part))
-        for glob, name, kind in _functions(module):
+        for glob, name, kind in _functions(module, library_kernels):
             stack.enter_context(_renamed(recorder, glob, name, kind))
         stack.enter_context(saved_tensors_hooks(recorder.saved, lambda t: t))
         stack.enter_context(_Functions(recorder))
@@ -225,13 +243,15 @@ def _grouped(recorder: _Recorder, kind: str, name: str, part: nn.Module) -> Iter
         del part.forward
 
 
-def _functions(module: nn.Module) -> list[tuple[dict[str, Any], str, str]]:
-    """The functions of a rotation and of attention that modules call by their names, each with where it is found and what it is."""
+def _functions(module: nn.Module, library_kernels: Sequence[str]) -> list[tuple[dict[str, Any], str, str]]:
+    """The functions of a rotation, of attention and of these libraries that modules call by their names: where each is found, its
+    name, and what it is."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = {}
+    libraries = [(name, kernel) for name, kernel in LIBRARY_KERNELS.items() if kernel in library_kernels]
     for part in module.modules():
-        forward: Any = type(part).forward
+        forward: Any = part.forward
         glob = getattr(forward, "__globals__", {})
-        for name, kind in ((ROTARY, "rotary"), (EAGER_ATTENTION, "attention")):
+        for name, kind in ((ROTARY, "rotary"), (EAGER_ATTENTION, "attention"), *libraries):
             if name in glob and name in forward.__code__.co_names and (kind != "rotary" or rotates(glob[name])):
                 found[id(glob), name] = (glob, name, kind)
     return list(found.values())
@@ -242,6 +262,9 @@ def _renamed(recorder: _Recorder, glob: dict[str, Any], name: str, kind: str) ->
     own = glob[name]
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        if kind in LIBRARY_KERNELS.values():
+            operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            return recorder.at_once(kind, operands, lambda: own(*args, **kwargs))
         if kind == "attention":
             recorder.attends(*args[1:4])
         elif not turns_whole(args, kwargs):
@@ -270,6 +293,13 @@ def supported_attention(config: str) -> tuple[str, ...]:
             raise
         return ("eager",)
     return ("sdpa", "eager")
+
+
+@cache
+def library_kernels(config: str) -> tuple[str, ...]:
+    """The kernels of other packages that layers of a configuration (JSON) could compute with, sorted."""
+    split, _ = split_of(config, supported_attention(config)[0])
+    return tuple(sorted({kind for layer in split.layers for _, _, kind in _functions(layer, [*LIBRARY_KERNELS.values()])} - _OWN))
 
 
 @lru_cache(maxsize=8)
@@ -315,16 +345,17 @@ def _watched(config: str) -> Iterator[None]:
         logging.disable(before)
 
 
-def outlines(config: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
+def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
     """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
     if (
         seq_len > LONGEST_RECORDED
-        and (found := at_size(polynomials(config, attention), attention, n_sequences, seq_len)) is not None
+        and how.library_kernels == library_kernels(config)
+        and (found := at_size(polynomials(config, how.attention), how, n_sequences, seq_len)) is not None
     ):
         return found
-    if n_sequences > MOST_RECORDED and (found := _by_sequences(config, attention, seq_len)) is not None:
+    if n_sequences > MOST_RECORDED and (found := _by_sequences(config, how, seq_len)) is not None:
         return evaluated(found, n_sequences, seq_len)  # type: ignore[no-any-return]
-    return _recorded(config, attention, n_sequences, seq_len)
+    return _recorded(config, how, n_sequences, seq_len)
 
 
 def window_of(config: dict[str, Any]) -> int | None:
@@ -337,51 +368,52 @@ def window_of(config: dict[str, Any]) -> int | None:
 @lru_cache(maxsize=64)
 def polynomials(config: str, attention: str) -> dict[str, Any]:
     """Outlines of any size: one for sequences below the window of attention, one from there on, where layers have a window; none
-    where sizes are no polynomials. They are kept for other processes."""
-    window, found = window_of(json.loads(config)), list[dict[str, Any]]()
+    where sizes are no polynomials. They are of all the library kernels that there are, and kept for other processes."""
+    how, window, found = How(attention, library_kernels(config)), window_of(json.loads(config)), list[dict[str, Any]]()
+    kernels = {"library_kernels": list(how.library_kernels)} if how.library_kernels else {}
     regimes = [(1, ANY, STEP)] if window is None else [(1, window - 1, STEP), (window, ANY, window + STEP)]
     for first, last, shortest in regimes if window is None or window <= LONGEST_MASK else regimes[:1]:
-        about = {"attention": attention, "from": first, "to": last}
+        about = {"attention": attention, **kernels, "from": first, "to": last}
         with suppress(ValueError):
-            found += [about | one for one in _of_lengths(config, attention, shortest, min(last, FAR))]
-    whole = {"attention": list(supported_attention(config)), "outlines": found}
+            found += [about | one for one in _of_lengths(config, how, shortest, min(last, first - 1 + FAR))]
+    whole = {"attention": list(supported_attention(config)), **kernels, "outlines": found}
     kept.write(config, attention, whole)
     return whole
 
 
-def _of_lengths(config: str, attention: str, shortest: int, far: int) -> list[dict[str, Any]]:
+def _of_lengths(config: str, how: How, shortest: int, far: int) -> list[dict[str, Any]]:
     """For any number of sequences; of a single one apart, where that is computed otherwise."""
     try:
-        return [{"sequences": [1, ANY], "tree": _polynomial(config, attention, shortest, far, [1, 2], 3)}]
+        return [{"sequences": [1, ANY], "tree": _polynomial(config, how, shortest, far, [1, 2], 3)}]
     except ValueError:
-        one, more = (_polynomial(config, attention, shortest, far, *of) for of in (([1], 1), ([2, 3], 4)))
+        one, more = (_polynomial(config, how, shortest, far, *of) for of in (([1], 1), ([2, 3], 4)))
         return [{"sequences": [1, 1], "tree": one}, {"sequences": [2, ANY], "tree": more}]
 
 
-def _polynomial(config: str, attention: str, shortest: int, far: int, numbers: list[int], last: int) -> dict[str, Any]:
+def _polynomial(config: str, how: How, shortest: int, far: int, numbers: list[int], last: int) -> dict[str, Any]:
     """One tree for these numbers of sequences, held against another number, and lengths near and far: linear attention loops over
     parts of 64 tokens, and is a polynomial up to there. ValueError where there is none."""
     lengths = [shortest + STEP * i for i in range(3)]
-    found: dict[str, Any] = fitted({(n, t): _recorded(config, attention, n, t) for n in numbers for t in lengths})
-    if any(evaluated(found, last, t) != _recorded(config, attention, last, t) for t in (shortest + 3 * STEP, far)):
+    found: dict[str, Any] = fitted({(n, t): _recorded(config, how, n, t) for n in numbers for t in lengths})
+    if any(evaluated(found, last, t) != _recorded(config, how, last, t) for t in (shortest + 3 * STEP, far)):
         raise ValueError("sizes are no polynomials")
     return found
 
 
 @lru_cache(maxsize=64)
-def _by_sequences(config: str, attention: str, seq_len: int) -> dict[str, Any] | None:
+def _by_sequences(config: str, how: How, seq_len: int) -> dict[str, Any] | None:
     """Outlines whose numbers are polynomials of the sequences; None where they are not."""
     first, second, third = MOST_RECORDED, MOST_RECORDED + 1, MOST_RECORDED + 2  # a single sequence may be computed otherwise
     try:
-        found = fitted({(n, seq_len): _recorded(config, attention, n, seq_len) for n in (first, second)})
+        found = fitted({(n, seq_len): _recorded(config, how, n, seq_len) for n in (first, second)})
     except ValueError:
         return None
-    return found if evaluated(found, third, seq_len) == _recorded(config, attention, third, seq_len) else None
+    return found if evaluated(found, third, seq_len) == _recorded(config, how, third, seq_len) else None
 
 
 @lru_cache(maxsize=256)
-def _recorded(config: str, attention: str, n_sequences: int, seq_len: int) -> dict[str, Any]:
-    split, about = split_of(config, attention)
+def _recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
+    split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     with _watched(config), split.blank():
         embedding = _of_embedding(split, tokens_BT)
@@ -392,7 +424,7 @@ def _recorded(config: str, attention: str, n_sequences: int, seq_len: int) -> di
         for layer, call in zip(split.layers, calls, strict=True):
             if (key := split.kind(layer, call)) not in kinds:
                 kinds[key] = len(trees)
-                trees.append(_of_layer(layer, call, hidden, seq_len))
+                trees.append(_of_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
         norm = _of_norm(split, hidden)
     return about | {
@@ -422,7 +454,7 @@ def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
     return split.hidden_BTD
 
 
-def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: int) -> dict[str, Any]:
+def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: int, how: How) -> dict[str, Any]:
     leaves = tuple(t.to("meta") if isinstance(t, torch.Tensor) else t for t in call.leaves)
     if any(isinstance(t, torch.Tensor) and t.requires_grad for t in call.leaves):
         raise WorkloadError("layers are given a second tensor that learns (embeddings of each layer), which is not there yet")
@@ -433,6 +465,7 @@ def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: 
         lambda: meta.output(layer(*args, **kwargs)),
         x,
         [t for t in (*leaves, *layer.buffers()) if isinstance(t, torch.Tensor)],
+        how.library_kernels,
     )
     masks = [t for t in call.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len)]
     seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]

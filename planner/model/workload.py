@@ -17,7 +17,7 @@ from runtime.plan import Semantics
 from runtime.plan.train import TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
-from .config import key_of, outlines, read_model, shipped_models, supported_attention
+from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
 from .tape import FP32, INT64, Tape, Weights
 
@@ -44,6 +44,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
+    if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
+        _fail(model, f"library_kernels: no layer of this model computes with {missing[0]}; leave it out")
     found = _built(key_of(model), semantics)
     _refuse_untrained(model, semantics.train, found)
     return found
@@ -108,9 +110,11 @@ def _attention(said: list[Any] | None, n_sequences: int, seq_len: int) -> Attent
 
 def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
     """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
-    tree = outlines(model, semantics.attention, n_sequences, semantics.seq_len)
-    left = outlines(model, semantics.attention, semantics.n_left, semantics.seq_len) if semantics.n_left else None
-    whole = outlines(model, semantics.attention, semantics.micro_batch, semantics.seq_len)
+    tree, left, whole = (
+        outlines(model, semantics.attention, n, semantics.seq_len, semantics.library_kernels) if n else None
+        for n in (n_sequences, semantics.n_left, semantics.micro_batch)
+    )
+    assert tree is not None
     item_bytes = ITEM_BYTES[semantics.compute_dtype]
     # What all layers of a micro-batch share lies there too (tables, masks), and that of a smaller last one beside it
     shared_bytes = sum(

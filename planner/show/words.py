@@ -165,6 +165,8 @@ def basis(f: Facts) -> Iterator[Line]:
         yield "", "measure the machine with `penstock probe` and plan again: the prediction is as good as what it rests on"
     if others is not None:
         yield "", _rests_on(others, "the other lanes'")
+    if by_formula := f.plan.semantics.library_kernels:
+        yield "", f"what {' and '.join(by_formula)} move was counted in their sources, and nowhere timed"
     if f.outside:
         yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"

@@ -27,7 +27,10 @@ def use_attention(kernel: AttentionKernel) -> None:
 
 
 def refuse_any_order(semantics: Semantics) -> None:
-    """PlanError where attention adds in an order that depends on timing."""
+    """PlanError where attention, or a kernel of another package, adds in an order that depends on timing."""
+    if semantics.library_kernels:
+        first = semantics.library_kernels[0]
+        raise PlanError(f"--deterministic: the plan computes with {first}, which may not be; plan again with --deterministic")
     if semantics.attention == "sdpa" and semantics.attention_kernel != "deterministic":
         kernel = WORDS[semantics.attention_kernel]
         raise PlanError(

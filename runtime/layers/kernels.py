@@ -2,12 +2,15 @@
 
 Eager kernels are transformers' own modules, call by call. Fused are PyTorch's RMS norm with its backward; and an activation and a
 rotary embedding that are one node of autograd each, keep no more than they must, and give eager's bits. A module of transformers'
-is replaced in place, by one with the same weights under the same names.
+is replaced in place, by one with the same weights under the same names. Kernels of other packages, for linear attention and its
+convolutions, compute where the semantics name them, and nowhere else, whatever is installed.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib.util import find_spec
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -16,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from runtime.errors import WorkloadError
-from runtime.plan.policy import Semantics
+from runtime.errors import PlanError, WorkloadError
+from runtime.plan.policy import LibraryKernel, Semantics
 
 from .pointwise import Function, Pointwise, several
 from .recompute import unnoticed
@@ -27,6 +30,12 @@ NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 # The parts of an MLP that is down(act(gate(x)) * up(x)), which treats every row for itself
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# By the names that transformers' layers call them by
+LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
+    "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule": "fla.chunk_gated_delta_rule",
+}
+_DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -95,6 +104,9 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
                 setattr(parent, name, GatedMlp(child, pointwise))
         if semantics.pointwise == "fused":
             _rotate_at_once(parent, pointwise)
+        if semantics.library_kernels:
+            named = {n: f for n, f in _with_fallback(parent).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
+            _call_instead(parent, named)
 
 
 def fused_norm(norm: nn.Module) -> "FusedRMSNorm":
@@ -183,10 +195,47 @@ def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
     def turned(*args: Any, **others: Any) -> Any:
         return rotary(pointwise, *args) if turns_whole(args, others) else eager(*args, **others)
 
-    known = known | {ROTARY: turned}
-    forward = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    attention.forward = MethodType(forward, attention)
+    _call_instead(attention, {ROTARY: turned})
+
+
+def _call_instead(part: nn.Module, instead: Mapping[str, Any]) -> None:
+    """Let this module's own forward find other functions under these names. No other module sees them."""
+    if instead:
+        own: Any = inspect.unwrap(part.forward)
+        own = getattr(own, "__func__", own)
+        forward = FunctionType(own.__code__, own.__globals__ | instead, own.__name__, own.__defaults__, own.__closure__)
+        forward.__kwdefaults__ = own.__kwdefaults__
+        part.forward = MethodType(forward, part)
+
+
+def _with_fallback(part: nn.Module) -> dict[str, Any]:
+    """Functions that a module's forward calls, by name, of which transformers takes other packages' where it finds them."""
+    own: Any = inspect.unwrap(type(part).forward)
+    found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
+    free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in found.items()}
+    return {name: f for name, f in found.items() if "torch_function" in free[name]}
+
+
+def _plain(function: Any) -> Any:
+    """A function that the package `kernels` has made a module of."""
+    return inspect.getclosurevars(function.forward).nonlocals.get("func") if isinstance(function, nn.Module) else function
+
+
+def use_own_calls(model: nn.Module) -> None:
+    """Have a model compute in torch's own calls, as transformers has them, also where other packages have kernels for it."""
+    for part in model.modules():
+        _call_instead(part, {name: inspect.unwrap(_plain(f)) for name, f in _with_fallback(part).items()})
+
+
+def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
+    """PlanError where a kernel that the plan names is of a package that is not installed, or the device is no GPU."""
+    for name in semantics.library_kernels:
+        package = name.partition(".")[0]
+        if device != "cuda":
+            raise PlanError(f"the plan computes with {name}, which needs a GPU; plan again with --kernels eager")
+        if find_spec(package) is None:
+            remedy = f"pip install {_DISTRIBUTIONS[package]}, or plan again with --kernels eager"
+            raise PlanError(f"the plan computes with {name}, which is not installed here: {remedy}")
 
 
 def rotary(

@@ -19,6 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from runtime.errors import WorkloadError
 
+from .kernels import use_own_calls
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -89,6 +91,7 @@ class Split:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
+        use_own_calls(model)
         self.model, self._where = model, _layer_list(model)
         names = {id(module): name for name, module in model.named_modules()}
         self.layers_name = names[id(self._where)]

@@ -59,7 +59,7 @@ def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def stand_in_semantics(semantics: Semantics) -> Semantics:
     """As many micro-batches, each of one short sequence."""
-    return replace(semantics, seq_len=STAND_IN_SEQ_LEN, batch_size=semantics.n_micro_batches, micro_batch=1)
+    return replace(semantics, seq_len=STAND_IN_SEQ_LEN, batch_size=semantics.n_micro_batches, micro_batch=1, library_kernels=())
 
 
 class Alike:

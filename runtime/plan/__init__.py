@@ -2,5 +2,5 @@
 
 from .ops import LANE_OF, MAX_REPETITIONS, OPS, Kind, Lane, Op, Repeat, Slot, Wait
 from .plan import Plan, PlanFile
-from .policy import AttentionKernel, Kernel, Policy, Semantics, Update, saves
+from .policy import AttentionKernel, Kernel, LibraryKernel, Policy, Semantics, Update, saves
 from .setup import Arena, Place, Setup

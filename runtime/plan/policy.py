@@ -18,6 +18,8 @@ from .workload import FILE, Count, Dtype, Natural, Saved
 Kernel = Literal["eager", "fused"]
 # flash: FlashAttention-2, whose backward adds as its threads come; deterministic: the same in a fixed order
 AttentionKernel = Literal["flash", "deterministic", "cudnn"]
+# Functions of other packages, which transformers takes in the place of torch's own calls where they are installed
+LibraryKernel = Literal["causal_conv1d.causal_conv1d_fn", "fla.chunk_gated_delta_rule"]
 MOST_LAYERS = 2**16  # more than any model has
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # what a layer may save besides its input, the least first
@@ -45,6 +47,7 @@ class Semantics:
     loss: Kernel = "eager"
     pointwise: Kernel = "eager"  # the MLP's activation and the rotary embedding: the same bits, other time and memory
     attention_kernel: AttentionKernel = "flash"  # of fused attention on a GPU; a CPU has one of its own
+    library_kernels: tuple[LibraryKernel, ...] = ()  # of linear attention and convolutions; others are torch's own calls
     # Contiguous groups of micro-batches, a power of two that divides them: each is summed in order from zero, and the groups' sums
     # by a balanced binary tree, left part and right part. 1: all in order.
     sum_groups: Count = 1

@@ -8,9 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from planner.model import config, kept, record, workload
-from planner.model.config import essence_of, outlines, shipped_model, shipped_models
-from planner.model.outline import evaluated, monomials
+from planner.model import config, fused, kept, record, workload
+from planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
+from planner.model.outline import How, evaluated, monomials
+from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from runtime.errors import WorkloadError
 from runtime.layers.kernels import is_gated, turns_whole
@@ -20,7 +21,7 @@ from tests.every_type import tiny
 from tests.outlines import FOLDER
 from tests.tiny import tiny_config
 
-SHIPPED = ["qwen2.5-0.5b", "gpt-oss-20b", "gemma3-1b", "glm-4.5-air-106b", "qwen3-30b-a3b"]
+SHIPPED = ["qwen2.5-0.5b", "gpt-oss-20b", "gemma3-1b", "glm-4.5-air-106b", "qwen3-30b-a3b", "qwen3.5-0.8b"]
 
 
 def test_every_shipped_model_has_outlines() -> None:
@@ -76,7 +77,10 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     key = json.dumps(model.config, sort_keys=True)
     (attention, *_) = record.supported_attention(key)
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
-        shipped, found = outlines(model, attention, n_sequences, seq_len), record._recorded(key, attention, n_sequences, seq_len)
+        shipped, found = (
+            outlines(model, attention, n_sequences, seq_len),
+            record._recorded(key, How(attention, library_kernels(model)), n_sequences, seq_len),
+        )
         assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
 
 
@@ -85,9 +89,40 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
     with pytest.raises(ValueError, match="sizes have other"):
-        record.fitted({size: record._recorded(key, "sdpa", *size) for size in sizes})
+        record.fitted({size: record._recorded(key, How("sdpa"), *size) for size in sizes})
     for n_sequences, seq_len in ((5, 80), (1, 300), (2, 520)):
-        assert record.outlines(key, "sdpa", n_sequences, seq_len) == record._recorded(key, "sdpa", n_sequences, seq_len)
+        assert record.outlines(key, How("sdpa"), n_sequences, seq_len) == record._recorded(key, How("sdpa"), n_sequences, seq_len)
+
+
+def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
+    key = json.dumps(tiny("qwen3_next"), sort_keys=True)
+    kernels = record.library_kernels(key)
+    own, at_once = ([c[0] for c in record._recorded(key, How("sdpa", of), 1, 80)["kinds"][0]["calls"]] for of in ((), kernels))
+    first, second = map(at_once.index, kernels)
+    before, between, after = at_once[:first], at_once[first + 1 : second], at_once[second + 1 :]
+    begin = next(i for i in range(first, len(own)) if own[i : i + len(between)] == between)
+    assert (own[:first], own[-len(after) :]) == (before, after)
+    assert begin > first
+    assert len(own) - len(after) - begin - len(between) > 60
+    assert len(own) < len(record._recorded(key, How("sdpa"), 1, 200)["kinds"][0]["calls"])
+
+
+def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
+    """One by one, as fla's `chunk_gated_delta_rule_fwd` launches them; 100 tokens are two chunks."""
+    n, n_tokens, heads, v_heads, width, v_width = 3, 100, 2, 4, 8, 16
+    size = {
+        **{"q": n * n_tokens * heads * width, "k": n * n_tokens * v_heads * width, "v": n * n_tokens * v_heads * v_width},
+        **{"A": n * n_tokens * v_heads * 64, "h": n * 2 * v_heads * width * v_width, "g": 2 * n * n_tokens * v_heads},
+    }
+    of_copies, of_norms = ("q q", "q q", "v v"), ("q q", "q q")  # of queries and of keys, in heads of their own
+    launches = (*of_copies, *of_norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
+    tape, q = Tape(2), [Tensor(size[of], 2) for of in ("q", "q", "v", "g", "g")]
+    fused.delta_rule(tape, q, [[n, n_tokens, heads, width]] * 2 + [[n, n_tokens, v_heads, v_width]], 0, 0)
+    assert tape.n_kernels == len(launches)
+    assert tape.pointwise_bytes == tape.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
+    scales_bytes = 2 * 4 * n * n_tokens * heads
+    kept_bytes = 2 * sum(size[of] for of in ("q", "q", "v", "g", "A")) + scales_bytes
+    assert sum(t.n_bytes for t in tape.steps[0].made[1:]) == kept_bytes
 
 
 def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
@@ -126,7 +161,7 @@ def test_layers_are_told_apart_by_what_they_compute() -> None:
     """Dense and sparse, with and without a window, rotated or not: in the order of the model."""
     for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
         key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
-        assert record._recorded(key, "sdpa", 1, 16)["layers"] == kinds, name
+        assert record._recorded(key, How("sdpa"), 1, 16)["layers"] == kinds, name
 
 
 def test_kernels_are_fused_only_where_they_compute_the_same() -> None:

@@ -2,21 +2,35 @@
 
 import dataclasses
 import itertools
+import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates, row_losses
-from runtime.errors import WorkloadError
-from runtime.layers.kernels import CALL_BY_CALL, FusedRMSNorm, GatedMlp, _AtOnce, rotary, use_kernels
+from runtime.errors import PlanError, WorkloadError
+from runtime.layers.kernels import (
+    CALL_BY_CALL,
+    FusedRMSNorm,
+    GatedMlp,
+    _AtOnce,
+    refuse_missing_libraries,
+    rotary,
+    use_kernels,
+)
 from runtime.layers.pointwise import _OneKernel, compiled, probes, swiglu
+from runtime.layers.split import Split
 from runtime.plan import Policy, saves
 from runtime.plan.workload import Model
+from tests.every_type import tiny
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import differences, fused, plain, same_bits, semantics_of, streamed
@@ -258,6 +272,36 @@ def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
     before = [type(part) for part in layer.modules()]
     use_kernels(layer, semantics(norm="fused", pointwise="fused"))
     assert [type(part) for part in layer.modules()] == before, "what is not known to compute the same stays"
+
+
+def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only there, though transformers would take it: it is installed here, as a sum over taps."""
+    found: list[int] = []
+
+    def causal_conv1d_fn(x_BDT: torch.Tensor, weight_DW: torch.Tensor, bias: None, activation: str) -> torch.Tensor:
+        found.append(x_BDT.shape[-1])
+        padded = F.pad(x_BDT, (weight_DW.shape[1] - 1, 0))
+        taps = [weight_DW[:, i, None] * padded[..., i : i + x_BDT.shape[-1]] for i in range(weight_DW.shape[1])]
+        return F.silu(sum(taps[1:], taps[0]))
+
+    tokens, named = torch.arange(24)[None], semantics(library_kernels=("causal_conv1d.causal_conv1d_fn",))
+    model = hf_model(tiny("qwen3_next"))
+    own = model(input_ids=tokens).logits
+    monkeypatch.setitem(sys.modules, "taps", types.SimpleNamespace(causal_conv1d_fn=causal_conv1d_fn))  # type: ignore[arg-type]
+    wrapped = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "taps")(modeling_qwen3_next.causal_conv1d_fn.__wrapped__)
+    monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", wrapped)
+    torch.testing.assert_close(model(input_ids=tokens).logits, own)
+    assert found == [24, 24, 24], "a layer each, but for attention's"
+    Split(model)  # as a run's begins
+    assert torch.equal(model(input_ids=tokens).logits, own)
+    assert len(found) == 3
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        use_kernels(layer, named)
+    torch.testing.assert_close(model(input_ids=tokens).logits, own)
+    assert len(found) == 6
+    for device, why in (("cpu", "needs a GPU"), ("cuda", "not installed here: pip install causal-conv1d")):
+        with pytest.raises(PlanError, match=f"causal_conv1d_fn, which .*{why}.* plan again with --kernels eager$"):
+            refuse_missing_libraries(named, device)
 
 
 def test_other_models_of_transformers_keep_their_kernels() -> None:
