@@ -308,12 +308,10 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
     semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
     with _watched(config):
         split = Split(meta_model(json.loads(config), semantics))
-        head: Any
-        embedding: Any
-        head, embedding = split.model.get_submodule(split.head_name), split.model.get_submodule(split.embedding_name)
-        if getattr(head, "bias", None) is not None:
-            raise WorkloadError(f"{type(split.model).__name__} cannot be trained by layers: its output matrix has a bias")
+        embedding: Any = split.model.get_submodule(split.embedding_name)
+        head = split.head
         names = {"layers": split.layers_name, "norm": split.norm_name, "head": split.head_name, "embedding": split.embedding_name}
+        names |= {} if getattr(head, "bias", None) is None else {"bias": f"{split.head_name}.bias"}
         about = {
             "names": names,
             "tied": f"{split.embedding_name}.weight" if head.weight is embedding.weight else None,

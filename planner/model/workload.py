@@ -83,7 +83,7 @@ def fusible(model: Model) -> frozenset[str]:
     kinds = {group[0] for kind in tree["kinds"] for group in kind["groups"]}
     can = {
         "norm": any(group[0] == "norm" for group in tree["norm"]["groups"]),
-        "loss": tree["logits"][0] == 0,
+        "loss": tree["logits"][0] == 0 and "bias" not in tree["names"],
         "pointwise": "rotary" in kinds and ("gated" in kinds or tree["has_experts"]),
     }
     return frozenset(part for part, possible in can.items() if possible)
@@ -238,12 +238,15 @@ class _Layout:
             each_bytes = 2 * self.item_bytes * n_after + (self.item_bytes + FP32 if narrow else 0)
             moved_bytes = tokens * vocab * each_bytes + softmax_bytes
             n_calls = n_after + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
+        bias = [Parameter(name, (vocab,), frozen=not semantics.train.trains(name)) for name in [names.get("bias")] if name]
+        if any(not p.frozen for p in bias):  # its gradient is a sum of the logits' over rows
+            moved_bytes, n_calls = moved_bytes + tokens * vocab * self.item_bytes, n_calls + 2
         own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
         of_norm = (Parameter(f"{names['norm']}.{n}", tuple(s), frozen=n not in trained) for n, s in norm.parameters.items())
         return Block(
             name=names["head"],
             kind=BlockKind.HEAD,
-            parameters=(*of_norm, Parameter(weight_name, (vocab, width), tied_to, not trains)),
+            parameters=(*of_norm, *bias, Parameter(weight_name, (vocab, width), tied_to, not trains)),
             matmuls=tuple(tiles),
             pointwise_bytes=tape.pointwise_bytes + moved_bytes,
             fused_bytes=tape.fused_bytes + softmax_bytes,
@@ -254,6 +257,7 @@ class _Layout:
             own_sum_bytes=own_sum_bytes,
             transient_bytes=tile * vocab * logit_bytes
             + (vocab * trains + 2 * tile) * width * self.item_bytes  # the tile's weight gradient, its rows and their gradient
+            + len(bias) * vocab * (self.item_bytes + FP32)
             # a later micro-batch sums its own tiles before they join the running sum
             + own_sum_bytes
             + tape.backward_peak_bytes()

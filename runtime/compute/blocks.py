@@ -6,7 +6,7 @@ The model's own forward is run around its layers (`layers/split.py`), so every a
 # B sequences, T tokens, N = B * T, D width, V vocabulary
 import copy
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -52,6 +52,8 @@ class Templates:
         self.split.look()
         self.model, self.layers = self.split.model, self.split.layers
         self.head_weight, self._norm_prefix = f"{self.split.head_name}.weight", f"{self.split.norm_name}."
+        has = [name for name in ("weight", "bias") if getattr(self.split.head, name, None) is not None]
+        self._of_head = [f"{self.split.head_name}.{name}" for name in has]
         self._no_documents = supports_documents(config, semantics)
         if self._no_documents is None:
             self.model.config._attn_implementation = BY_DOCUMENT
@@ -146,41 +148,49 @@ class Templates:
         with torch.enable_grad():
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
         normed_ND, targets_N = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), targets_BT.reshape(-1)
-        gradient_ND = torch.empty_like(normed_ND)
+        gradient_ND, n_rows = torch.empty_like(normed_ND), self.semantics.loss_tile_tokens
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
-        n_rows, trains = self.semantics.loss_tile_tokens, head_gradient_VD is not None
+        head, sums = self._head(weights), {} if head_gradient_VD is None else {self.head_weight: head_gradient_VD}
+        others = [name for name in self._of_head if name != self.head_weight and name in self._trained]
+        sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
         for rows_ND, out_ND, targets in zip(*(t.split(n_rows) for t in (normed_ND, gradient_ND, targets_N)), strict=True):
-            loss, out_ND[:], dw_VD = self._tile(weights[self.head_weight], rows_ND, targets, n_supervised, trains)
-            if head_gradient_VD is not None and dw_VD is not None:
-                head_gradient_VD += dw_VD
-            del dw_VD  # or two tiles' would be alive at a time
+            loss, out_ND[:], of_head = self._tile(head, rows_ND, targets, n_supervised, sums.keys())
+            for name in sums:
+                sums[name] += of_head[name]
+            del of_head  # or two tiles' would be alive at a time
             loss_sum += loss
+        sums.pop(self.head_weight, None)
         names = [name for name, weight in norm_weights.items() if weight.requires_grad]
         inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
         gradients = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
-        return loss_sum, gradients[0], {prefix + n: g for n, g in zip(names, gradients[1:], strict=True)}
+        return loss_sum, gradients[0], sums | {prefix + n: g for n, g in zip(names, gradients[1:], strict=True)}
+
+    def _head(self, weights: Weights) -> Weights:
+        """The output matrix, and a bias if it has one."""
+        return {name: weights[name] for name in self._of_head}
 
     def _tile(
-        self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Summed loss of a tile; gradients of its mean over the step's supervised tokens, of the matrix only if it `trains`."""
+        self, head: Weights, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trained: Collection[str]
+    ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
+        """Summed loss of a tile; gradients of its mean over the step's supervised tokens: of its rows, and of what is trained."""
         if self.semantics.loss == "fused":
             with torch.no_grad():
-                return _tile_at_once(head_VD, normed_ND, targets_N, n_supervised, trains)
-        head_VD, normed_ND = head_VD.detach().requires_grad_(trains), normed_ND.detach().requires_grad_()
+                loss, dx_ND, dw_VD = _tile_at_once(head[self.head_weight], normed_ND, targets_N, n_supervised, bool(trained))
+            return loss, dx_ND, {} if dw_VD is None else {self.head_weight: dw_VD}
+        head, normed_ND = {n: w.detach().requires_grad_(n in trained) for n, w in head.items()}, normed_ND.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self._summed_loss(head_VD, normed_ND, targets_N)
-            dx_ND, *dw_VD = torch.autograd.grad(loss / n_supervised, [normed_ND, *([head_VD] if trains else [])])
-        return loss.detach(), dx_ND, dw_VD[0] if dw_VD else None
+            loss = self._summed_loss(head, normed_ND, targets_N)
+            dx_ND, *found = torch.autograd.grad(loss / n_supervised, [normed_ND, *(head[name] for name in trained)])
+        return loss.detach(), dx_ND, dict(zip(trained, found, strict=True))
 
-    def _summed_loss(self, head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    def _summed_loss(self, head: Weights, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         if self.semantics.loss == "fused":
-            return row_losses(nn.functional.linear(normed_ND, head_VD), targets_N)[0].sum()
-        logits_NV = self._logits(head_VD, normed_ND)
+            return row_losses(nn.functional.linear(normed_ND, head[self.head_weight]), targets_N)[0].sum()
+        logits_NV = self._logits(head, normed_ND)
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
 
-    def _logits(self, head_VD: torch.Tensor, normed_ND: torch.Tensor) -> torch.Tensor:
-        return self.split.logits({self.head_weight: head_VD}, normed_ND.unsqueeze(0)).squeeze(0).float()
+    def _logits(self, head: Weights, normed_ND: torch.Tensor) -> torch.Tensor:
+        return self.split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
         """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time; without gradients."""
@@ -188,12 +198,12 @@ class Templates:
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         n = self.semantics.loss_tile_tokens
         for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
-            loss_sum += self._summed_loss(weights[self.head_weight], rows_ND, targets_N)
+            loss_sum += self._summed_loss(self._head(weights), rows_ND, targets_N)
         return loss_sum
 
     def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Of some rows, (N, V) fp32; without gradients."""
-        return self._logits(weights[self.head_weight], self._normed(weights, hidden_ND))
+        return self._logits(self._head(weights), self._normed(weights, hidden_ND))
 
     def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         return functional_call(self.norm, _within(self._norm_prefix, weights), (hidden,), strict=True)  # type: ignore[no-any-return]

@@ -99,8 +99,8 @@ class Split:
         self.body = self._owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
         self.body_name = names[id(self.body)]
         self.embedding_name = names[id(model.get_input_embeddings())]
-        head = model.get_output_embeddings()
-        self.head_name = names[id(head)] if head is not None else self._fail("it has no output matrix")
+        self.head: Any = model.get_output_embeddings()
+        self.head_name = names[id(self.head)] if self.head is not None else self._fail("it has no output matrix")
         self.layers = list(self._where)
         self._refuse_shared()
         norms = [name for name, part in self._owner.named_children() if "norm" in type(part).__name__.lower()]

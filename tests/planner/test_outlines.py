@@ -142,7 +142,6 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
         ("glm_moe_dsa", "given what another layer made"),
         ("deepseek_v4", "after its layers it does more than a norm"),
         ("bloom", "needs weights in its backward"),
-        ("gptj", "its output matrix has a bias"),
         ("falcon_h1", "cannot be made again"),
         ("jetmoe", "cannot be recorded by layers"),
     ],

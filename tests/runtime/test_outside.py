@@ -19,6 +19,7 @@ from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
 from runtime.plan.workload import Model
 from tests import reference
+from tests.every_type import tiny
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import batches_of, machine_for, plan_of, same_bits, scheduled, semantics_of, state_of
 from tests.updating import update_
@@ -40,7 +41,7 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 5e-2}
 def faults(config, **fields) -> list[str]:
     """What our first step and transformers' own `forward(labels=...)`, from the same random weights, do not have in common."""
     fixed = {"micro_batch": 4, "clip_norm": None, "loss_tile_tokens": 64, "gradient_dtype": "fp32"}
-    semantics = semantics_of(config["model_type"], **fixed, **fields)
+    semantics = semantics_of(config["model_type"], **fixed | fields)
     (batch, *_) = batches_of(config["vocab_size"], 4, 16)
     dtype, tolerance = reference.DTYPE[semantics.compute_dtype], TOLERANCES[semantics.compute_dtype]
     model = reference.build(config, semantics, dtype)
@@ -80,6 +81,11 @@ def test_every_types_loss_and_gradients_are_transformers(model_type, compute_dty
     for attention in supported_attention(Model(configs[0])):
         for config in configs:
             assert faults(config, attention=attention, compute_dtype=compute_dtype) == [], (attention, config)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_the_gradient_of_the_heads_bias_is_the_sum_over_tiles(micro_batch):
+    assert faults(tiny("phi"), compute_dtype="fp32", loss_tile_tokens=12, micro_batch=micro_batch) == []
 
 
 GRANITE = {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 8.0, "attention_multiplier": 0.35}
