@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
@@ -24,7 +24,8 @@ _ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not d
 def read_config(config: dict[str, Any]) -> Any:
     """A configuration as transformers completes it; WorkloadError when it refuses."""
     try:
-        return AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k not in OURS})
+        given = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OURS})  # infinity, as saved
+        return AutoConfig.for_model(config["model_type"], **given)
     except Exception as error:  # whatever its code makes of an unexpected value
         raise _refused(error) from None
 

@@ -86,6 +86,18 @@ class _StandIn(nn.Module):
         return self._split.met(self._index, args, kwargs)
 
 
+class _OfPrologue(nn.Module):
+    """Takes the place of a norm without weights, which nanochat uses before its layers, too: after them it does nothing."""
+
+    def __init__(self, split: "Split") -> None:
+        super().__init__()
+        self.__dict__.update(_split=split)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split: Split = self.__dict__["_split"]
+        return x if len(split.calls) == len(split.layers) else split.norm(x)
+
+
 class Split:
     """The parts of a model whose layers are on the meta device, by their names in it."""
 
@@ -108,6 +120,7 @@ class Split:
         self._norm_child = norms[0] if len(norms) == 1 else self._fail("it is not known what follows its layers")
         self.norm: nn.Module = getattr(self._owner, self._norm_child)
         self.norm_name = names[id(self.norm)]
+        self._norm_is_free = not list(self.norm.parameters())  # of weights, and so may be used before the layers, too
         self.stand_ins = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self.layers))
         self._forms: dict[int, tuple[list[Any], Any, int]] = {}  # of each layer, what it returns
         self._forms_of_kinds: dict[object, tuple[list[Any], Any, int]] = {}
@@ -187,7 +200,7 @@ class Split:
         self._others: dict[int, torch.Tensor] = {}
         self._where._modules.update({str(i): m for i, m in enumerate(self.stand_ins)})
         if handed is None:
-            setattr(self._owner, self._norm_child, nn.Identity())
+            setattr(self._owner, self._norm_child, _OfPrologue(self) if self._norm_is_free else nn.Identity())
         try:
             out = self.body(**batch) if weights is None else functional_call(self.body, dict(weights), (), batch, strict=False)
         finally:
@@ -214,7 +227,7 @@ class Split:
             out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
         finally:
             handle.remove()
-        if len(met) != 1 or met[0][0] is not handed or not _is_view(out, met[0][1]):
+        if not met or (len(met) > 1 and not self._norm_is_free) or met[-1][0] is not handed or not _is_view(out, met[-1][1]):
             self._fail("after its layers it does more than a norm")
 
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
@@ -272,6 +285,7 @@ class Split:
 
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
         """What the model computes for itself (frequencies, scales), made on the device: outside of its layers, or in all of it."""
+        left = list[tuple[nn.Module, str]]()
         for part in list(self.model.modules()) if of_layers else self._outside():
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
             for name, buffer in buffers.items():
@@ -279,9 +293,12 @@ class Split:
                 self._made.append((part, name))
             if buffers:
                 self.model._init_weights(part)
-            for name in buffers.keys() & part._non_persistent_buffers_set:
-                if part.get_buffer(name).isnan().any():
-                    self._fail(f"{name} is computed when a module is made, and cannot be made again")
+            left += [(part, n) for n in buffers.keys() & part._non_persistent_buffers_set if part.get_buffer(n).isnan().any()]
+        if left:
+            self.model._init_weights(self.body)  # Falcon H1's fills its layers'
+        for part, name in left:
+            if part.get_buffer(name).isnan().any():
+                self._fail(f"{name} is computed when a module is made, and cannot be made again")
 
 
 def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:

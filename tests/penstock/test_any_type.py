@@ -12,7 +12,7 @@ from tests.every_type import every_type, tiny, verdict
 from tests.real_layers import hf_model
 from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
 
-TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2", "llama4_text", "phi"]
+TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2", "llama4_text", "falcon_h1"]
 SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
 
@@ -51,7 +51,7 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "phi"])
+@pytest.mark.parametrize("model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "nanochat"])
 def test_accepted_types_have_transformers_loss_and_gradients(model_type):
     assert model_type in every_type()
     assert verdict(model_type) == "accepted"
