@@ -1,8 +1,9 @@
-"""Bandwidth of the host's AdamW against memcpy.
+"""Bandwidth of the host's optimizers against memcpy, and their times beside AdamW's.
 
-`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters
-with one worker and more, beside a copy that moves as many bytes with as many threads, measured in turns; the bytes per parameter
-counted from the loops; and what the processor's own counters say, where they can be had.
+`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters, and
+of the optimizers that keep less, with one worker and more, beside a copy that moves as many bytes with as many threads, measured in
+turns, and as ratios to AdamW on split masters and to torch's fused kernel alone, in turns too; the bytes per parameter counted from
+the loops; and what the processor's own counters say, where they can be had.
 """
 
 import argparse
@@ -14,24 +15,37 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from runtime.host.adamw import fused
 from runtime.host.chunks import UPDATE_ELEMENTS, Scratch
+from runtime.host.lean import Drawn
 from runtime.host.norms import squares_tasks
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient
 from runtime.host.slabs import host_slab, settle_allocator, touch
 from runtime.host.workers import Workers
-from runtime.plan.optimizer import AdamW
+from runtime.plan.optimizer import AdamW, Optimizer
 
 N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
 FACTOR = 0.5  # any but one, which would skip a multiplication
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
-MOVED_BYTES = {"split": 26, "bf16": 22, "fp32": 28}  # per parameter; tests/runtime/test_optimizer_memory.py counts them
+# What is kept, and the master: fp32, alone or split; or bf16, rounded half up or stochastically
+KINDS = {
+    "split": (Optimizer.ADAMW, "split"),
+    "bf16": (Optimizer.ADAMW, "bf16"),
+    "fp32": (Optimizer.ADAMW, "fp32"),
+    "moments=bf16": (Optimizer.ADAMW_BF16, "split"),
+    "moments=bf16,master=bf16": (Optimizer.ADAMW_BF16, "stochastic"),
+    "lion": (Optimizer.LION, "split"),
+    "lion:moments=bf16": (Optimizer.LION_BF16, "split"),
+    "lion:moments=bf16,master=bf16": (Optimizer.LION_BF16, "stochastic"),
+}
+FUSED_BYTES = 28  # moved by torch's fused kernel on fp32 alone
 BYTES_PER_LINE = 64
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cache misses; last level, read, miss
@@ -54,22 +68,43 @@ def flat(n: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def update_case(kind: str, n: int) -> Case:
-    """One AdamW step on a parameter of n elements."""
-    exp_avg, exp_avg_sq = flat(n, torch.float32), flat(n, torch.float32)
-    half, gradient = flat(n, torch.bfloat16), flat(n, torch.float32 if kind == "fp32" else torch.bfloat16)
+    """One step on a parameter of n elements."""
+    optimizer, of_master = KINDS[kind]
+    moments = [flat(n, torch.float32 if dtype == "fp32" else torch.bfloat16) for dtype in optimizer.moments.values()]
+    half, gradient = flat(n, torch.bfloat16), flat(n, torch.float32 if of_master == "fp32" else torch.bfloat16)
     for tensor in (half, gradient):
         tensor.normal_()
-    exp_avg_sq.uniform_(1e-8, 1e-6)
-    match kind:
+    moments[-1].uniform_(1e-8, 1e-6)
+    match of_master:
         case "split":
             master = Master(half, flat(n, torch.int16))
         case "fp32":
             master = Master(flat(n, torch.float32).copy_(half))
         case _:
             master = Master(half)
-    to, summed = ParamState(master, (exp_avg, exp_avg_sq)), SummedGradient((gradient,), gradient.dtype)
-    tasks = Step(to, summed, FACTOR, 10, SETTINGS).tasks()
-    return Case(kind, MOVED_BYTES[kind] * n, lambda workers: workers.run(tasks))
+    is_lean = of_master == "stochastic" or optimizer is not Optimizer.ADAMW
+    drawn = Drawn((5 if of_master == "stochastic" else -1, 6, 7)) if is_lean else None
+    to, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
+    tasks = Step(to, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, drawn).tasks()
+    wide = "bf16" if half is master.weight and master.remainder is None else "fp32"
+    n_bytes = optimizer.update_bytes(wide, "fp32" if of_master == "fp32" else "bf16")  # type: ignore[arg-type]
+    return Case(kind, n_bytes * n, lambda workers: workers.run(tasks))
+
+
+def fused_case(n: int) -> Case:
+    """torch's fused AdamW on fp32 master, gradient and moments, chunk by chunk: nothing is split, rounded or scaled."""
+    tensors = [flat(n, torch.float32).uniform_(1e-8, 1e-6) for _ in range(4)]
+    step = torch.tensor(10.0)
+
+    def run(workers: Workers[Scratch]) -> None:
+        def task(parts: tuple[torch.Tensor, ...]) -> None:
+            master, gradient, exp_avg, exp_avg_sq = parts
+            fused([[master], [gradient], [exp_avg], [exp_avg_sq]], SETTINGS.numbers, step)
+
+        chunks = zip(*(tensor.split(UPDATE_ELEMENTS) for tensor in tensors), strict=True)
+        workers.run([lambda _, parts=parts: task(parts) for parts in chunks])  # type: ignore[misc]
+
+    return Case("torch's fused", FUSED_BYTES * n, run)
 
 
 def norm_case(n: int) -> Case:
@@ -78,12 +113,12 @@ def norm_case(n: int) -> Case:
     return Case("norm", gradient.nbytes, lambda workers: workers.run(tasks))
 
 
-def copy_case(n_bytes: int) -> Case:
+def copy_case(n_bytes: int, n_threads: int) -> Case:
     """A copy that reads and writes `n_bytes` in sum, shared by the workers in equal parts."""
     to, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
 
     def run(workers: Workers[Scratch]) -> None:
-        part = -(-to.numel() // workers.n_threads)
+        part = -(-to.numel() // n_threads)
         pairs = list(zip(to.split(part), source.split(part), strict=True))
         workers.run([lambda _, a=a, b=b: a.copy_(b) for a, b in pairs])  # type: ignore[misc]
 
@@ -147,10 +182,12 @@ def in_turns(cases: list[Case], n_threads: int, n_rounds: int) -> dict[str, list
 
 
 def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
-    copy = copy_case(26 * n_params)
-    for kind in (*MOVED_BYTES, "norm"):
+    copy, split, bare = copy_case(26 * n_params, n_threads), update_case("split", n_params), fused_case(n_params)
+    for kind in (*KINDS, "norm"):
         case = norm_case(n_params) if kind == "norm" else update_case(kind, n_params)
-        times = in_turns([case, copy], n_threads, n_rounds)
+        case = replace(case, name=f"{kind} ")  # beside the other of its kind
+        times = in_turns([case, copy, split, bare], n_threads, n_rounds)
+        to_split, to_bare = (median(a / b for a, b in zip(times[case.name], times[of.name], strict=True)) for of in (split, bare))
         ordered, mine_s = sorted(times[case.name]), median(times[case.name])
         copy_s = median(times["copy"]) * case.n_bytes / copy.n_bytes
         ratio = median(a / b for a, b in zip(times[case.name], times["copy"], strict=True)) * copy.n_bytes / case.n_bytes
@@ -159,7 +196,8 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
         spread = f"{ordered[0] / n_params * 1e9:.2f} to {ordered[-1] / n_params * 1e9:.2f}"
         yield (
             f"| {kind} | {n_threads} | {case.n_bytes / n_params:.0f} | {mine_s / n_params * 1e9:.2f} | {spread} "
-            f"| {copy_s / n_params * 1e9:.2f} | {ratio:.2f} | {case.n_bytes / mine_s / 1e9:.1f} | {counted} |"
+            f"| {copy_s / n_params * 1e9:.2f} | {ratio:.2f} | {to_split:.2f} | {to_bare * bare.n_bytes / case.n_bytes:.2f} "
+            f"| {case.n_bytes / mine_s / 1e9:.1f} | {counted} |"
         )
 
 
@@ -182,8 +220,8 @@ def main() -> None:
     print(f"Commit {commit}; {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.")
     gradients = f"gradients fp32 beside an fp32 master and else bf16, {asked.rounds} rounds in turns"
     print(f"{asked.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
-    print("| what | workers | B | ns | least to most | copy, ns | ratio | GB/s | B of cache misses |")
-    print("|---|---:|---:|---:|---|---:|---:|---:|---|", flush=True)
+    print("| what | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
+    print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|", flush=True)
     for n_threads in asked.workers:
         for row in rows(asked.params, asked.rounds, n_threads):
             print(row, flush=True)

@@ -23,7 +23,7 @@ from hwprofiles.several import shared_by
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel
 from runtime.plan import Semantics
-from runtime.plan.optimizer import ADAMW
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.workload import Block
 
 SYSTEMS = ("fsdp", "fsdp-offload", "zero3-offload")
@@ -139,6 +139,6 @@ def _device_bytes(run: Sharded, c: SystemCosts, n_micro_batches: int) -> int:
     if n_micro_batches > 1:  # gradients that are not exchanged stay whole
         held += n_params * BF16
     if run.system == "fsdp":
-        held += n_params // run.gpus * (FP32 + ADAMW.moment_bytes)
+        held += n_params // run.gpus * (FP32 + Optimizer.ADAMW.moment_bytes)
         backward += n_params // run.gpus * FP32
     return held + max(logits, vocabulary + backward)

@@ -25,6 +25,7 @@ from planner.model.workload import read_model, supported_attention
 from planner.search.claim import CUT, Certificate, claimed
 from runtime.errors import PlanError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
+from runtime.plan.optimizer import optimizing
 from runtime.plan.timeline import Timeline
 from runtime.plan.train import training
 from runtime.plan.workload import Model
@@ -167,8 +168,8 @@ def plan(
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
     Profile. `policy`: a Policy, its fields, or the name of another system's, in place of a search. `semantics`: further fields of
-    Semantics, as `micro_batch=2`, `master_dtype="bf16"` or `train="lora:r=16"`, but for those that `kernels` and `deterministic`
-    decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
+    Semantics, as `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, but for those that `kernels` and
+    `deterministic` decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
     `network_gbit`: Gbit/s of each host, if not the profile's. DoesNotFitError names the smallest changes that would fit.
     """
     from planner.search.micro_batch import SIZES, shared_step
@@ -203,6 +204,7 @@ def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
     fields = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0], **given}
     fields |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
+    fields |= optimizing(given.get("optimizer"), given.get("master_dtype"))
     asked = with_kernels(model, _validated(Semantics, fields, "semantics"), profile, kernels, deterministic)
     if asked.micro_batch > asked.batch_size:
         raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")

@@ -19,6 +19,7 @@ from planner.check import contract
 from planner.check.check import check
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
+from runtime.plan.optimizer import optimizing
 from tests import training
 from tests.forks import Forked
 from tests.tiny import STRUCTURES, tiny_config
@@ -34,6 +35,13 @@ POLICIES = {
     "early": Policy(update=Update.DEFERRED, speculate_blocks=(0, 2, 4), resident_blocks=(0, 1)),
     "spilling": Policy(update=Update.DEFERRED, save=saves(all=(3,)), spill_blocks=(0, 1)),
     "eager": Policy(update=Update.EAGER),
+    "lean": Policy(update=Update.DEFERRED, speculate_blocks=(1, 2)),
+    "lion": Policy(update=Update.DEFERRED),
+}
+SEMANTICS = {
+    "eager": {"clip_norm": None},
+    "lean": optimizing("adamw:moments=bf16,master=bf16", None),
+    "lion": optimizing("lion:moments=bf16", None),
 }
 
 
@@ -41,8 +49,7 @@ def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> 
     """The configuration, each rank's part of the step, and the policy with all its micro-batches in one group."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
-    eager = {"clip_norm": None} if policy == "eager" else {}
-    whole = semantics_of(model_type, batch_size=batch, micro_batch=1, sum_groups=groups, **eager)
+    whole = semantics_of(model_type, batch_size=batch, micro_batch=1, sum_groups=groups, **SEMANTICS.get(policy, {}))
     of = whole.shared_by(ranks)
     return config, of, replace(POLICIES[policy], accumulation_group=of.n_micro_batches)
 

@@ -3,6 +3,7 @@
 It shares no code with the runtime.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -22,6 +23,53 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def half_up(x: torch.Tensor) -> torch.Tensor:
     """fp32 to bf16, ties away from zero: add half a unit to the bits, drop the low half."""
     return ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def random_16(key: int, n: int) -> torch.Tensor:
+    """The number of each element of a parameter of n, by docs/optimizers.md, element by element."""
+    mixed = torch.arange(2**16)
+    mixed = ((mixed ^ mixed >> 8) * 0x88B5) % 2**16
+    mixed = ((mixed ^ mixed >> 7) * 0xDB2D) % 2**16
+    mixed ^= mixed >> 9
+    begins = []
+    for turn in range(-(-n // 2**16)):
+        x = (key + turn) % 2**32
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x2C1B3C6D % 2**32
+        begins.append((x ^ x >> 16) % 2**16)
+    i = torch.arange(n)
+    return mixed[(torch.tensor(begins)[i // 2**16] + i) % 2**16].to(torch.int32)
+
+
+def at_random(x: torch.Tensor, key: int) -> torch.Tensor:
+    """fp32 to bf16, up as often as the numbers of its elements say."""
+    bits = (x.flatten().view(torch.int32) + random_16(key, x.numel())) >> 16
+    return bits.to(torch.int16).view(torch.bfloat16).view(x.shape)
+
+
+def lean_step(
+    semantics: Semantics, name: str, master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, s: dict, n_updates: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A master as the fp32 number that it is, and its moments, after an update by an optimizer that keeps less."""
+    (beta1, beta2), lr, wide = s["betas"], s["lr"], [moment.float() for moment in moments]
+    by = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
+    kept = master * by(1 - lr * s["weight_decay"])
+    if semantics.optimizer.startswith("lion"):
+        d = g - wide[0]
+        after = [wide[0] + by(1 - beta2) * d]
+        master = kept - by(lr) * torch.sign(wide[0] + by(1 - beta1) * d)
+    else:
+        m, v = wide  # torch rounds roots of fp32 as its library does; of doubles, and then once, they are right
+        after = [m + by(1 - beta1) * (g - m), v * by(beta2) + (by(1 - beta2) * g) * g]
+        below = after[1].double().sqrt().float() * by(1 / math.sqrt(1 - beta2**n_updates)) + by(s["eps"])
+        master = kept + (by(-lr / (1 - beta1**n_updates)) * after[0]) / below
+    digest = hashlib.blake2b(f"0 {n_updates} {name}".encode(), digest_size=12).digest()  # of a run of seed 0
+    keys = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
+    if semantics.master_dtype == "bf16":
+        master = (at_random(master, keys[0]) if semantics.weight_rounding == "stochastic" else half_up(master)).float()
+    if semantics.optimizer.endswith("moments=bf16"):
+        after = [at_random(x, key) for x, key in zip(after, keys[1:], strict=False)]
+    return master, after
 
 
 @dataclass
@@ -238,7 +286,8 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         fused=True,
         **first,
     )
-    result = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()})
+    result, n_updates = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()}), 0
+    of_lean = {name: [torch.zeros_like(p.data) for _ in semantics.optimizer.moments] for name, p in masters.items()}
     for batch, of_step in zip(batches, settings, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = of_step["lr"]
@@ -265,12 +314,23 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
         result.norms.append(norm)
         if semantics.on_nonfinite == "skip" and not math.isfinite(norm):
             continue
+        n_updates += 1
+        if semantics.is_lean:
+            for name, p in masters.items():
+                spared = {"weight_decay": 0.0} if name in no_decay else {}
+                given = name, p.data, of_lean[name], p.grad, {"weight_decay": 0.0} | of_step | spared, n_updates
+                p.data, of_lean[name] = lean_step(semantics, *given)
+            continue
         optimizer.step()
         if semantics.master_dtype == "bf16":
             for master in masters.values():
                 master.data = half_up(master.data).float()
     for name, master in masters.items():
         result.masters[name] = master.data.to(DTYPE[semantics.master_dtype])
+        if semantics.is_lean:
+            result.exp_avg[name] = of_lean[name][0]
+            result.exp_avg_sq |= {name: of_lean[name][1]} if len(of_lean[name]) > 1 else {}
+            continue
         result.exp_avg[name] = optimizer.state[master]["exp_avg"]
         result.exp_avg_sq[name] = optimizer.state[master]["exp_avg_sq"]
     return result

@@ -18,7 +18,7 @@ from runtime.host.memory import Arenas
 from runtime.layers.packed_weights import unpack_into
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
-from runtime.plan.optimizer import AdamW
+from runtime.plan.optimizer import AdamW, Optimizer, optimizing
 from runtime.plan.workload import Model
 
 from . import reference
@@ -26,6 +26,14 @@ from .strategies import PROFILE
 from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
+# What less an optimizer may keep: each with another form of master
+LEAN: dict[str, dict] = {
+    "lion": {"optimizer": "lion"},
+    **{text: optimizing(text, None) for text in ("adamw:moments=bf16", "adamw:master=bf16", "lion:moments=bf16,master=bf16")},
+    "adamw:moments=bf16 fp32": {"optimizer": "adamw:moments=bf16", "compute_dtype": "fp32", "gradient_dtype": "fp32"},
+    "adamw:moments=bf16 half up": {"optimizer": "adamw:moments=bf16", "master_dtype": "bf16"},
+}
+LEAN = {text: fields | {"optimizer": Optimizer(fields["optimizer"])} for text, fields in LEAN.items()}
 KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # of every parameter, or of one that is not trained
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
@@ -181,9 +189,9 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
     for number in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[number]:
             of = machine.host.param_state(p)
-            m, v = of.moments
             masters[p.name] = of.master.whole().clone().view(p.shape)
-            exp_avg[p.name], exp_avg_sq[p.name] = m.clone().view(p.shape), v.clone().view(p.shape)
+            for kept, moment in zip((exp_avg, exp_avg_sq), of.moments, strict=False):  # Lion has one
+                kept[p.name] = moment.clone().view(p.shape)
     return masters, exp_avg, exp_avg_sq
 
 

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from runtime.plan.optimizer import ADAMW
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.workload import Block
 
 from .system_costs import BF16, FP32, SystemCosts, inner_elements, last_products
@@ -16,7 +16,7 @@ FUSED_LOSS_TOKENS = 2048  # rows of logits that a fused loss holds at a time
 LOGIT_COPIES_BYTES = 16  # per logit without chunks: bf16, its fp32 copy, log-probabilities, their gradient, and in bf16 again
 CROWDING_TOKENS, CROWDED_FRACTION = 8192, 0.5  # eight short sequences, and the share of the device that their logits may take
 ZERO3_LIVE_ELEMENTS = 10**9  # parameters that ZeRO-3 may hold on the device by default
-ZERO3_HOST_BYTES = 2 + FP32 + ADAMW.moment_bytes + FP32 + FP32  # weights, master, moments, gradients, and these in fp32 again
+ZERO3_HOST_BYTES = 2 + FP32 + Optimizer.ADAMW.moment_bytes + FP32 + FP32  # weights, master, moments, gradients, fp32 ones
 
 
 def power_of_two(n_bytes: int) -> int:
@@ -47,7 +47,7 @@ def megatrain_device_bytes(c: SystemCosts, n_boundaries: int, n_layer_buffers: i
 
 def megatrain_host_bytes(c: SystemCosts, n_pinned_layers: int, updates: bool) -> int:
     """bf16 master and gradients, fp32 moments if there is an optimizer, and pinned buffers rounded up to powers of two."""
-    per_param = 2 * BF16 + (ADAMW.moment_bytes if updates else 0)
+    per_param = 2 * BF16 + (Optimizer.ADAMW.moment_bytes if updates else 0)
     pinned = n_pinned_layers * power_of_two(layer_bytes(c)) + 2 * power_of_two(table_bytes(c))
     return per_param * c.workload.n_params + pinned + runtime_bytes(c)
 
@@ -79,7 +79,7 @@ def _gradient_bytes(layer: Block) -> int:
 
 def slideformer_host_bytes(c: SystemCosts) -> int:
     """fp32 master and moments, staged weights and gradients, and every layer's input in pinned memory."""
-    state = (FP32 + ADAMW.moment_bytes) * c.workload.n_params
+    state = (FP32 + Optimizer.ADAMW.moment_bytes) * c.workload.n_params
     staging = 3 * layer_bytes(c) + 2 * table_bytes(c)
     return state + staging + len(c.layers) * c.boundary_bytes + runtime_bytes(c)
 

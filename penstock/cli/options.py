@@ -124,6 +124,11 @@ with_work = together(
         help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits.  [default: bf16]",
     ),
     click.option(
+        "--optimizer",
+        metavar="WHAT",
+        help="adamw or lion, and what less of its state is kept: adamw:moments=bf16,master=bf16.  [default: adamw]",
+    ),
+    click.option(
         "--gpus",
         type=COUNT,
         default=1,

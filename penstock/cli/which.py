@@ -227,11 +227,11 @@ def _profiles(name: str = "") -> list[Profile]:
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
 
-def _part(n_gpus: int, master: str, train: str | None, base: Base | None, **fields: Any) -> Semantics:
+def _part(n_gpus: int, master: str, train: str | None, base: Base | None, optimizer: str | None, **fields: Any) -> Semantics:
     """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared, or not so."""
     from planner.search.micro_batch import shared_step
 
-    asked = trained(Semantics(master_dtype=master, **fields), train, base)  # type: ignore[arg-type]
+    asked = trained(Semantics(master_dtype=master, **fields), train, base, optimizer)  # type: ignore[arg-type]
     asked = shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
     if (n := asked.micro_batch) > asked.batch_size:
         raise PlanError(f"--micro-batch {n} is more than the batch of {asked.batch_size}; choose at most that")

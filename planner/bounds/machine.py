@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from planner.predict.cost import CostModel, update_bytes_per_param
+from planner.predict.cost import CostModel, update_bytes_per_param, update_params_per_s
 from runtime.plan import Policy, Setup
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
@@ -89,7 +89,7 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # Update of every such parameter, on all host cores, and the norm of what the device does not sum.
     norm_bytes = sum(b.n_trained for i, b in enumerate(blocks) if i not in squared) * gradient / ranks
-    update_s = n_params / profile.optimizer_params_per_s(profile.host.n_cores)
+    update_s = n_params / update_params_per_s(profile, semantics)
     norm_s = norm_bytes / profile.host.reduce_bytes_per_s.value
     leanest = replace(plan, policy=Policy())
     per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient

@@ -45,6 +45,11 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
+def update_params_per_s(profile: Profile, of: Semantics) -> float:
+    """Parameters that all cores of the host update per second: what was measured of AdamW, times what others take beside it."""
+    return profile.optimizer_params_per_s(profile.host.n_cores) / of.update_ratio
+
+
 def backward_matmuls(m: Matmul) -> int:
     """How many products a backward makes of one of the forward."""
     return BACKWARD_MATMULS - m.frozen
@@ -205,7 +210,7 @@ class CostModel:
                 if op.kind is Kind.SETTLE and not self.clipped:
                     return self._demand(0.0, 0.0, {})  # shadow and state change places
                 n_cores = self.profile.host.n_cores
-                rate = self.profile.optimizer_params_per_s(n_cores)
+                rate = update_params_per_s(self.profile, of)
                 uses = {Resource.DRAM: rate * update_bytes_per_param(plan, op.block), Resource.CORES: float(n_cores)}
                 return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses)
             case _:

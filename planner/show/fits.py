@@ -30,7 +30,6 @@ from .price import Hourly, hourly
 
 HOST_MEMORIES = tuple(n * GB for n in (32, 64, 128, 256, 512, 1024, 2048))
 GPUS = ("rtx3090", "rtx4090", "rtx5090", "h100-sxm")  # a name stands for all shipped machines that begin with it
-LEAST_STATE_BYTES = 10  # of a parameter, on host and device together: a bf16 weight and two fp32 moments, at least
 LEAST_FROZEN_BYTES = 0.5  # of one that is not trained: four bits
 N_ESTIMATED = 8  # sizes whose greedy plans are estimated, the largest micro-batches (of four: docs/log.md)
 
@@ -131,7 +130,8 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
 def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Sequence[Size]:
     """The sizes that may be chosen, if some policy fits with one of them; none, if not."""
     workload = build_workload(model, semantics)
-    least_bytes = workload.n_trained * LEAST_STATE_BYTES + (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
+    state_bytes = semantics.optimizer.state_bytes(semantics.master_dtype)  # on host and device together
+    least_bytes = workload.n_trained * state_bytes + (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
     if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
         return []
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)

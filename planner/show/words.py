@@ -120,6 +120,8 @@ def answer(f: Facts) -> Iterator[Line]:
     """The verdict, the schedule in two lines, and where the rest is: a dozen lines at most."""
     yield from verdict(f)
     yield "batch", batch_in_words(f.plan.semantics)
+    if f.plan.semantics.is_lean:
+        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: other rounding than torch's AdamW (docs/optimizers.md)"
     yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
     yield "more", "why, what it rests on, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 
@@ -137,6 +139,8 @@ def asked(f: Facts) -> Iterator[Line]:
     is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
     experts = f", {of.experts} experts" if is_sparse else ""
     yield "precision", f"{of.compute_dtype} compute, {of.master_dtype} master weights, {clip}{experts}"
+    if of.is_lean:
+        yield "optimizer", of.optimizer_in_words
     yield "kernels", kernels_in_words(of)
 
 

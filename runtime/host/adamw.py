@@ -1,7 +1,7 @@
 """AdamW's arithmetic: torch's fused kernel on the host, and what a GPU's (`adamw.cu`) is given to do the same, to the host's bits.
 
 A processor computes the last few elements of a parameter, those that fill no register, in another sequence: blocks with such
-parameters stay on the host (`Optimizer.device_multiple`).
+parameters stay on the host (`Semantics.device_multiple`).
 """
 
 import math

@@ -14,7 +14,7 @@ import torch
 from runtime.errors import PlanError
 from runtime.plan.optimizer import AdamW, Hyperparameters
 
-from . import adamw, chunks
+from . import adamw, chunks, lean
 from .chunks import Scratch, UpdateLoop
 from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 
@@ -129,7 +129,8 @@ def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[T
 class Step:
     """A step of an optimizer on one flat parameter: in place, or `start_from` what is elsewhere and stays as it is.
 
-    The gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction).
+    The gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction). `drawn`: what rounds the
+    state of an optimizer that keeps less, by the `rule` of its arithmetic (`lean.py`); None: AdamW to the bits of torch's.
     """
 
     to: ParamState
@@ -138,6 +139,8 @@ class Step:
     n_updates: int
     settings: Hyperparameters
     start_from: ParamState | None = None
+    rule: str = "adamw"
+    drawn: lean.Drawn | None = None
 
     def run(self, loop: UpdateLoop, start: int, end: int, chunk: int, own: Scratch) -> None:
         """Elements start .. end - 1, `chunk` at a time."""
@@ -151,12 +154,28 @@ class Step:
 
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
+        if (lean := self._lean) is not None:
+            return tasks_of(lambda start, end, own: lean.run(start, end), self.gradient.numel())
         loop = host_loop()
         return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
+
+    @property
+    def _lean(self) -> lean.Update | None:
+        """The same for an optimizer that keeps less."""
+        if self.drawn is None:
+            return None
+        parts = tuple(map(lean.bits_of, self.gradient.parts))
+        is_rounded = self.gradient.dtype is torch.bfloat16 and self.gradient.parts[0].dtype is not torch.bfloat16
+        states = (self.to, self.start_from or self.to)
+        to, before = (lean.state_of(of.master.weight, of.master.remainder, of.moments) for of in states)
+        by = lean.scalars(self.rule, self.settings.numbers, self.n_updates)
+        return lean.Update(self.rule, self.drawn, by, to, before, parts, is_rounded, self.factor)
 
     def on_device(self, kernel: Kernel | None) -> None:
         """All of it by a device's kernel; without one by a processor in its place, on this thread."""
         (gradient,), of, n_elements = self.gradient.parts, self.to.master, self.gradient.numel()
+        if kernel is None and (lean := self._lean) is not None:
+            return lean.run(0, n_elements)
         if kernel is None:
             chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
             return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk, chunk))

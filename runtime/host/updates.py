@@ -16,11 +16,13 @@ from runtime.plan.workload import Parameter
 
 from .chunks import Scratch
 from .host_state import HostState
+from .lean import Drawn, drawn
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
 from .optimizer import Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
 from .workers import Workers
 
+Alike = tuple[Hyperparameters, Drawn | None]  # of an update
 CHANGES = (Kind.UPDATE, Kind.SETTLE, Kind.UPDATE_ON_DEVICE)  # of the state: one a step of each block
 
 
@@ -33,14 +35,21 @@ class Updates:
     device squares and updates, on that lane's thread alone."""
 
     def __init__(
-        self, state: HostState, settings: Schedule, workers: Workers[Scratch], device: torch.device, shared: SharedNumbers | None
+        self,
+        state: HostState,
+        settings: Schedule,
+        workers: Workers[Scratch],
+        device: torch.device,
+        shared: SharedNumbers | None,
+        seed: int = 0,
     ) -> None:
-        """`shared`: what ranks tell each other of a step; None: there is one."""
+        """`shared`: what ranks tell each other of a step; None: there is one. `seed`: of the run, for stochastic rounding."""
         self._shared = shared
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         plan, self.plan, self.arenas = state.plan, state.plan, state.arenas
         self.state, self.settings, self.workers = state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
+        self._seed, self._rule = seed, plan.semantics.optimizer.rule
         host_loop()  # compiled now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread
         self._device_kernel = None
         if plan.policy.device_blocks:
@@ -207,23 +216,32 @@ class Updates:
             now = self.state.param_state(p)
             to, start_from = (self.state.param_state(p, of_shadow=True), now) if into_shadow else (now, None)
             given = self._gradient(op, p), factor, n_updates, settings.of(p.name, p.shape), start_from
-            tasks += Step(to, *given).tasks()
+            tasks += Step(to, *given, self._rule, self._drawn(p, n_updates)).tasks()
         return tasks
+
+    def _drawn(self, p: Parameter, n_updates: int) -> Drawn | None:
+        """What rounds a parameter's state stochastically: the same for any plan and any rank, and after any restart."""
+        of = self.plan.semantics
+        if not of.is_lean:
+            return None
+        return drawn(self._seed, n_updates, p.name, self.state.part(p).start, of.weight_rounding == "stochastic")
 
     def update_on_device(self, op: Op, step: int) -> None:
         """The device updates the state that it holds, by the gradient that is still there."""
         with self.changing(op.block, step, self._alone):
             if (factor := self.factor(step)) is None:
                 return
-            for settings, run in self._runs(op.block, self.settings(step)):
+            n_updates = self.state.n_updates
+            for (settings, drawn), run in self._runs(op.block, self.settings(step), n_updates):
                 gradient, to = summed(self._on_device(op, *run)), self.state.param_state(*run)
-                Step(to, gradient, factor, self.state.n_updates, settings).on_device(self._device_kernel)
+                Step(to, gradient, factor, n_updates, settings, None, self._rule, drawn).on_device(self._device_kernel)
 
-    def _runs(self, block: int, settings: Hyperparameters) -> Iterator[tuple[Hyperparameters, list[Parameter]]]:
+    def _runs(self, block: int, settings: Hyperparameters, n_updates: int) -> Iterator[tuple[Alike, list[Parameter]]]:
         """The block's parameters, those together that follow each other and are updated alike: adapters are many, and small."""
-        run, end, of_run = list[Parameter](), 0, settings
+        run, end = list[Parameter](), 0
+        of_run: Alike = settings, None
         for p in self.state.owned[block]:
-            at, own = self._offsets[block][p.name], settings.of(p.name, p.shape)
+            at, own = self._offsets[block][p.name], (settings.of(p.name, p.shape), self._drawn(p, n_updates))
             if run and (at, own) != (end, of_run):
                 yield of_run, run
                 run = []

@@ -211,7 +211,7 @@ class TorchMachine(LaneMachine):
             lanes.streams.lock(arenas, () if memory is None else memory.of_others(self._rank))
         shared = SharedNumbers(plan, ranks) if ranks is not None else None
         with lanes.current(Lane.GPU):  # in which a device is tried
-            updates = Updates(self.host, settings, workers, lanes.device, shared)
+            updates = Updates(self.host, settings, workers, lanes.device, shared, seed)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
         super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory)
 

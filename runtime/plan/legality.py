@@ -10,6 +10,8 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
     """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
     if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
         raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
+    if semantics.weight_rounding == "stochastic" and semantics.master_dtype != "bf16":
+        raise PlanError("only a bf16 master is rounded stochastically; use --optimizer adamw:master=bf16")
     refuse_sum_groups(semantics)
     _refuse_ranks(workload, semantics, policy)
     if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
@@ -74,8 +76,8 @@ def can_square(workload: Workload, semantics: Semantics) -> range:
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and a processor updates all elements alike."""
-    blocks, multiple = workload.blocks, semantics.optimizer.device_multiple
-    return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
+    blocks, multiple = workload.blocks, semantics.device_multiple
+    return [] if multiple is None else [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
@@ -102,10 +104,12 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
+    if policy.device_blocks and semantics.device_multiple is None:
+        raise PlanError(f"device_blocks: {semantics.optimizer.rule} is for the host alone; leave them out")
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         raise PlanError(
             f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of "
-            f"{semantics.optimizer.device_multiple}; leave it to the host"
+            f"{semantics.device_multiple}; leave it to the host"
         )
     if both := {*policy.device_blocks}.intersection(policy.resident_blocks).difference(workload.mixed):
         raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")

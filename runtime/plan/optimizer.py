@@ -5,9 +5,12 @@ Arenas, costs, the checker and checkpoints ask here; `runtime/host` has a file w
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Any
 
 from pydantic import Field
+
+from runtime.errors import PlanError
 
 from .workload import FILE, ITEM_BYTES, Dtype
 
@@ -17,14 +20,31 @@ Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$"
 STORED_BYTES = ITEM_BYTES | {"int16": 2}  # the remainder of a split master is int16
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """An optimizer as a plan knows it. A master is fp32 or bf16."""
+class Optimizer(StrEnum):
+    """An optimizer, and what it keeps of each trained parameter besides its master, which is fp32 or bf16.
 
-    moments: dict[str, Dtype]  # what it keeps of each trained parameter besides its master, by the names that checkpoints give it
-    # A device updates to the host's bits what has a multiple of this number of elements: the host's kernel computes the rest, which
-    # fills no vector register, in another sequence
-    device_multiple: int = 1
+    Moments in bf16 are rounded stochastically: to the nearest, a second moment that decays by 0.1 % a step would never fall.
+    """
+
+    __hash__ = str.__hash__
+    ADAMW = "adamw"
+    ADAMW_BF16 = "adamw:moments=bf16"
+    LION = "lion"
+    LION_BF16 = "lion:moments=bf16"
+
+    @property
+    def rule(self) -> str:
+        """The name of its arithmetic."""
+        return self.partition(":")[0]
+
+    @property
+    def moments(self) -> dict[str, Dtype]:
+        """Dtypes of moments, by the names that checkpoints give them."""
+        return dict.fromkeys(("exp_avg", "exp_avg_sq") if self.rule == "adamw" else ("exp_avg",), self._dtype)
+
+    @property
+    def _dtype(self) -> Dtype:
+        return "bf16" if self.endswith("bf16") else "fp32"
 
     @property
     def moment_bytes(self) -> int:
@@ -41,7 +61,25 @@ class Optimizer:
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
 
 
-ADAMW = Optimizer({"exp_avg": "fp32", "exp_avg_sq": "fp32"}, device_multiple=8)
+_HOW = "write adamw or lion, and what less is kept: adamw:moments=bf16, lion:moments=bf16,master=bf16"
+
+
+def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
+    """The fields of `Semantics` that say what a user says of the optimizer, in a word or with details, as `adamw:master=bf16`;
+    `master_dtype` if that was said apart. A bf16 master asked for here is rounded stochastically. PlanError for anything else."""
+    if text is None:
+        return {}
+    rule, _, rest = str(text).strip().partition(":")
+    pairs = [part.partition("=")[::2] for part in rest.split(",") if part]
+    said = dict(pairs)
+    moments, master = said.pop("moments", "fp32"), said.pop("master", None)
+    name = rule if moments == "fp32" else f"{rule}:moments={moments}"
+    if said or len(pairs) > len({key for key, _ in pairs}) or name not in [*Optimizer] or master not in (None, "fp32", "bf16"):
+        raise PlanError(f"--optimizer {str(text)[:80]!r} is not understood; {_HOW}")
+    if None not in (master, master_dtype) and master != master_dtype:
+        raise PlanError(f"--optimizer {text} with --master {master_dtype}: a master is one of both; leave out --master")
+    fields = {"optimizer": Optimizer(name), "master_dtype": master, "weight_rounding": "stochastic" if master == "bf16" else None}
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from runtime.units import on_one_line
 
 from .legality import refuse_sum_groups
 from .ops import OpLine, Repeat
+from .optimizer import Optimizer
 from .setup import Setup
 from .workload import FILE, BlockKind
 
@@ -100,8 +101,10 @@ _PLAN, _WRITTEN = TypeAdapter(Plan), TypeAdapter(_Written)
 
 
 def _fields(plan: Plan) -> dict[str, Any]:
-    """The plan as a JSON object; `repeat` only where something does."""
+    """The plan as a JSON object; `repeat` only where something does, `optimizer` where it is not what it was before a choice."""
     said: dict[str, Any] = json.loads(_PLAN.dump_json(plan))
+    if plan.semantics.optimizer is Optimizer.ADAMW:
+        del said["semantics"]["optimizer"]
     if plan.repeat is None:
         del said["repeat"]
     return said

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from runtime.errors import PlanError
 
-from .optimizer import ADAMW, Optimizer
+from .optimizer import Optimizer, optimizing
 from .packed import Base
 from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
@@ -22,6 +22,7 @@ AttentionKernel = Literal["flash", "deterministic", "cudnn"]
 LibraryKernel = Literal["causal_conv1d.causal_conv1d_fn", "fla.chunk_gated_delta_rule"]
 MOST_LAYERS = 2**16  # more than any model has
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
+UPDATE_RATIO = {"adamw": 1.05, "lion": 0.75}
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # what a layer may save besides its input, the least first
 
 
@@ -35,7 +36,7 @@ class Semantics:
     compute_dtype: Dtype = "bf16"
     gradient_dtype: Dtype = "bf16"
     master_dtype: Dtype = "fp32"
-    weight_rounding: Literal["half_up"] = "half_up"
+    weight_rounding: Literal["half_up", "stochastic"] = "half_up"  # of a bf16 master
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     on_nonfinite: Literal["skip", "stop"] = "stop"
     loss_tile_tokens: Count = 1024
@@ -56,6 +57,7 @@ class Semantics:
     ranks: Count = 1
     train: Train = ALL
     base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
+    optimizer: Optimizer = Optimizer.ADAMW
     __pydantic_config__ = FILE
 
     @cached_property
@@ -69,9 +71,27 @@ class Semantics:
         return self.batch_size % self.micro_batch
 
     @property
-    def optimizer(self) -> Optimizer:
-        """There is one to choose from."""
-        return ADAMW
+    def is_lean(self) -> bool:
+        """Whether a step is not torch's AdamW on fp32 moments, but one of `runtime/host/lean.py`."""
+        return self.optimizer is not Optimizer.ADAMW or self.weight_rounding == "stochastic"
+
+    @property
+    def update_ratio(self) -> float:
+        """Time of the host's update, of as many parameters, to that of torch's AdamW on split masters: on one core of a processor,
+        where it is all arithmetic (docs/optimizers.md). Of many cores, which wait for memory, it may be less: fewer bytes move."""
+        return UPDATE_RATIO[self.optimizer.rule] if self.is_lean else 1.0
+
+    @property
+    def optimizer_in_words(self) -> str:
+        """As `--optimizer` takes it."""
+        of_master = ["master=bf16"] if self.weight_rounding == "stochastic" else []
+        return self.optimizer + "".join(f"{',' if ':' in self.optimizer else ':'}{said}" for said in of_master)
+
+    @property
+    def device_multiple(self) -> int | None:
+        """A device updates to the host's bits what has a multiple of this number of elements: torch's kernel on the host computes
+        the rest, which fills no vector register, in another sequence. None: a device has no kernel for it."""
+        return None if self.is_lean else 8
 
     @property
     def saved_state(self) -> dict[str, str]:
@@ -144,10 +164,10 @@ class Semantics:
         return self.micro_batch * self.seq_len
 
 
-def trained(semantics: Semantics, train: str | None, base: Base | None) -> Semantics:
-    """The semantics where that is trained, and the rest frozen."""
+def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None) -> Semantics:
+    """The semantics where that is trained, and the rest frozen, by that optimizer."""
     what, said = semantics.train if train is None else parse_train(train), training(train, base)
-    return replace(semantics, **said | {"train": what})
+    return replace(semantics, **said | optimizing(optimizer, None) | {"train": what})
 
 
 class Update(StrEnum):

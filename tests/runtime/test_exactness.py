@@ -21,6 +21,7 @@ from tests.edits import with_waits
 from tests.strategies import policies
 from tests.tiny import MODEL_TYPES, families, tiny_config
 from tests.training import (
+    LEAN,
     N_STEPS,
     Hostile,
     clip_some_steps,
@@ -56,11 +57,13 @@ def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
     batch_size, micro_batch = data.draw(st.sampled_from([(4, 1), (4, 2), (3, 3), (5, 2), (7, 3), (5, 3)]), label="batch")
     n_micro_batches = -(-batch_size // micro_batch)
     sum_groups = data.draw(st.sampled_from([n for n in (1, 2, 4) if n_micro_batches % n == 0]), label="sum_groups")
+    leaner = [of for of in LEAN.values() if compute_dtype == "bf16" and "compute_dtype" not in of]
+    of_state = {"master_dtype": master_dtype} | data.draw(st.sampled_from([{}, {}, *leaner]), label="optimizer")
     semantics = semantics_of(
         model_type,
         compute_dtype=compute_dtype,
         gradient_dtype=gradient_dtype,
-        master_dtype=master_dtype,
+        **of_state,
         batch_size=batch_size,
         micro_batch=micro_batch,
         sum_groups=sum_groups,
@@ -149,17 +152,18 @@ def test_weights_are_rounded_half_up_into_a_bf16_master():
     assert float(machine.host.param_state(head.parameters[0]).master.whole()[0]) == 1.0 + 2.0**-7
 
 
-DTYPES = [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")]  # (compute, master), all that a plan may have
+# All that a plan may compute in and keep
+DTYPES = {"bf16": {}, "bf16 master": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32"}} | LEAN
 GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("gradient_dtype", "tied"), [("bf16", False), ("fp32", True)])
-@pytest.mark.parametrize(("compute_dtype", "master_dtype"), DTYPES)
-def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(compute_dtype, master_dtype, tied, gradient_dtype):
+@pytest.mark.parametrize("kept", DTYPES)
+def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(kept, tied, gradient_dtype):
     """What the law above may not draw: here each way that a gradient can take is taken once in every dtype."""
     config = tiny_config("llama", tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=2200)  # more than a chunk of elements
-    dtypes = {"compute_dtype": compute_dtype, "master_dtype": master_dtype, "gradient_dtype": gradient_dtype}
+    dtypes = {"gradient_dtype": gradient_dtype} | DTYPES[kept]
     for number, (micro_batch, group) in enumerate(GROUPS):
         semantics = semantics_of("llama", **dtypes, micro_batch=micro_batch, clip_norm=None if number % 2 else 0.5)
         for update in [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]:

@@ -2,6 +2,7 @@
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
-from runtime.host import adamw, chunks, optimizer, updates
+from runtime.host import adamw, chunks, lean, optimizer, updates
 from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
-from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop
+from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop, summed
 from runtime.host.workers import Workers
 from runtime.plan import Policy
 from runtime.plan.optimizer import AdamW
@@ -95,6 +96,53 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
     if elsewhere:
         assert same(wide_master(before), wide_master(kept)), "what it started from was changed"
         assert same_bits(before.moments[0], kept.moments[0])
+
+
+LEAN_KINDS = [("adamw", "split", "bf16"), ("adamw", "bf16", "fp32"), ("lion", "fp32", "bf16"), ("lion", "bf16", "bf16")]
+
+
+@pytest.mark.parametrize("n", [1, 300, 2 * lean.TURN + 65])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
+@pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
+def test_less_state_is_updated_alike_compiled_interpreted_and_cut(rule, kind, moments, elsewhere, n, monkeypatch):
+    """Also by ranks that have a part each; with infinities and NaN among masters."""
+    dtype = torch.bfloat16 if moments == "bf16" else torch.float32
+    before = random_state(kind, n, seed=n, odd=True)
+    before = ParamState(before.master, tuple(of.to(dtype) for of in before.moments[: 2 - (rule == "lion")]))
+    parts = tuple(torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    cut, found = min(n, 128 * 700), []
+    for is_compiled, pieces in ((True, [slice(0, n)]), (False, [slice(0, n)]), (True, [slice(0, cut), slice(cut, n)])):
+        monkeypatch.setattr(lean, "IS_COMPILED", is_compiled)
+        to = copied(random_state(kind, n, seed=99) if elsewhere else before)
+        to = ParamState(to.master, tuple(of.clone() for of in before.moments))
+        for part in pieces if n > cut else pieces[:1]:
+            (mine, start_from), keys = (of_part(state, part) for state in (to, before)), (5, 6, 7)
+            gradient = SummedGradient(tuple(p[part] for p in parts), torch.bfloat16)
+            drawn = lean.Drawn(keys if kind == "bf16" else (-1, 6, 7), part.start)
+            step = Step(mine, gradient, 0.3, 3, SETTINGS, start_from if elsewhere else None, rule, drawn)
+            for task in step.tasks():
+                task(Scratch(1, 1))
+        found.append(to.tensors)
+    for other in found[1:]:
+        assert all(map(equal_but_for_nans_payload, (t.float() for t in found[0]), (t.float() for t in other)))
+
+
+def of_part(state: ParamState, part: slice) -> ParamState:
+    remainder = None if state.master.remainder is None else state.master.remainder[part]
+    return ParamState(Master(state.master.weight[part], remainder), tuple(moment[part] for moment in state.moments))
+
+
+def test_a_moment_of_bf16_decays_as_it_should_on_average():
+    """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all."""
+    assert sorted(lean.order()[: lean.TURN].tolist()) == list(range(lean.TURN)), "some number is likelier than others"
+    n, settings = 4096, replace(SETTINGS, beta2=0.999)
+    state = ParamState(Master(torch.zeros(n)), (torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()))
+    for n_updates in range(1, 301):
+        drawn = lean.drawn(0, n_updates, "p", 0, is_master_drawn=False)
+        for task in Step(state, summed(torch.zeros(n)), 1.0, n_updates, settings, None, "adamw", drawn).tasks():
+            task(Scratch(1, 1))
+    assert float(state.moments[1].float().mean()) == pytest.approx(0.999**300, rel=2e-3)
+    assert 0.02 < float(state.moments[1].float().std()) < 0.05, "elements go down together"
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3])

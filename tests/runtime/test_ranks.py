@@ -26,7 +26,8 @@ from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 from tests.training import differences, plan_of, same_bits, semantics_of, trained
 
-SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "mistral:spilling:2:2"]  # the last: a micro-batch each
+# The third: a micro-batch each
+SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
 
 
 @pytest.mark.soak_cases("messages")

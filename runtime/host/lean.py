@@ -1,0 +1,264 @@
+"""AdamW and Lion on less state: bf16 moments and bf16 masters, rounded stochastically, in one pass over memory.
+
+Every operation is of fp32 and rounds once, so that processors agree on every element (docs/optimizers.md). numba compiles the
+loops; without it numpy performs the same operations, slower.
+
+The random number of an element follows from a key (of run, update, parameter and tensor) and its place in the whole parameter:
+neither plan, rank, thread nor restart changes it. The 65,536 places of a turn take all 16-bit numbers, each once, in one fixed and
+mixed order, from where key and turn say.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime.compiled import IS_COMPILED, compiled
+
+Keys = tuple[int, int, int]  # of the master (below 0: it is rounded half up) and the moments
+Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32; of a remainder, int16
+State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
+TURN = 2**16
+BLOCK_ELEMENTS = 2**13  # that a loop has in a core's cache; turns consist of whole ones
+HALF = 0x8000  # in place of a random number: half up
+NARROW = np.uint32(16)  # bits that bf16 lacks
+
+
+class Drawn(NamedTuple):
+    """What rounds a parameter's bf16 tensors, and the place in the whole parameter of the first element that is here."""
+
+    keys: Keys
+    first: int = 0
+
+
+def drawn(seed: int, n_updates: int, name: str, first: int, is_master_drawn: bool) -> Drawn:
+    """Of a parameter, at one update of a run: keys of 32 bits."""
+    digest = blake2b(f"{seed} {n_updates} {name}".encode(), digest_size=12).digest()
+    master, *moments = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
+    return Drawn((master if is_master_drawn else -1, moments[0], moments[1]), first)
+
+
+@cache
+def order() -> Bits:
+    """All 16-bit numbers in a mixed order (by a bijection), twice: a turn begins at any of them."""
+    x: Any = np.arange(TURN, dtype=np.uint32)
+    x = (x ^ x >> 8) * 0x88B5 & 0xFFFF
+    x = (x ^ x >> 7) * 0xDB2D & 0xFFFF
+    return np.tile(x ^ x >> 9, 2).astype(np.uint32)
+
+
+@cache
+def halves() -> Bits:
+    return np.full(TURN, HALF, np.uint32)
+
+
+def scalars(rule: str, numbers: list[float], n_updates: int) -> NDArray[np.float32]:
+    """What one update multiplies by and adds, each rounded to fp32 once."""
+    lr, beta1, beta2, weight_decay, eps = numbers
+    decay, rate, correction = 1 - lr * weight_decay, lr / (1 - beta1**n_updates), 1 / math.sqrt(1 - beta2**n_updates)
+    of_adamw = [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -rate]
+    return np.array([decay, 1 - beta1, 1 - beta2, lr] if rule == "lion" else of_adamw, np.float32)
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def begin(key: int, turn: Any) -> Any:
+    """Where in `order` a turn begins: a hash, whose products stay below 2^63."""
+    x = (key + turn) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return (x ^ (x >> 16)) & 0xFFFF
+
+
+@compiled
+def load(source: Bits, wide: Bits) -> None:
+    """Numbers as fp32."""
+    if source.itemsize == 2:
+        for i in range(len(wide)):
+            wide[i] = np.uint32(source[i]) << NARROW
+    else:
+        for i in range(len(wide)):
+            wide[i] = source[i]
+
+
+@compiled
+def store(wide: Bits, random: Bits, to: Bits) -> None:
+    """As fp32; or as bf16, up where what is cut off and the random number carry. NaN stays NaN."""
+    if to.itemsize == 2:
+        for i in range(len(wide)):
+            is_nan = (wide[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            to[i] = np.uint32(0x7FC0) if is_nan else (wide[i] + random[i]) >> NARROW
+    else:
+        for i in range(len(wide)):
+            to[i] = wide[i]
+
+
+@compiled
+def join(remainder: Bits, wide: Bits) -> None:
+    for i in range(len(wide)):
+        wide[i] += np.uint32(remainder[i])
+
+
+@compiled
+def cut(wide: Bits, remainder: Bits) -> None:
+    for i in range(len(wide)):
+        remainder[i] = np.int16(wide[i])
+
+
+@compiled
+def sum_gradient(parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any, wide: Bits, other: Bits) -> None:
+    """Of one or two parts, rounded to bf16 (to even), times a factor."""
+    load(parts[0], wide)
+    numbers, others = wide.view(np.float32), other.view(np.float32)
+    if n_parts == 2:
+        load(parts[1], other)
+        for i in range(len(numbers)):
+            numbers[i] += others[i]
+    if is_rounded:
+        for i in range(len(wide)):
+            is_odd = (wide[i] >> NARROW) & np.uint32(1)
+            wide[i] = (wide[i] + np.uint32(0x7FFF) + is_odd) & np.uint32(0xFFFF0000)
+    for i in range(len(numbers)):
+        numbers[i] *= factor
+
+
+@compiled
+def adamw(w: Any, g: Any, m: Any, v: Any, by: Any) -> None:
+    decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
+    for i in range(len(w)):
+        first = m[i] + towards * (g[i] - m[i])
+        second = v[i] * beta2 + (of_square * g[i]) * g[i]
+        m[i] = first
+        v[i] = second
+        w[i] = w[i] * decay + np.divide(rate * first, np.sqrt(second) * correction + eps)
+
+
+@compiled
+def lion(w: Any, g: Any, m: Any, by: Any) -> None:
+    decay, towards, away, lr = by[0], by[1], by[2], by[3]
+    for i in range(len(w)):
+        d = g[i] - m[i]
+        u = m[i] + towards * d
+        step = lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN stay
+        w[i] = w[i] * decay - step
+        m[i] = m[i] + away * d
+
+
+@compiled
+def update(
+    start: int, end: int, first: int, keys: Keys, order: Bits, halves: Bits, is_lion: bool, by: Any,
+    to: State, before: State, is_split: bool, parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any,
+) -> None:  # fmt: skip
+    """Elements start .. end - 1 of a parameter, of which `first` is the place of element 0."""
+    weight, remainder, m, v = to
+    weight_before, remainder_before, m_before, v_before = before
+    scratch = np.empty((4, BLOCK_ELEMENTS), np.uint32)
+    at = start
+    while at < end:
+        turn, within = (first + at) // TURN, (first + at) % TURN
+        n = min(BLOCK_ELEMENTS, end - at, TURN - within)
+        w, g, a, b, next = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n], at + n
+        sum_gradient((parts[0][at:next], parts[1][at:next]), n_parts, is_rounded, factor, g, w)
+        load(weight_before[at:next], w)
+        if is_split:
+            join(remainder_before[at:next], w)
+        load(m_before[at:next], a)
+        if is_lion:
+            lion(w.view(np.float32), g.view(np.float32), a.view(np.float32), by)
+        else:
+            load(v_before[at:next], b)
+            adamw(w.view(np.float32), g.view(np.float32), a.view(np.float32), b.view(np.float32), by)
+            store(b, order[(begin(keys[2], turn) + within) % TURN :], v[at:next])
+        store(a, order[(begin(keys[1], turn) + within) % TURN :], m[at:next])
+        if is_split:
+            cut(w, remainder[at:next])
+        store(w, order[(begin(keys[0], turn) + within) % TURN :] if keys[0] >= 0 else halves, weight[at:next])
+        at = next
+
+
+# -- interpreted, and what calls either ----------------------------------------------------------------------------------
+
+
+def plainly(
+    start: int, end: int, first: int, keys: Keys, order: Bits, halves: Bits, is_lion: bool, by: Any,
+    to: State, before: State, is_split: bool, parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any,
+) -> None:  # fmt: skip
+    """`update` by numpy, which performs the same operations in the same order."""
+    weight, remainder, m, v = to
+    for at in range(start, end, TURN):
+        part = slice(at, min(at + TURN, end))
+        places = first + np.arange(part.start, part.stop)
+        g = _wide(parts[0][part]) + _wide(parts[1][part]) if n_parts == 2 else _wide(parts[0][part])
+        if is_rounded:
+            bits = g.view(np.uint32)
+            g = (bits + np.uint32(0x7FFF) + (bits >> NARROW & np.uint32(1)) & np.uint32(0xFFFF0000)).view(np.float32)
+        g, w, a = g * factor, _wide(before[0][part]), _wide(before[2][part])
+        if is_split:
+            w = (w.view(np.uint32) + before[1][part].astype(np.uint32)).view(np.float32)
+        if is_lion:
+            d = g - a
+            step = by[3] * np.sign(a + by[1] * d)
+            w, a = w * by[0] - step, a + by[2] * d
+        else:
+            a = a + by[1] * (g - a)
+            b = _wide(before[3][part]) * by[2] + (by[3] * g) * g
+            w = w * by[0] + (by[6] * a) / (np.sqrt(b) * by[4] + by[5])
+            v[part] = _stored(b, v, keys[2], places, order)
+        m[part] = _stored(a, m, keys[1], places, order)
+        if is_split:
+            remainder[part] = w.view(np.uint32).astype(np.uint16).view(np.int16)
+        weight[part] = _stored(w, weight, keys[0], places, order)
+
+
+def _wide(bits: Bits) -> NDArray[np.float32]:
+    return (bits if bits.itemsize == 4 else bits.astype(np.uint32) << NARROW).view(np.float32)
+
+
+def _stored(x: NDArray[np.float32], to: Bits, key: int, places: NDArray[np.int64], order: Bits) -> Bits:
+    bits = x.view(np.uint32)
+    if to.itemsize == 4:
+        return bits
+    random = np.uint32(HALF) if key < 0 else order[(begin(key, places // TURN) + places) % TURN]
+    return np.where(np.isnan(x), np.uint32(0x7FC0), (bits + random) >> NARROW)
+
+
+def bits_of(tensor: torch.Tensor) -> Bits:
+    """Of a flat tensor on the host, as `update` takes them, in its memory."""
+    if tensor.dtype is torch.int16:
+        return tensor.numpy()
+    return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy().view(f"u{tensor.itemsize}")
+
+
+def state_of(master: torch.Tensor, remainder: torch.Tensor | None, moments: Sequence[torch.Tensor]) -> State:
+    """A parameter's state as `update` takes it: what an optimizer does not keep is there as something that it does not touch."""
+    split = torch.empty(0, dtype=torch.int16) if remainder is None else remainder
+    return bits_of(master), bits_of(split), bits_of(moments[0]), bits_of(moments[-1])
+
+
+class Update(NamedTuple):
+    """A step on one parameter, from a state to another, or in place. The gradient's parts are summed, rounded to bf16 if
+    `is_rounded`, and multiplied by a factor."""
+
+    rule: str
+    drawn: Drawn
+    scalars: NDArray[np.float32]
+    to: State
+    before: State
+    parts: tuple[Bits, ...]
+    is_rounded: bool
+    factor: float
+
+    def run(self, start: int, end: int) -> None:
+        """Elements start .. end - 1 of what is here."""
+        parts, of_state = (self.parts[0], self.parts[-1]), (self.to, self.before, len(self.to[1]) > 0)
+        (update if IS_COMPILED else plainly)(
+            start, end, self.drawn.first, self.drawn.keys, order(), halves(), self.rule == "lion", self.scalars, *of_state,
+            parts, len(self.parts), self.is_rounded, np.float32(self.factor),
+        )  # fmt: skip
