@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from runtime.plan.optimizer import Above0, AdamW, AtLeast0, Text
+from runtime.plan.optimizer import Above0, AdamW, AtLeast0, Beta, Text
 from runtime.plan.workload import Count, Natural
 
 Value = TypeVar("Value")
@@ -36,6 +36,7 @@ def flagged(default: Value, *of_flag: Any, **more: Any) -> Value:
 # Lenient, so that the text of a flag, and a number as YAML 1.1 reads it (`1e-5` is text there), are taken for what they say.
 LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+LION = {"lr_fraction": 0.3, "beta2": 0.99}  # beside AdamW's (arXiv 2302.06675: a rate 3 to 10 times smaller)
 ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer"]
@@ -105,9 +106,10 @@ class ScheduleSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings(AdamW):
-    """AdamW over a run."""
+    """The plan's optimizer over a run."""
 
-    lr: Above0 | None = flagged(None, "--lr", "Learning rate of AdamW.", "1e-05; of adapters 0.0001")  # type: ignore[assignment]
+    lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; of adapters 0.0001; of Lion 0.3 of it")  # type: ignore[assignment]
+    beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; of Lion 0.99
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     __pydantic_config__ = LENIENT

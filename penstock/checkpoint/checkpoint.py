@@ -243,15 +243,31 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
     )
 
 
-def refuse_another(state: State, expected: Mapping[str, Any]) -> None:
-    """CheckpointError that names the first thing that a state does not share with this run."""
+_OF_STATE = ("optimizer", "master_dtype", "weight_rounding")  # of the semantics: what is kept, and how it is updated
+
+
+def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:
+    """CheckpointError that names the first thing that a state does not share with this run. `converts`: its optimizer may be
+    another, whose state is rounded to what this one keeps, as the words say that are returned."""
+    words, is_another_rule = None, False
+    afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
     for key, value in expected.items():
         found = state.fields.get(key)
         if key == "semantics" and isinstance(found, dict):
             found = _as_json(_SEMANTICS_BEFORE) | found
-        if found != value:
-            advice = f"resume as it began, or start a new run from its weights, with --model {state.path} and another --out"
-            raise CheckpointError(f"{state.path}: of another {_IN_WORDS.get(key, key)}{_difference(found, value)}; {advice}")
+            was, now = ({name: of.get(name) for name in _OF_STATE} for of in (found, value))
+            if was != now and (found | now) == value:
+                old, new = (f"{of['optimizer']} with {of['master_dtype']} masters" for of in (was, now))
+                rules = [str(of["optimizer"]).partition(":")[0] for of in (was, now)]
+                if not converts or rules == ["lion", "adamw"]:
+                    how = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
+                    raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {how}, {afresh}")
+                words = f"{state.path}: the state of {old} becomes that of {new}; what has fewer bits now is rounded to them"
+                found, is_another_rule = value, rules[0] != rules[1]
+        if found != value and not (key == "optimizer" and is_another_rule):
+            what = f"{_IN_WORDS.get(key, key)}{_difference(found, value)}"
+            raise CheckpointError(f"{state.path}: of another {what}; resume as it began, {afresh}")
+    return words
 
 
 def put_back(state: State, host: HostState, data: RunData) -> None:

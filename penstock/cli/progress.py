@@ -71,6 +71,12 @@ def show_overview(rows: Mapping[str, str]) -> None:
         click.echo(f"{click.style(f'{name}:', **style)} {on_one_line(value)}", err=True)
 
 
+def _optimizer(session: "Session") -> dict[str, str]:
+    """What less of an optimizer's state is kept, where it is less."""
+    plan, of = session.plan, session.settings.optimizer
+    return {"optimizer": f"{plan.semantics.optimizer_in_words}, betas {of.beta1:g}, {of.beta2:g}"} if plan.semantics.is_lean else {}
+
+
 def overview(session: "Session") -> dict[str, str]:
     """What a user may want to stop before step 1, by name."""
     of, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
@@ -82,6 +88,7 @@ def overview(session: "Session") -> dict[str, str]:
         "device": _device(session),
         **session.data.words(),
         "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
+        **_optimizer(session),
         "learning rate": f"{session.settings.optimizer.lr:g}, {session.settings.optimizer.schedule.kind}",
         "predicted": _predicted(session, n_steps - first_step),
     }

@@ -14,7 +14,7 @@ from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, unheard
 from penstock.run_config import RunConfigError
-from penstock.settings import ADAPTERS_LR, CheckpointSettings, OptimizerSettings, RunSettings
+from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
 from planner.check.claim import check_origin
 from planner.lower.lower import lower
@@ -140,7 +140,7 @@ def open_session(
                 raise RunConfigError(f"an emulated run {what}; or choose another device")
             session = _emulated(settings, plan, report, time_scale)
         else:
-            session = _real(settings, plan, device, state, data, ranks, report)
+            session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report)
         session = replace(session, stop=stop or Stop())
         yield session
         if session.leader is not None:
@@ -171,11 +171,13 @@ def _real(
     plan: Plan,
     device: str,
     state: State | None,
+    converts: bool,
     data: RunData | None,
     ranks: Processes | None,
     report: Report,
 ) -> Session:
-    """A run of the plan's own model on this machine. What is quickly refused is read before the weights are."""
+    """A run of the plan's own model on this machine. What is quickly refused is read before the weights are. `converts`: the state
+    of another optimizer is taken."""
     prediction = predicted(plan)[2]
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
@@ -206,7 +208,8 @@ def _real(
         leader=None if ranks is None else Leader(store, ranks),
     )
     if state is not None:
-        refuse_another(state, session.identity)
+        if (converted := refuse_another(state, session.identity, converts)) is not None:
+            say(converted)
     elif weights is None:
         say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model knows nothing at its first step")
     fill(store, settings, data, weights, state, report)
@@ -271,9 +274,11 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
 
 
 def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
-    """The settings with a learning rate: where none is given, the default of what the plan trains."""
-    lr = settings.optimizer.lr or (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR)
-    return replace(settings, optimizer=replace(settings.optimizer, lr=lr))
+    """The settings with a learning rate and a beta2: where none is given, those of what the plan trains, and by what."""
+    of, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
+    usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * (LION["lr_fraction"] if is_lion else 1)
+    beta2 = of.beta2 if of.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
+    return replace(settings, optimizer=replace(of, lr=of.lr or usual, beta2=beta2))
 
 
 def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[OfStep, dict[str, Any]]:

@@ -12,14 +12,16 @@ from planner.predict.memory import Footprint, footprint, frame, short_of
 from runtime.errors import DoesNotFitError, PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_illegal
+from runtime.plan.optimizer import optimizing
 from runtime.plan.packed import Base
 from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Model, Workload
+from runtime.plan.workload import ITEM_BYTES, Model, Workload
 from runtime.units import GB
 
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
 from .space import leanest, policy_of
 
+LEANER = ("adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion:moments=bf16,master=bf16")  # each keeps less
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights, those that take most first
 MAX_CHANGES = 3
 MOST_HALVINGS = 8  # of a sequence, or a batch
@@ -113,8 +115,9 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
     yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
-    if s.compute_dtype == "bf16" and s.master_dtype == "fp32":
+    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:
         yield "--master bf16", _changed(request, master_dtype="bf16")
+    yield from _leaner(request)
     yield from _frozen(request)
     if s.sum_groups > 1:
         yield f"--sum-groups {s.ranks}", _changed(request, sum_groups=1)
@@ -122,6 +125,20 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
         yield "--gradient-dtype bf16", _changed(request, gradient_dtype="bf16")
     if s.clip_norm is not None and s.on_nonfinite == "stop":
         yield "--clip-norm none", _changed(request, clip_norm=None)
+
+
+def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
+    """The first optimizer that keeps so little of what is trained that it fits, with its bytes of a parameter and what it costs."""
+    s = request.semantics
+    now = s.optimizer.state_bytes(s.master_dtype) + ITEM_BYTES[s.gradient_dtype]
+    for said in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
+        changed = _changed(request, **optimizing(said, None))
+        of = changed.semantics
+        n_bytes = of.optimizer.state_bytes(of.master_dtype) + ITEM_BYTES[of.gradient_dtype]
+        if n_bytes < now and changed.fits():
+            what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
+            yield f"--optimizer {said} ({n_bytes} bytes a parameter instead of {now}; {what}: docs/optimizers.md)", changed
+            return
 
 
 def _frozen(request: Request) -> Iterator[tuple[str, Request]]:

@@ -16,6 +16,7 @@ from .workload import FILE, ITEM_BYTES, Dtype
 
 Above0 = Annotated[float, Field(gt=0, le=1e6)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # no name of a file holds a NUL
 STORED_BYTES = ITEM_BYTES | {"int16": 2}  # the remainder of a split master is int16
 
@@ -84,12 +85,12 @@ def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """Hyperparameters of AdamW: of a step, or of a run before its rate is scheduled. Biases, norms and other vectors never decay;
-    `no_decay` names more, by parts of their names."""
+    """Hyperparameters of AdamW, or of Lion, which has no `eps`: of a step, or of a run before its rate is scheduled. Biases, norms
+    and other vectors never decay; `no_decay` names more, by parts of their names."""
 
     lr: Above0 = 1e-5
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    beta1: Beta = 0.9
+    beta2: Beta = 0.999
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     weight_decay: AtLeast0 = 0.0
     no_decay: tuple[Text, ...] = ()

@@ -14,6 +14,7 @@ from planner.predict.cost import costs
 from runtime.executor import OpError, execute
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.train import Lora, Train
 from tests.runtime.test_replay import n_tensors
 from tests.strategies import PROFILE
@@ -168,6 +169,8 @@ OTHER_SEMANTICS = {
     "loss_tile_tokens": 16,
     "train": Train(lora=Lora(rank=4)),
     "base": "int8",
+    "optimizer": Optimizer.ADAMW_BF16,
+    "weight_rounding": "stochastic",
     "mlp_tile_tokens": 4,
     "attention": "eager",
     "norm": "fused",
@@ -178,7 +181,7 @@ OTHER_SEMANTICS = {
     "ranks": 2,
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
-OF_ONE_VALUE = {"weight_rounding", "experts"}
+OF_ONE_VALUE = {"experts"}
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
     "prefetch_depth": 2,
@@ -208,6 +211,7 @@ def test_every_field_of_the_semantics_is_read(name):
     model_type = "llama" if name == "mlp_tile_tokens" else "qwen3_moe"
     of = SEMANTICS if model_type == "qwen3_moe" else semantics_of("llama")
     of = replace(of, train=Train(lora=Lora())) if name == "base" else of  # what is trained is not packed
+    of = replace(of, master_dtype="bf16") if name == "weight_rounding" else of
     assert getattr(of, name) != OTHER_SEMANTICS[name]
     other = replace(of, **{name: OTHER_SEMANTICS[name]})
     plans = [planned(model_type, s, replace(POLICY, accumulation_group=s.n_micro_batches)) for s in (of, other)]

@@ -12,6 +12,7 @@ from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_p
 from planner.predict.memory import frame
 from planner.search.answer import model_flop
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.region import Resource
 from runtime.plan.workload import Saved
 from tests.strategies import plans
@@ -84,6 +85,8 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
         ({"gradient_dtype": "fp32"}, 28),
         ({"master_dtype": "bf16"}, 22),  # the master is the weight
         ({"compute_dtype": "fp32"}, 26),  # the master is uploaded as it is
+        ({"optimizer": Optimizer.ADAMW_BF16}, 18),
+        ({"optimizer": Optimizer.LION_BF16, "master_dtype": "bf16"}, 10),
     ],
 )
 def test_update_traffic_per_parameter(changes, n_bytes):
@@ -95,6 +98,8 @@ def test_an_update_takes_all_host_cores_for_its_parameters(profile):
     d = demand(CostModel(profile), plan, Kind.UPDATE, 3)
     assert dict(d.uses)[Resource.CORES] == profile.host.n_cores
     assert d.alone_s == pytest.approx(plan.workload.blocks[3].n_params / profile.optimizer_params_per_s(profile.host.n_cores))
+    less = demand(CostModel(profile), plan_of(semantics=replace(SEMANTICS, optimizer=Optimizer.LION)), Kind.UPDATE, 3)
+    assert less.alone_s == pytest.approx(0.75 * d.alone_s)
 
 
 def test_a_tied_weight_has_two_gradients_and_one_update(profile):

@@ -14,6 +14,7 @@ from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
 from planner.search.space import baseline, leanest
 from runtime.plan import MAX_REPETITIONS, Policy, Semantics
+from runtime.plan.optimizer import optimizing
 from runtime.units import GB, MB, parse_bytes
 from tests.strategies import MODEL as SYNTHETIC
 from tests.strategies import cases, small_workload
@@ -62,6 +63,24 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
         assert has[place] + short[place] <= n_bytes < has[place] + short[place] + 10 * GB
     assert refusal(DESKTOP.with_memory(device + short["device"], host + short["host"]), fixed=fixed) is None
     assert refusal(DESKTOP.with_memory(named.get("device", device), named.get("host", host)), fixed=fixed) is None
+
+
+@pytest.mark.parametrize(
+    ("host_memory", "said"),
+    [
+        (100 * GB, "adamw:moments=bf16 (10 bytes a parameter instead of 14; other"),
+        (64 * GB, "lion:moments=bf16,master=bf16 (6 bytes"),
+    ],
+)
+def test_less_optimizer_state_is_named_where_it_fits(host_memory, said):
+    """8 G parameters; and asked for, it does."""
+    model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, host_memory)
+    request = Request(model, Semantics(4096, 16, 1), profile, None, SIZES).resized()
+    found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
+    changes = dict(_changes(request, found))
+    (text,) = [text for text in changes if text.startswith("--optimizer")]
+    assert text.startswith(f"--optimizer {said}")
+    assert replace(request, semantics=replace(request.semantics, **optimizing(text.split()[1], None))).resized().fits()
 
 
 def test_no_change_makes_a_plan_too_long_to_write():

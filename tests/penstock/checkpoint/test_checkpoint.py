@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.checkpoint.checkpoint import State, latest, load_state, refuse_another, sum_of
+from penstock.checkpoint.checkpoint import State, latest, load_state, put_back, refuse_another, sum_of
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.tensor_files import Shards, write_tensors
 from runtime.errors import CheckpointError
-from runtime.plan import Semantics
+from runtime.plan import Policy, Semantics
 from tests.checkpoints import refused, save, small
 from tests.real_layers import hf_model
+from tests.sessions import session_of, train
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
+from tests.training import LEAN, state_of
 
 TIED = [(model_type, tied) for model_type in STRUCTURES for tied in (False, True) if model_type != "gpt_oss" or not tied]
 
@@ -148,6 +150,26 @@ def test_a_state_from_before_a_choice_is_of_the_default() -> None:
     refuse_another(state, {"semantics": semantics})
     with pytest.raises(CheckpointError, match="meaning of a step"):
         refuse_another(state, {"semantics": semantics | {"base": "nf4"}})
+
+
+@pytest.mark.parametrize("to", ["adamw:moments=bf16", "lion:moments=bf16,master=bf16"])
+def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path: Path) -> None:
+    """Aloud, one way, and to a run that goes on."""
+    policy = Policy(accumulation_group=4)
+    first, then = train(session_of(tmp_path, policy, every=2), 2), session_of(tmp_path, policy, **LEAN[to])
+    state = load_state(latest(tmp_path))
+    with pytest.raises(CheckpointError, match=r"adamw with fp32 masters, not of .*; convert it, with --resume-from ch"):
+        refuse_another(state, then.identity)
+    words = refuse_another(state, then.identity, converts=True)
+    assert words is not None
+    assert f"the state of adamw with fp32 masters becomes that of {LEAN[to]['optimizer']}" in words
+    put_back(state, then.store.host, then.data)
+    for kept, before in zip(state_of(then.store)[:2], state_of(first.store), strict=False):
+        assert all(torch.equal(kept[name], before[name].to(kept[name].dtype)) or "master" in to for name in kept)
+    train(replace(then, first_step=2), 4)
+    if to.startswith("lion"):
+        with pytest.raises(CheckpointError, match="Lion keeps no second moment, or start a new run"):
+            refuse_another(load_state(tmp_path / "checkpoint-4"), first.identity, converts=True)
 
 
 # -- what is refused

@@ -19,7 +19,7 @@ from runtime.plan import Kind, Policy, Update
 from tests.accidents import in_time
 from tests.late_streams import LateStreams, Poisoned
 from tests.sessions import files_of, resumed, same_state, session_of, steps_of, train
-from tests.training import Hostile
+from tests.training import LEAN, Hostile
 
 N_STEPS = 4
 SPECULATING = Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3), accumulation_group=4)
@@ -38,6 +38,8 @@ WAYS = {
     "state on the device": ("llama", replace(ONE_GROUP, device_blocks=(1, 2)), {}),
     "device, the other on speculation": ("llama", replace(ONE_GROUP, device_blocks=(1,), speculate_blocks=(2,)), UNCLIPPED),
     "bf16 master": ("llama", ONE_GROUP, {"master_dtype": "bf16"}),
+    "less state": ("llama", SPECULATING, LEAN["adamw:moments=bf16"]),
+    "Lion": ("llama", ONE_GROUP, LEAN["lion:moments=bf16,master=bf16"]),
     "fp32": ("llama", SPECULATING, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}),
     "experts": ("mixtral", replace(ONE_GROUP, speculate_blocks=(1,)), UNCLIPPED),
     "experts, eager": ("qwen3_moe", Policy(update=Update.EAGER, accumulation_group=4), {"clip_norm": None}),

@@ -17,7 +17,7 @@ from tests.real_layers import hf_model
 from tests.running import weights_in
 from tests.sessions import lines, resumed, same_state, session_of, steps_of, train
 from tests.tiny import STRUCTURES, tiny_config
-from tests.training import state_of
+from tests.training import LEAN, state_of
 
 
 class Infinite(CpuMachine):
@@ -47,12 +47,16 @@ def test_a_nonfinite_step_leaves_the_state_before_it(tmp_path):
     assert same_state(session, train(session_of(tmp_path / "good", Policy(accumulation_group=4)), 1))
 
 
+LEANEST = ("adamw:moments=bf16", "lion:moments=bf16,master=bf16")
+KEPT: dict[str, dict] = {"fp32": {}, "bf16": {"master_dtype": "bf16"}} | {text: LEAN[text] for text in LEANEST}
+
+
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("every", [1, 2, 5])
-@pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
-def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, master_dtype):
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_run_resumed_under_another_plan_is_the_unbroken_one(tmp_path, every, kept):
     """Deferred updates are done before a checkpoint is written; a skipped step before it is not forgotten."""
-    fields = {"on_nonfinite": "skip", "master_dtype": master_dtype}
+    fields = {"on_nonfinite": "skip"} | KEPT[kept]
     policy = Policy(update=Update.DEFERRED, save=saves(all=(1, 2)), accumulation_group=4)
     unbroken = train(session_of(tmp_path / "whole", policy, Infinite, **fields), 9)
     train(session_of(tmp_path / "parts", policy, Infinite, every=every, **fields), 5)
