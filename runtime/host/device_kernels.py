@@ -15,7 +15,7 @@ Kernel = Callable[[tuple[int, int, int], tuple[int, int, int], list[Any]], None]
 
 
 @lru_cache(maxsize=32)
-def compiled_kernel(file: str, name: str, device: torch.device, **defined: str | int) -> Kernel:
+def compiled_kernel(file: str, name: str, *, device: torch.device, **defined: str | int) -> Kernel:
     """A kernel of a file beside this one; RuntimeError, OSError or AttributeError where it cannot be made."""
     head = "".join(f"#define {key} {value}\n" for key, value in defined.items())
     with torch.cuda.device(device):

@@ -43,6 +43,11 @@ def drawn(seed: int, n_updates: int, name: str, first: int, is_master_drawn: boo
     return Drawn((master if is_master_drawn else -1, moments[0], moments[1]), first)
 
 
+def signed(key: int) -> int:
+    """As a kernel takes it: in 32 bits, with a sign."""
+    return key - 2**32 if key >= 2**31 else key
+
+
 @cache
 def order() -> Bits:
     """All 16-bit numbers in a mixed order (by a bijection), twice: a turn begins at any of them."""
@@ -61,8 +66,8 @@ def scalars(rule: str, numbers: list[float], n_updates: int) -> NDArray[np.float
     """What one update multiplies by and adds, each rounded to fp32 once."""
     lr, beta1, beta2, weight_decay, eps = numbers
     decay, rate, correction = 1 - lr * weight_decay, lr / (1 - beta1**n_updates), 1 / math.sqrt(1 - beta2**n_updates)
-    of_adamw = [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -rate]
-    return np.array([decay, 1 - beta1, 1 - beta2, lr] if rule == "lion" else of_adamw, np.float32)
+    of_lion, of_adamw = [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0], [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -rate]
+    return np.array(of_lion if rule == "lion" else of_adamw, np.float32)
 
 
 # -- compiled ------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def squares_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, K
     defined: dict[str, Any] = {"ELEMENT": ELEMENT[dtype], "CHUNK": CHUNK_ELEMENTS, "THREADS": THREADS}
     found: object = None
     try:
-        squares, sums = (compiled_kernel("squares.cu", name, device, **defined) for name in ("squares", "sums"))
+        squares, sums = (compiled_kernel("squares.cu", name, device=device, **defined) for name in ("squares", "sums"))
         drawn = torch.randn(2 * CHUNK_ELEMENTS + 777, generator=torch.Generator().manual_seed(0)).to(dtype)
         out = torch.zeros(1, dtype=torch.float64, device=device)
         squares_at_once([[drawn.to(device)]], out, squares, sums)

@@ -7,7 +7,7 @@ whole. A task is some chunks of one parameter, and needs nothing but a thread's 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -154,13 +154,13 @@ class Step:
 
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
-        if (lean := self._lean) is not None:
-            return tasks_of(lambda start, end, own: lean.run(start, end), self.gradient.numel())
+        if (less := self._less) is not None:
+            return tasks_of(lambda start, end, own: less.run(start, end), self.gradient.numel())
         loop = host_loop()
         return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
 
     @property
-    def _lean(self) -> lean.Update | None:
+    def _less(self) -> lean.Update | None:
         """The same for an optimizer that keeps less."""
         if self.drawn is None:
             return None
@@ -174,39 +174,63 @@ class Step:
     def on_device(self, kernel: Kernel | None) -> None:
         """All of it by a device's kernel; without one by a processor in its place, on this thread."""
         (gradient,), of, n_elements = self.gradient.parts, self.to.master, self.gradient.numel()
-        if kernel is None and (lean := self._lean) is not None:
-            return lean.run(0, n_elements)
+        if kernel is None and (less := self._less) is not None:
+            return less.run(0, n_elements)
         if kernel is None:
             chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
             return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk, chunk))
-        by = [self.factor, *adamw.factors(self.settings.numbers, self.n_updates)]
-        tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *self.to.moments, gradient]
-        for parts in zip(*(tensor.split(MOST_ELEMENTS) for tensor in tensors), strict=True):
-            n = parts[0].numel()
-            kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *by])
+        by, keys = adamw.factors(self.settings.numbers, self.n_updates), list[int]()
+        if self.drawn is not None:
+            by = lean.scalars(self.rule, self.settings.numbers, self.n_updates).tolist()
+            keys = [lean.signed(key) for key in self.drawn.keys]
+        moments = self.to.moments[0], self.to.moments[-1]
+        tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *moments, gradient]
+        for number, parts in enumerate(zip(*(tensor.split(MOST_ELEMENTS) for tensor in tensors), strict=True)):
+            n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // lean.TURN)] if keys else []
+            kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *turn, *keys, self.factor, *by])
         return None
 
 
+class Kept(NamedTuple):
+    """What a kernel of a device is made for. `moments`: of `lean.py`, their dtype; None: torch's AdamW."""
+
+    weight: torch.dtype
+    is_split: bool
+    gradient: torch.dtype
+    moments: torch.dtype | None = None
+    rule: str = "adamw"
+    is_drawn: bool = False  # a bf16 master is rounded stochastically
+
+    def compiled(self, by: Callable[..., Kernel]) -> Kernel:
+        """The kernel, by what compiles one of a file, a name and definitions."""
+        elements = {"WEIGHT": ELEMENT[self.weight], "GRADIENT": ELEMENT[self.gradient]}
+        defined: dict[str, str | int] = {**elements, "IS_SPLIT": int(self.is_split)}
+        if self.moments is None:
+            return by("adamw.cu", "update", **defined)
+        defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_DRAWN": int(self.is_drawn)}
+        return by("lean.cu", "update_less", **defined)
+
+
 @lru_cache(maxsize=8)
-def device_kernel(device: torch.device, weight: torch.dtype, is_split: bool, gradient: torch.dtype) -> Kernel | None:
+def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
     """What updates there; None: a processor does it. PlanError for a GPU that does not give the host's bits."""
     if device.type == "cpu":
         return None
     try:
-        kernel = compiled_kernel(
-            "adamw.cu", "update", device, WEIGHT=ELEMENT[weight], GRADIENT=ELEMENT[gradient], IS_SPLIT=int(is_split)
-        )
-        if gives_the_hosts_bits(kernel, device, weight, is_split, gradient):
+        kernel = kept.compiled(partial(compiled_kernel, device=device))
+        if gives_the_hosts_bits(kernel, device, kept):
             return kernel
     except (AttributeError, OSError, RuntimeError):  # whatever a compiler makes of its machine
         pass
     raise PlanError(
-        f"AdamW on {device.type} does not give the host's bits here; plan with --policy FILE, a policy with empty device_blocks"
+        f"{kept.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
     )
 
 
-def gives_the_hosts_bits(kernel: Kernel, device: torch.device, weight: torch.dtype, is_split: bool, gradient: torch.dtype) -> bool:
+def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bool:
     """Whether a device's kernel does, on numbers of every size."""
+    weight, is_split, gradient, moments, rule, is_drawn = kept
+    keys = None if moments is None else lean.Drawn((2**32 - 5 if is_drawn else -1, 6, 7))
     generator = torch.Generator().manual_seed(0)
 
     def drawn(spread: int) -> torch.Tensor:
@@ -215,14 +239,16 @@ def gives_the_hosts_bits(kernel: Kernel, device: torch.device, weight: torch.dty
 
     for settings in (AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)):
         remainder = torch.zeros(PROBE_ELEMENTS, dtype=torch.int16) if is_split else None
-        host = ParamState(Master(torch.zeros(PROBE_ELEMENTS, dtype=weight), remainder), (drawn(6), drawn(6).square()))
+        of_moments = tuple(x.to(moments or torch.float32) for x in (drawn(6), drawn(6).square()))[: 2 - (rule == "lion")]
+        host = ParamState(Master(torch.zeros(PROBE_ELEMENTS, dtype=weight), remainder), of_moments)
         host.master.put(slice(None), drawn(2))
         of_weight, *of_others = (tensor.clone().to(device) for tensor in host.tensors)
-        there = ParamState(Master(of_weight, of_others[0] if is_split else None), tuple(of_others[-2:]))
+        there = ParamState(Master(of_weight, of_others[0] if is_split else None), tuple(of_others[-len(of_moments) :]))
         for n_updates, factor in ((1, 1.0), (2, 0.37), (1000, 1.0)):
             given = drawn(8).to(gradient)
-            Step(host, summed(given), factor, n_updates, settings).on_device(None)
-            Step(there, summed(given.to(device)), factor, n_updates, settings).on_device(kernel)
+            of_step = factor, n_updates, settings, None, rule, keys
+            Step(host, summed(given), *of_step).on_device(None)
+            Step(there, summed(given.to(device)), *of_step).on_device(kernel)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(there.tensors, host.tensors, strict=True)):
             return False
     return True

@@ -19,7 +19,7 @@ from .host_state import HostState
 from .lean import Drawn, drawn
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
+from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
 from .workers import Workers
 
 Alike = tuple[Hyperparameters, Drawn | None]  # of an update
@@ -47,16 +47,19 @@ class Updates:
         self._shared = shared
         self.agreed: AgreedStop | None = None  # by what all ranks end the stretch of steps that is at work
         plan, self.plan, self.arenas = state.plan, state.plan, state.arenas
+        self._seed, self._rule = seed, plan.semantics.optimizer.rule
         self.state, self.settings, self.workers = state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
-        self._seed, self._rule = seed, plan.semantics.optimizer.rule
         host_loop()  # compiled now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread
         self._device_kernel = None
         if plan.policy.device_blocks:
             block = plan.policy.device_blocks[0]
             of = state.param_state(state.owned[block][0]).master
-            gradient = DTYPE[plan.gradient_dtype(block)]
-            self._device_kernel = device_kernel(device, of.weight.dtype, of.remainder is not None, gradient)
+            kept = Kept(of.weight.dtype, of.remainder is not None, DTYPE[plan.gradient_dtype(block)])
+            if (semantics := plan.semantics).is_lean:
+                moments = DTYPE[next(iter(semantics.optimizer.moments.values()))]
+                kept = Kept(*kept[:3], moments, self._rule, semantics.weight_rounding == "stochastic")
+            self._device_kernel = device_kernel(device, kept)
         if plan.squared and device.type != "cpu":
             squares_kernels(device, DTYPE[plan.semantics.gradient_dtype])
         blocks = plan.workload.blocks

@@ -77,7 +77,7 @@ def can_square(workload: Workload, semantics: Semantics) -> range:
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and a processor updates all elements alike."""
     blocks, multiple = workload.blocks, semantics.device_multiple
-    return [] if multiple is None else [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
+    return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
@@ -104,8 +104,6 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
-    if policy.device_blocks and semantics.device_multiple is None:
-        raise PlanError(f"device_blocks: {semantics.optimizer.rule} is for the host alone; leave them out")
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         raise PlanError(
             f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of "

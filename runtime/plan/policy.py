@@ -88,10 +88,10 @@ class Semantics:
         return self.optimizer + "".join(f"{',' if ':' in self.optimizer else ':'}{said}" for said in of_master)
 
     @property
-    def device_multiple(self) -> int | None:
+    def device_multiple(self) -> int:
         """A device updates to the host's bits what has a multiple of this number of elements: torch's kernel on the host computes
-        the rest, which fills no vector register, in another sequence. None: a device has no kernel for it."""
-        return None if self.is_lean else 8
+        the rest, which fills no vector register, in another sequence."""
+        return 1 if self.is_lean else 8
 
     @property
     def saved_state(self) -> dict[str, str]:

@@ -1,20 +1,22 @@
 """Masters and moments that stay on the device: they are updated there to the host's bits."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from runtime.host.device_kernels import ELEMENT
-from runtime.host.optimizer import PROBE_ELEMENTS, Step, gives_the_hosts_bits, summed
+from runtime.host.memory import DTYPE
+from runtime.host.optimizer import PROBE_ELEMENTS, Kept, Step, gives_the_hosts_bits, summed
 from runtime.plan import Kind, Policy, Update
 from runtime.plan.optimizer import AdamW
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.tiny import tiny_config
-from tests.training import differences, semantics_of, streamed
+from tests.training import LEAN, differences, semantics_of, streamed
 from tests.updating import update_
 
-from .test_optimizer import KINDS, copied, random_state
+from .test_optimizer import KINDS, LEAN_KINDS, copied, random_state
 
 CPU = torch.device("cpu")
 EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)
@@ -22,7 +24,10 @@ EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Upd
 
 @pytest.mark.parametrize(
     ("fields", "n_sequences"),
-    [({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 4), ({"gradient_dtype": "fp32"}, 1)],
+    [
+        *[({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 4), ({"gradient_dtype": "fp32"}, 1)],
+        *((fields, 4) for fields in LEAN.values()),
+    ],
 )
 def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_sequences: int) -> None:
     """Parts of it are there in plans of the law in test_exactness."""
@@ -39,14 +44,25 @@ def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_s
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: bool, tmp_path) -> None:
     """And not if its multiply-adds round twice."""
-    weight, gradient = (torch.float32, torch.float32) if kind == "fp32" else (torch.bfloat16, torch.bfloat16)
-    defined = {"WEIGHT": ELEMENT[weight], "GRADIENT": ELEMENT[gradient], "IS_SPLIT": int(kind == "split")}
-    update = in_cpp(tmp_path, "adamw.cu", "update", fused, **defined)
+    weight = torch.float32 if kind == "fp32" else torch.bfloat16
+    assert in_cpp_gives_the_hosts_bits(Kept(weight, kind == "split", weight), tmp_path, fused) == fused
+
+
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
+def test_a_gpus_kernel_for_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
+    weight = torch.float32 if kind == "fp32" else torch.bfloat16
+    kept = Kept(weight, kind == "split", weight, DTYPE[moments], rule, is_drawn=kind == "bf16")
+    assert in_cpp_gives_the_hosts_bits(kept, tmp_path)
+
+
+def in_cpp_gives_the_hosts_bits(kept: Kept, folder: Path, fused: bool = True) -> bool:
+    update = kept.compiled(partial(in_cpp, folder, fused=fused))
 
     def by_two_threads(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
         update((2,), (2,), args)
 
-    assert gives_the_hosts_bits(by_two_threads, CPU, weight, kind == "split", gradient) == fused
+    return gives_the_hosts_bits(by_two_threads, CPU, kept)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])

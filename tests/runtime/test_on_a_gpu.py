@@ -18,7 +18,7 @@ from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.executor import Execution, execute
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import device_kernel
+from runtime.host.optimizer import Kept, device_kernel
 from runtime.layers.recompute import FUSED_ATTENTION, Replay
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.machines.torch_machine import CudaMachine
@@ -235,7 +235,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
 @pytest.mark.parametrize(("weight", "is_split"), [("fp32", False), ("bf16", True), ("bf16", False)])
 @pytest.mark.parametrize("gradient", ["bf16", "fp32"])
 def test_a_gpu_updates_to_the_hosts_bits(weight, is_split, gradient) -> None:
-    device_kernel(torch.device("cuda"), DTYPE[weight], is_split, DTYPE[gradient])  # which says so else
+    device_kernel(torch.device("cuda"), Kept(DTYPE[weight], is_split, DTYPE[gradient]))  # which says so else
 
 
 def test_every_arena_of_the_host_is_locked_and_let_go():
