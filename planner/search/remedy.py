@@ -18,8 +18,10 @@ from runtime.plan.train import Lora, Train
 from runtime.plan.workload import ITEM_BYTES, Model, Workload
 from runtime.units import GB
 
+from .estimate import Greedy
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
 from .space import leanest, policy_of
+from .trial import Trial
 
 LEANER = ("adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion:moments=bf16,master=bf16")  # each keeps less
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights, those that take most first
@@ -66,6 +68,14 @@ class Request:
         """With the first of the sizes to search with which some policy fits; else the last, which needs least of the device."""
         sizes = [replace(self, semantics=of) for of, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
         return next((one for one in sizes[:-1] if one.fits()), sizes[-1])
+
+    def tokens_per_s(self) -> float:
+        """About how fast it is, if it fits: by a greedy policy with these sizes, or the leanest, which a search may beat."""
+        workload = build_workload(self.model, self.semantics)
+        trial = Trial(self.model, workload, self.semantics, self.profile, None)
+        lean = (plan.policy for plan, needs in leanest(self.model, workload, self.semantics, self.profile) if needs.fits)
+        policies = Greedy(trial.frames).policies() or list(lean)
+        return self.semantics.tokens_per_step / trial.step_s(min(policies, key=trial.frames.bound_s))
 
     def needs(self) -> Iterator[Footprint]:
         """What the policy asked for needs, or each of the leanest; none where it is illegal, or its plan too long to write."""
@@ -137,7 +147,8 @@ def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
         n_bytes = of.optimizer.state_bytes(of.master_dtype) + ITEM_BYTES[of.gradient_dtype]
         if n_bytes < now and changed.fits():
             what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
-            yield f"--optimizer {said} ({n_bytes} bytes a parameter instead of {now}; {what}: docs/optimizers.md)", changed
+            what += f", about {changed.tokens_per_s():,.0f} tokens/s: docs/optimizers.md"
+            yield f"--optimizer {said} ({n_bytes} bytes a parameter instead of {now}; {what})", changed
             return
 
 

@@ -68,7 +68,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
 @pytest.mark.parametrize(
     ("host_memory", "said"),
     [
-        (100 * GB, "adamw:moments=bf16 (10 bytes a parameter instead of 14; other"),
+        (100 * GB, "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding, about "),
         (64 * GB, "lion:moments=bf16,master=bf16 (6 bytes"),
     ],
 )

@@ -232,10 +232,16 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
     assert not side & {segment["stream"] for segment in new}
 
 
+DTYPES = (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize(("weight", "is_split"), [("fp32", False), ("bf16", True), ("bf16", False)])
 @pytest.mark.parametrize("gradient", ["bf16", "fp32"])
 def test_a_gpu_updates_to_the_hosts_bits(weight, is_split, gradient) -> None:
-    device_kernel(torch.device("cuda"), Kept(DTYPE[weight], is_split, DTYPE[gradient]))  # which says so else
+    of_torch = Kept(DTYPE[weight], is_split, DTYPE[gradient])
+    of_less = [(rule, of, weight == "bf16" and not is_split) for rule in ("adamw", "lion") for of in DTYPES]
+    for kept in (of_torch, *(Kept(*of_torch[:3], of, rule, is_drawn) for rule, of, is_drawn in of_less)):
+        device_kernel(torch.device("cuda"), kept)  # which says so else
 
 
 def test_every_arena_of_the_host_is_locked_and_let_go():
