@@ -16,6 +16,7 @@ from planner.predict.simulate import Prediction, simulate
 from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
 from runtime.plan.legality import can_stay
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
@@ -101,6 +102,8 @@ def semantics(draw: st.DrawFn, max_micro_batches: int = 4) -> Semantics:
         compute_dtype=compute_dtype,
         gradient_dtype=gradient_dtype,
         master_dtype=master_dtype,
+        weight_rounding=draw(st.sampled_from(["half_up", "stochastic"])) if master_dtype == "bf16" else "half_up",
+        optimizer=draw(st.sampled_from([Optimizer.ADAMW, *Optimizer])),
         clip_norm=clip_norm,
         on_nonfinite=on_nonfinite,
     )

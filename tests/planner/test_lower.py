@@ -102,7 +102,8 @@ def test_dtypes_decide_sizes_of_slots_and_never_the_ops(case: Case) -> None:
         compute, gradient, master = dtypes
         if case.policy.device_blocks and not case.workload.trains_all:
             gradient = "fp32"  # which is summed there, and legal in no other dtype
-        semantics = replace(case.semantics, compute_dtype=compute, gradient_dtype=gradient, master_dtype=master)
+        dtypes_of = {"compute_dtype": compute, "gradient_dtype": gradient, "master_dtype": master, "weight_rounding": "half_up"}
+        semantics = replace(case.semantics, **dtypes_of)
         assert replace(case, semantics=semantics).plan.ops == case.plan.ops
 
 

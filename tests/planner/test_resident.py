@@ -42,7 +42,7 @@ def seconds_without_recompute(of, workload, cost):
         gradient_bytes = block.slot_elements * (4 if n > 1 or is_wide else ITEM_BYTES[of.gradient_dtype])
         total_s += cost.square_s(block, gradient_bytes)
         weight = 0 if of.master_dtype == of.compute_dtype else item
-        total_s += (block.n_params * (2 * (ITEM_BYTES[of.master_dtype] + 8) + weight) + gradient_bytes) / rate
+        total_s += (block.n_params * (2 * of.optimizer.state_bytes(of.master_dtype) + weight) + gradient_bytes) / rate
         total_s += sum(p.tied_to is None for p in block.parameters) * launch_s
     return total_s
 
