@@ -56,8 +56,8 @@ MOST_KINDS = 22  # of op; three of them are what several ranks do together, one 
 # Lines of each room: what there is, where the budgets are 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 of `planner/model`.
 # Above the budgets: runtime by the split of any model around its layers, what files hold of layers though it is no weight, and the
 # choice between torch's own calls and other packages' kernels; penstock by names of files that transformers converts; planner by
-# what users met.
-MOST_LINES = {"runtime": 8_310, "planner": 8_392, "hwprofiles": 2_200, "penstock": 7_501, "tests": 25_115}
+# what users met; and all by optimizers that keep less.
+MOST_LINES = {"runtime": 8_710, "planner": 8_430, "hwprofiles": 2_200, "penstock": 7_540, "tests": 25_360}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
@@ -91,7 +91,7 @@ HOME = {
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search/relax.py"),
-        *("planner/show/memory.py", "runtime/compiled.py"),
+        *("planner/show/memory.py", "runtime/compiled.py", "runtime/host/lean.py"),
     },
 }
 
