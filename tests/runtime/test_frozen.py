@@ -14,7 +14,19 @@ from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved, Workload, aligned_elements
 from tests.strategies import policies
 from tests.tiny import MODEL_TYPES, STRUCTURES, families, tiny_config
-from tests.training import asked, differences, frozen_of, fused, initial_masters, plain, plan_of, same_bits, semantics_of, streamed
+from tests.training import (
+    LEAN,
+    asked,
+    differences,
+    frozen_of,
+    fused,
+    initial_masters,
+    plain,
+    plan_of,
+    same_bits,
+    semantics_of,
+    streamed,
+)
 
 LORA = Train(lora=Lora(rank=4, alpha=8.0))
 WAYS = {
@@ -115,7 +127,8 @@ def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataOb
         "base": data.draw(st.sampled_from(["bf16", "nf4", "fp8"]), label="base") if way.lora is not None else "bf16",
         "micro_batch": data.draw(st.sampled_from([1, 2, 3]), label="micro_batch"),
     }
-    fields |= data.draw(st.sampled_from([{}, {}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}]), label="dtypes")
+    dtypes = [{}, {}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}, *LEAN.values()]
+    fields |= data.draw(st.sampled_from(dtypes), label="dtypes")
     if fields.get("compute_dtype") == "fp32":
         fields |= {"gradient_dtype": "fp32", "base": "bf16"}
     semantics = semantics_of(model_type, **fields, **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"))
