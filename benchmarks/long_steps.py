@@ -27,7 +27,7 @@ from runtime.executor import Execution
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
 from runtime.plan.optimizer import AdamW
-from runtime.plan.repetition import unrolled
+from runtime.plan.plan import unrolled
 from runtime.plan.workload import Model
 from runtime.units import MB, show_seconds
 from tests.strategies import PROFILE

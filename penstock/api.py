@@ -6,7 +6,7 @@ What takes long to import is imported where it is used: the search, the simulato
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from html import escape
 from io import StringIO
@@ -25,6 +25,8 @@ from planner.model.workload import read_model, supported_attention
 from planner.search.claim import CUT, Certificate, claimed
 from runtime.errors import PlanError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
+from runtime.plan.legality import refuse_half_pairs
+from runtime.plan.objective import CROSS_ENTROPY, Objective, Of, parse_objective
 from runtime.plan.optimizer import optimizing
 from runtime.plan.timeline import Timeline
 from runtime.plan.train import training
@@ -162,6 +164,7 @@ def plan(
     gpus: int = 1,
     hosts: int = 1,
     network_gbit: float | None = None,
+    loss: "str | Callable[..., Any] | None" = None,
     **semantics: Any,
 ) -> Planned:
     """Search the fastest schedule of `model` on `machine`; of several `gpus`, on each of `hosts`, each one's part of a step.
@@ -170,7 +173,8 @@ def plan(
     Profile. `policy`: a Policy, its fields, or the name of another system's, in place of a search. `semantics`: further fields of
     Semantics, as `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, but for those that `kernels` and
     `deterministic` decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
-    `network_gbit`: Gbit/s of each host, if not the profile's. DoesNotFitError names the smallest changes that would fit.
+    `network_gbit`: Gbit/s of each host, if not the profile's. `loss`: as `--loss` takes it, or a function of one's own
+    (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
     """
     from planner.search.micro_batch import SIZES, shared_step
     from planner.search.search import searched
@@ -181,7 +185,7 @@ def plan(
     profile = part_of(_profile(machine).with_memory(device_memory_bytes, host_memory_bytes), gpus, hosts, network_gbit)
     described = read_model(str(model))
     given = {name: value for name, value in semantics.items() if value is not None}
-    given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm}
+    given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
     asked = _semantics(given, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
         asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
@@ -202,13 +206,30 @@ def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
-    fields = {"micro_batch": 1, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0], **given}
+    objective = given["objective"]
+    least = 2 if objective.of is Of.PAIRS else 1
+    fields = {"micro_batch": least, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0], **given}
     fields |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
     fields |= optimizing(given.get("optimizer"), given.get("master_dtype"))
-    asked = with_kernels(model, _validated(Semantics, fields, "semantics"), profile, kernels, deterministic)
+    del fields["objective"]
+    named = replace(_validated(Semantics, fields, "semantics"), objective=objective)
+    asked = with_kernels(model, named, profile, kernels, deterministic)
     if asked.micro_batch > asked.batch_size:
         raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
+    refuse_half_pairs(asked)
     return asked
+
+
+def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
+    """What a step minimises: a loss that has a name, or a function, which is looked at."""
+    match loss:
+        case None:
+            return CROSS_ENTROPY
+        case str() if ".py:" not in loss:
+            return parse_objective(loss)
+    from penstock.training.own_loss import function_in, own_loss
+
+    return (own_loss(function_in(loss), loss) if isinstance(loss, str) else own_loss(loss)).objective
 
 
 def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
@@ -294,6 +315,7 @@ def train(
     time_scale: float | None = None,
     on_step: "Callable[[Metrics], None]" = lambda metrics: None,
     stop: "Stop | None" = None,
+    loss: "Callable[..., Any] | None" = None,
 ) -> Trained:
     """Train with a plan, and save checkpoints; the bits are those of `penstock run`.
 
@@ -301,7 +323,7 @@ def train(
     `settings`: all other settings of a run by dotted names, as `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model` is
     needed unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an emulated
     machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
-    last, and saves.
+    last, and saves. `loss`: the function of a plan whose loss is one's own.
     """
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
@@ -322,7 +344,7 @@ def train(
         made.append(metrics)
         on_step(metrics)
 
-    with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop) as session:
+    with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop, loss=loss) as session:
         trainer = Trainer(session, step)
         write_settings(session.settings, file)
         timeline, _ = trainer.train()

@@ -39,7 +39,7 @@ LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 LION = {"lr_fraction": 0.3, "beta2": 0.99}  # beside AdamW's (arXiv 2302.06675: a rate 3 to 10 times smaller)
 ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer"]
+Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", "preference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,15 @@ class RunSettings:
     packed: Text | None = flagged(
         None, "--packed", "Folder that keeps quantized base weights, for other runs too.", "in --out", "FOLDER"
     )
+    reference: Text | None = flagged(
+        None,
+        "--reference",
+        "Where a loss takes its reference from: the model as the run begins with it, without an adapter, or a file of `penstock "
+        "forward`.",
+        "base",
+        "base|FILE",
+    )
+    loss: Text | None = flagged(None, "--loss", "The function of a plan whose loss is your own.", metavar="FILE.py:FUNCTION")
     tokenizer: Literal["model", "bytes"] = flagged("model", "--tokenizer", "The model's own, or UTF-8 bytes.")
     out: Text = flagged("penstock-run", "--out", "Folder of checkpoints and logs.", metavar="FOLDER")
     steps: Count | None = flagged(None, "--steps", "Steps in all, resumed ones included.", "once through the data")

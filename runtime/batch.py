@@ -1,8 +1,8 @@
 """Batches: the tokens that a step trains on."""
 
 # B sequences of a batch, T positions of a sequence
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,6 +22,7 @@ class Batch:
     document_tokens: tuple[tuple[int, ...], ...] | None = None
     n_counted: int | None = None  # supervised tokens, where they were counted before: of a step, whose part this is; of a device
     positions_BT: torch.Tensor | None = None  # of tokens in their documents, where they are known: on a device
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what a loss asks for, (B,) or (B, T), by name
 
     @property
     def n_supervised(self) -> int:
@@ -31,7 +32,8 @@ class Batch:
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         """The same with each tensor in another place, or of other rows."""
         positions_BT = None if self.positions_BT is None else move(self.positions_BT)
-        return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT)
+        extras = {name: move(of) for name, of in self.extras.items()}
+        return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT, extras=extras)
 
     def part(self, rows: slice) -> "Batch":
         """Some of the sequences."""

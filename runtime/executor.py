@@ -32,12 +32,13 @@ class StepResult:
     n_supervised: int  # tokens that were to be predicted
     grad_norm: float  # before clipping
     skipped: bool  # as the norm was not finite
-    loss_sum: Callable[[], float]  # over these tokens; returns once the device has added it up
+    loss_sum: Callable[[], float]  # over all that it is the mean of; returns once the device has added it up
+    n_losses: int  # these: supervised tokens, sequences or pairs
 
     @cached_property
     def loss(self) -> float:
-        """Mean over the supervised tokens."""
-        return self.loss_sum() / self.n_supervised
+        """The mean of the step."""
+        return self.loss_sum() / self.n_losses
 
 
 Record = tuple[Span, Any]

@@ -26,6 +26,7 @@ from penstock.data.data import RunData
 from runtime.errors import CheckpointError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics
+from runtime.plan.objective import Objective
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Parameter
 
@@ -223,7 +224,7 @@ _IN_WORDS = {
 
 # Fields that a state lacks which was saved before there was a choice have their defaults.
 _DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
-_SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train) else value for name, value in _DEFAULTS.items()}
+_SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train | Objective) else value for name, value in _DEFAULTS.items()}
 
 
 def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:

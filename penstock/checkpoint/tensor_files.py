@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,14 +79,26 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
-def write_tensors(path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> dict[str, Any]:
+def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What a file says of itself, and all of its tensors; CheckpointError where it cannot be read whole."""
+    try:
+        with _open(path) as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({_first_line(error)}); copy it again") from None
+
+
+def write_tensors(
+    path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor], more: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Write a new safetensors file and sync it; its size and SHA-256.
 
     `outlines`: tensors of the dtypes and shapes to write, which may be on the meta device; wider dtypes first, so that each is
-    aligned. `contents`: theirs, one after another, each whole or in pieces.
+    aligned. `contents`: theirs, one after another, each whole or in pieces; `more`: what
+    the file says of itself.
     """
     assert sys.byteorder == "little", "the format is little-endian"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **more}}
     end = 0
     for name, tensor in outlines.items():
         begin, end = end, end + tensor.nbytes

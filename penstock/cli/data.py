@@ -62,7 +62,9 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     vocab_size, by_document = _model(model, seq_len)
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
-        found = read_data(settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report)
+        found = read_data(
+            settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report, pairs=None
+        )
         assert isinstance(found, MapStyleData)
         parts, about = found.parts, found.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]
@@ -113,12 +115,12 @@ def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     """What became of the rows of all sets, and what their sequences hold."""
-    from penstock.data.packing import Counts, row_of
+    from penstock.data.packing import Counts, rows_of
     from runtime.batch import UNSUPERVISED
 
     of = sum((part.counts for part in parts), Counts())
     packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
-    targets = (row_of(part.documents, segments, part.shape)[1] for part, segments in packed)
+    targets = (row[1] for part, segments in packed for row in rows_of(part.documents, segments, part.shape))
     return {
         "rows": sum(part.documents.n_rows for part in parts),
         "bad_rows": sum(len(part.documents.problems) for part in parts),

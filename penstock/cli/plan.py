@@ -63,6 +63,12 @@ class _Plan(Command):
     type=click.Choice(["eager", "fused"]),
     help="Norm, loss, activation and attention kernels: as transformers has them, or fused.  [default: the machine's fastest]",
 )
+@click.option(
+    "--loss",
+    metavar="NAME|FILE.py:FUNCTION",
+    help="What is minimised: cross-entropy, label-smoothing:0.1, z-loss:1e-4; of pairs dpo:beta=0.1, ipo, hinge, robust, orpo, "
+    "simpo; or a function of your own, which is executed.  [default: cross-entropy]",
+)
 @click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
 @click.option(
     "--clipped-steps",

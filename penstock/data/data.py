@@ -7,7 +7,7 @@ are made before training and kept in a cache, or made as they are needed.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ from runtime.errors import DataError
 from .chat import ChatTemplate
 from .documents import Reader, kept_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
-from .formats import COLUMNS, format_of, renamed, shown
+from .formats import COLUMNS, PREFERENCE, format_of, is_preference, not_understood, renamed, shown
 from .given import Given
 from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
@@ -47,12 +47,14 @@ def read_data(
     preferred: tuple[str, ...] = TRAIN,
     report: Report = unheard,
     run: Path | None = None,
+    pairs: bool | None = False,
 ) -> RunData:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
     `cache` is a folder in which tokens are kept for the next run; `run`, or else the folder that `cache` is in, is written by the
     run and is no data. `by_document`: whether the model can attend to each document of a sequence alone. `preferred`: which splits
-    of a folder, where the settings name none. DataError names the file, and the line or row.
+    of a folder, where the settings name none. `pairs`: whether each sample is a pair of sequences, of rows of preferences; None: if
+    rows are such. DataError names the file, and the line or row.
     """
     if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
@@ -61,7 +63,7 @@ def read_data(
     tokenizer, shuffle_seed = read_tokenizer(model_folder), seed if settings.shuffle else None
     sets = list[PackedSet]()
     for part in settings.parts:
-        reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred)
+        reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred, pairs)
         shape = Shape(_packing(part, reader, by_document), seq_len, tokenizer.end_id, part.too_long, part.unsupervised)
         if settings.streaming:
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
@@ -74,10 +76,16 @@ def read_data(
 
 
 def reader_of(
-    settings: DataSettings, tokenizer: ModelTokenizer, vocab_size: int, run: Path, preferred: tuple[str, ...] = TRAIN
+    settings: DataSettings,
+    tokenizer: ModelTokenizer,
+    vocab_size: int,
+    run: Path,
+    preferred: tuple[str, ...] = TRAIN,
+    pairs: bool | None = False,
 ) -> Reader:
     """How a data set is read for a model of `vocab_size` token ids; of each file only the first row was looked at. `run`: the
-    folder that the run writes to, which is no data. `preferred`: which splits, where the settings name none."""
+    folder that the run writes to, which is no data. `preferred`: which splits, where the settings name none. `pairs`: as
+    `read_data` has it."""
     if tokenizer.end_id >= vocab_size:
         advice = "reading bytes needs 257; else use the tokenizer of this model"
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {vocab_size} token ids; {advice}")
@@ -93,7 +101,11 @@ def reader_of(
     if where and (gone := [name for name in columns.values() if name not in theirs]):
         raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
     first, format = renamed(found, columns), str(settings.format)
-    if format == "auto":
+    if pairs or (pairs is None and is_preference(first)):
+        format = _preferences(format, [(where, found), *firsts], columns)
+    elif format == PREFERENCE:
+        raise not_understood(where, {"chosen", "rejected"})
+    elif format == "auto":
         format = format_of(first, where, columns) if where else "text"
         for there, row in firsts:
             if (other := format_of(renamed(row, columns), there, columns)) != format:
@@ -101,11 +113,26 @@ def reader_of(
                 raise DataError(f"{there}: columns of {other}, and those of {where} are of {format}; {advice}")
     prompt = first.get("prompt") if isinstance(first, dict) else None
     is_text = format == "text" or (format == "prompt-completion" and isinstance(prompt, str))
+    is_text = is_text or (format == PREFERENCE and isinstance(first["chosen"], str))
     if format != "text" and files.path.is_dir():
         files = files.rows_only()
     if not where and not any(file.kind == "text" for file in files.files):
         raise DataError(f"{files.path}: no text in it; {WANTED}")
     return Reader(files, columns, format, ChatTemplate(tokenizer), vocab_size, is_text)
+
+
+def _preferences(format: str, firsts: Iterable[tuple[str, Any]], columns: dict[str, str]) -> str:
+    """The format of pairs; DataError where a file has others, or another was said."""
+    if format not in ("auto", PREFERENCE):
+        raise DataError(f"--format {format}: the plan's loss is of pairs, of rows with chosen and rejected; leave it out")
+    for where, row in firsts:
+        if not is_preference(own := renamed(row, columns)):
+            found = shown(own) if isinstance(own, dict) else "none"
+            advice = "name yours with --columns chosen=COLUMN, or plan with another --loss"
+            raise DataError(
+                f"{where or 'the data'}: its columns are {found}, and a loss of pairs needs chosen and rejected; {advice}"
+            )
+    return PREFERENCE
 
 
 def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str, Any]]:
@@ -123,6 +150,11 @@ def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str
 
 
 def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
+    if reader.format == PREFERENCE:
+        if settings.packing not in ("auto", "one") or settings.streaming or settings.too_long == "split":
+            odd = "streaming" if settings.streaming else f"packing {settings.packing}, too_long {settings.too_long}"
+            raise DataError(f"{odd}: the halves of a pair are a sequence each, whole or cut, read before training; leave it out")
+        return "pairs"
     if settings.packing == "documents" and not by_document:
         raise DataError("packing documents: this model cannot attend to each document of a sequence alone; choose one or joined")
     if settings.packing != "auto":

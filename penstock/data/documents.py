@@ -23,7 +23,7 @@ from runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parsed, rows_of
-from .formats import Completion, document, renamed
+from .formats import PREFERENCE, Chat, Completion, document, pair, renamed
 from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]
@@ -94,15 +94,24 @@ class Reader:
         """The documents of a row, with the first of them its messages and the roles that the template drops; what is wrong."""
         where = self.files.where(file, row)
         try:
-            said = document(renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns), self.format, where)
-            if isinstance(said, Completion) is not self.is_text:
-                raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
-            rendered = [] if isinstance(said, Completion) else self.template.render(said, where)
+            given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            if self.format != PREFERENCE:
+                return self._rendered(document(given, self.format, where), where)
+            halves = [self._rendered(half, where) for half in pair(given, where)]
+            if any(len(half) > 1 for half in halves):
+                raise DataError(f"{where}: the model's chat template writes its answers apart; give pairs of one answer each")
+            return [*halves[0], *halves[1]]
         except DataError as error:
             return [(("", []), [], (str(error), None))]
+
+    def _rendered(self, said: Chat | Completion, where: str) -> list[tuple[Rendered, list[str], tuple[str | None, str | None]]]:
+        """The documents of a conversation or a text."""
+        if isinstance(said, Completion) is not self.is_text:
+            raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
         if isinstance(said, Completion):
             text = said.prompt + said.completion  # the end token comes after it
             return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None))]
+        rendered = self.template.render(said, where)
         roles = self.template.dropped(said, rendered)
         first = [message["content"] for message in said.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
         return [(one, *(([], (None, None)) if i else first)) for i, one in enumerate(rendered)]

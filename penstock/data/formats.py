@@ -1,4 +1,4 @@
-"""Formats of a row: plain text, messages, ShareGPT, Alpaca, prompt and completion, question and answer.
+"""Formats of a row: plain text, messages, ShareGPT, Alpaca, prompt and completion, question and answer, preferences.
 
 The columns of its first row tell the format of a data set. Whatever the format, a row becomes a conversation or a text.
 """
@@ -24,7 +24,17 @@ _FORMATS = {
     "text": (("text",), EXAMPLE),
     "question-answer": (("question", "answer"), '{"question": "...", "answer": "..."}'),
 }
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), "input", "system", "history", "tools")
+PREFERENCE = "preference"
+_PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
+COLUMNS = (
+    "chosen",
+    "rejected",
+    *(name for needed, _ in _FORMATS.values() for name in needed),
+    "input",
+    "system",
+    "history",
+    "tools",
+)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
@@ -78,6 +88,21 @@ def document(row: object, format: str, where: str) -> Chat | Completion:
         raise DataError(f"{where}: {error}; each row is {_FORMATS[format][1]}{columns}") from None
 
 
+def pair(row: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
+    """The chosen and the rejected half of a row, of which the answers alone are learned; DataError names the place of a row that
+    does not fit."""
+    try:
+        return _halves(row if isinstance(row, dict) else {})
+    except ValueError as error:
+        columns = f"; its columns are {shown(row)}" if isinstance(row, dict) else ""
+        raise DataError(f"{where}: {error}; each row is {_PAIR}{columns}") from None
+
+
+def is_preference(columns: object) -> bool:
+    """Whether a row has these columns of preferences."""
+    return isinstance(columns, dict) and {"chosen", "rejected"} <= columns.keys()
+
+
 def shown(columns: Iterable[object]) -> str:
     """The names of columns, on one line that is not long."""
     return on_one_line(", ".join(map(str, columns)), 80) or "none"
@@ -87,7 +112,7 @@ def not_understood(where: str, columns: Collection[str]) -> DataError:
     """The refusal of a row, or a table, with these columns: what they are, and what is read."""
     if {"chosen", "rejected"} <= set(columns):
         advice = "for the chosen answer alone say --columns messages=chosen, or --columns prompt=prompt --columns completion=chosen"
-        return DataError(f"{where}: chosen and rejected are preference data (DPO), which is not trained on here; {advice}")
+        return DataError(f"{where}: chosen and rejected are preferences: plan with --loss dpo, or another loss of pairs; {advice}")
     read = " | ".join(", ".join(needed) for needed, _ in _FORMATS.values())
     advice = "name yours with --columns prompt=COLUMN, or in data.columns"
     return DataError(f"{where}: its columns are {shown(columns)}; what is read: {read}; {advice}")
@@ -117,6 +142,37 @@ def _read(row: Row, format: str) -> Chat | Completion:
         case _:
             messages = [*system, *_dialogue(row, _value(row, "question", str), _value(row, "answer", str))]
     return _chat(messages, row, n_before)
+
+
+def _halves(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
+    """As `pair`; ValueError says what is wrong."""
+    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+    kind: Any = str if isinstance(chosen, str) else list
+    chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
+    if not isinstance(prompt, kind):  # both have it, or it is told a second time as text
+        n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+        n -= kind is str and chosen[:n].endswith(" ")  # a word's tokens have the space before it
+        prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
+    if not (prompt.strip() if isinstance(prompt, str) else prompt):
+        raise ValueError("chosen and rejected share no prompt")
+    if chosen == rejected:
+        raise ValueError("chosen and rejected are the same, which prefers nothing")
+    halves = tuple(_half(row, prompt, answer, name) for name, answer in (("chosen", chosen), ("rejected", rejected)))
+    return halves[0], halves[1]
+
+
+def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
+    if isinstance(answer, str):
+        said: Chat | Completion = Completion(prompt, answer)
+        is_empty = not answer.strip()
+    else:
+        before = [*([{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []), *prompt]
+        said = _chat([*before, *answer], row, len(before))
+        learned = [message for i, message in enumerate(said.messages) if message["role"] == "assistant" and i not in said.unlearned]
+        is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in learned)
+    if is_empty:
+        raise ValueError(f'an empty answer under "{name}"')
+    return said
 
 
 def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:

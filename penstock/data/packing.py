@@ -1,7 +1,7 @@
 """Packing: documents as segments of sequences, and sequences as rows of a batch.
 
 `joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit (first fit). `one`: a
-sequence each. A segment is (document, first token, one past the last).
+sequence each; `pairs`: so, too, a chosen answer and then the rejected one. A segment is (document, first token, one past the last).
 
 Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a sequence's last
 position is not, nor is padding. Where documents are packed whole, neither is the last position of each.
@@ -22,7 +22,7 @@ from .documents import Array, Documents
 
 # B sequences of a batch, T positions of a sequence
 OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fullest is closed
-Packing = Literal["joined", "documents", "one"]
+Packing = Literal["joined", "documents", "one", "pairs"]
 Segment = tuple[int, int, int]
 Row = tuple[Array, Array, tuple[int, ...]]  # ids_T, targets_T, and the tokens of each document that attends to itself alone
 Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
@@ -38,10 +38,15 @@ class Shape:
     too_long: Literal["cut", "split", "skip", "refuse"]
     unsupervised: Literal["refuse", "skip"]
 
+    @property
+    def rows_each(self) -> int:
+        """Of a batch, that a sample takes."""
+        return 2 if self.packing == "pairs" else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`."""
+    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`. A pair's two are a row each."""
 
     segments: Array
     first: Array
@@ -56,6 +61,8 @@ class Sequences:
 
 def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, Counts]:
     """Documents but bad rows, in this order, as sequences that each have something to learn; DataError for one that is refused."""
+    if shape.packing == "pairs":
+        return _pairs(documents, shape)
     order = order[~np.isin(order, [*documents.problems])]
     learns = (documents.n_learned if shape.packing == "joined" else documents.n_targets)[order] > 0
     counts = Counts({"documents": len(order), "unsupervised": int((~learns).sum())})
@@ -69,6 +76,17 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
     packed = [[piece] for piece in pieces] if shape.packing == "one" else _first_fit(pieces, shape.seq_len)
     segments = np.array([segment for sequence in packed for segment in sequence], dtype=np.int64).reshape(-1, 3)
     return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
+
+
+def _pairs(documents: Documents, shape: Shape) -> tuple[Sequences, Counts]:
+    """Pairs in the order of the files: the two documents of a row, unless one of them has nothing to learn within a sequence."""
+    halves = np.setdiff1d(np.arange(len(documents.lengths)), [*documents.problems])
+    counts, kept = Counts({"documents": len(halves)}), list[Segment]()
+    for both in halves.reshape(-1, 2):
+        found = list(_pieces(documents, both, shape, counts))
+        kept += found if len(found) == shape.rows_each else []
+    segments = np.array(kept, dtype=np.int64).reshape(-1, 3)
+    return Sequences(segments, np.arange(0, len(kept) + 1, shape.rows_each)), counts
 
 
 def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
@@ -159,6 +177,11 @@ def row_of(documents: Documents, segments: Iterable[Sequence[int]], shape: Shape
         lengths.append(n)
     lengths += [shape.seq_len - at] * (at < shape.seq_len)
     return ids_T, targets_T, (shape.seq_len,) if is_joined else tuple(lengths)
+
+
+def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
+    """The rows of a sample: one of all its segments, or of a pair one of each half."""
+    return [row_of(documents, of, shape) for of in ([segments] if shape.rows_each == 1 else [[one] for one in segments])]
 
 
 def batch_of(rows: Iterable[Row], by_document: bool) -> Batch:

@@ -12,19 +12,20 @@ sequences were used) resumes exactly; its own `shuffle` loses what a buffer hold
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, row_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, row_of, rows_of
 
 Position = dict[str, Any]  # where a step begins, as JSON can hold it
 SHARES = 1000  # samples of a round in which weights are whole numbers
@@ -57,15 +58,21 @@ class MapStyleData:
     fingerprint: str
     n_sequences: int = field(init=False)
     n_steps: int = field(init=False)  # of one epoch; the last step may begin the next epoch
+    references: Sequence[torch.Tensor] = ()  # of each set (n_sequences, rows of each): log-probabilities under a reference
     _turns: Array = field(init=False, repr=False)  # (set, how many of its samples came before) of each sample of a round
 
     def __post_init__(self) -> None:
         self.n_sequences = sum(len(part.sequences) for part in self.parts)
-        self.n_steps = -(-self.n_sequences // self.batch_size)
+        self.n_steps = -(-self.n_sequences * self.rows_each // self.batch_size)
         numbers = np.concatenate([np.arange(share) for share in self.shares])
         sets = np.repeat(np.arange(len(self.shares)), self.shares)
         order = np.argsort((numbers + 0.5) / np.array(self.shares)[sets], kind="stable")
         self._turns = np.stack([sets, numbers], axis=1)[order]
+
+    @property
+    def rows_each(self) -> int:
+        """Of a batch, that a sample takes."""
+        return self.parts[0].shape.rows_each
 
     def sample(self, n: int) -> tuple[int, int]:
         """(set, sequence in it) of sample number `n`, counted from 0 through all epochs."""
@@ -77,14 +84,21 @@ class MapStyleData:
 
     def batch(self, step: int) -> Batch:
         """What step number `step`, counted from 0, trains on."""
-        samples = (self.sample(step * self.batch_size + b) for b in range(self.batch_size))
+        n = self.batch_size // self.rows_each
+        return self.of([self.sample(step * n + b) for b in range(n)])
+
+    def of(self, samples: Sequence[tuple[int, int]]) -> Batch:
+        """Some samples, each (set, sequence in it), as a batch."""
         chosen = ((self.parts[k], sequence) for k, sequence in samples)
-        rows = (row_of(part.documents, part.sequences[sequence], part.shape) for part, sequence in chosen)
-        return batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
+        rows = (row for part, i in chosen for row in rows_of(part.documents, part.sequences[i], part.shape))
+        batch = batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
+        if not self.references:
+            return batch
+        return replace(batch, extras={"reference": torch.cat([self.references[k][i] for k, i in samples])})
 
     def position(self, step: int) -> Position:
         """The sample with which that step begins."""
-        return {"sample": step * self.batch_size}
+        return {"sample": step * (self.batch_size // self.rows_each)}
 
     def resume(self, step: int, position: Position) -> bool:
         """Go on at that step; whether this data has such a position there."""
@@ -95,9 +109,10 @@ class MapStyleData:
         said, cut = dict[str, str](), list[str]()
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
             of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
-            full = np.diff(part.sequences.segments[:, 1:]).sum() / (n * seq_len)
+            full = np.diff(part.sequences.segments[:, 1:]).sum() / (n * self.rows_each * seq_len)
+            what = "pairs of sequences of" if self.rows_each > 1 else "of"
             said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
-            said[f"sequences{of}"] = f"{n:,} of {seq_len:,} tokens, {full:.0%} full, packing {part.shape.packing}"
+            said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {part.shape.packing}"
             if of:
                 fraction = share / len(self._turns)
                 said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
@@ -114,8 +129,8 @@ class MapStyleData:
                 roles = ", ".join(f"{role} (in {n:,} rows)" for role, n in sorted(dropped.items()))
                 said[f"warning, roles{of}"] = f"the model's chat template drops what {roles} say; call them system or user"
             cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
-        if self.n_sequences < self.batch_size:
-            few = f"a step of {self.batch_size:,} sequences trains on some of these {self.n_sequences:,} more than once"
+        if (n_rows := self.n_sequences * self.rows_each) < self.batch_size:
+            few = f"a step of {self.batch_size:,} sequences trains on some of these {n_rows:,} more than once"
             said["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
         return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})

@@ -18,6 +18,8 @@ from runtime.plan import PlanFile
 from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
+from .own_loss import planned_loss
+from .references import BASE, REFERENCE, refer
 from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
 from .trainer import device_memory_named
 
@@ -45,8 +47,11 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
             data = data_of(settings, plan, folder)
             of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
-            store = machine_of(device, plan, data, of_step, settings.seed, ranks)
+            loss = planned_loss(plan.semantics.objective, settings.loss)
+            store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
+            if REFERENCE in plan.semantics.objective.extras and settings.reference not in (None, BASE):
+                refer(settings, store, [data], folder, is_first=False)
             status |= read_by_all(data, weights)
         if any(other != status for other in ranks.gathered(status)) or store is None:
             return 1

@@ -23,6 +23,7 @@ from planner.model.workload import build_workload
 from planner.predict.cost import costs, region_of
 from planner.predict.simulate import Prediction, simulate
 from planner.search.claim import claimed
+from runtime.compute.losses import LossFunction
 from runtime.errors import PlanError, ProfileError, WorkloadError
 from runtime.executor import Machine, Stop, say
 from runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for
@@ -39,6 +40,8 @@ from .device import device_of, refuse_what_does_not_fit, settle_kernels
 from .inputs import Prompts, data_of, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
+from .own_loss import planned_loss
+from .references import REFERENCE, refer
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 
@@ -113,11 +116,13 @@ def open_session(
     report: Report = unheard,
     ranks: Processes | None = None,
     stop: Stop | None = None,
+    loss: Callable[..., Any] | None = None,
 ) -> Iterator[Session]:
     """Put a run together. PenstockError for what cannot be, before anything but a cache of tokens is written.
 
     `where`: the plan's place, for errors; `data`: batches that are not read from where the settings say; `report` is told of
-    progress; `ranks`: all ranks of the run, where this is the first of several.
+    progress; `ranks`: all ranks of the run, where this is the first of several; `loss`: the function of a plan whose loss
+    is one's own.
     """
     report("checking the plan")
     plan, device, out = checked(file, where).plan, device_of(settings.device), Path(settings.out)
@@ -140,7 +145,7 @@ def open_session(
                 raise RunConfigError(f"an emulated run {what}; or choose another device")
             session = _emulated(settings, plan, report, time_scale)
         else:
-            session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report)
+            session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report, loss)
         session = replace(session, stop=stop or Stop())
         yield session
         if session.leader is not None:
@@ -175,10 +180,11 @@ def _real(
     data: RunData | None,
     ranks: Processes | None,
     report: Report,
+    own: Callable[..., Any] | None = None,
 ) -> Session:
     """A run of the plan's own model on this machine. What is quickly refused is read before the weights are. `converts`: the state
     of another optimizer is taken."""
-    prediction = predicted(plan)[2]
+    prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, own or settings.loss)
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
     of_weights = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
@@ -196,7 +202,7 @@ def _real(
         begin(ranks, None if state is None else state.path)
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
     report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
-    store = machine_of(device, plan, data, of_step, settings.seed, ranks)
+    store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
     session = Session(
         *(settings, plan, device, store, store, data, n_steps, prediction),
         identity=identity(plan, data, settings.seed, optimizer, None if plan.workload.trains_all else of_weights),
@@ -216,6 +222,8 @@ def _real(
     if ranks is not None:
         report("waiting for all ranks")
         wait_for_others(ranks, read_by_all(data, weights))
+    if REFERENCE in plan.semantics.objective.extras:
+        refer(settings, store, [data, held_out], folder, is_first=state is None, report=report)
     return session
 
 
@@ -257,11 +265,13 @@ def _stand_in(plan: Plan) -> Plan:
     return replace(small, ops=plan.ops, repeat=plan.repeat)
 
 
-def machine_of(device: str, plan: Plan, data: RunData, of_step: OfStep, seed: int, ranks: Ranks | None) -> TorchMachine:
-    """A machine that trains the plan, with its memory taken."""
+def machine_of(
+    device: str, plan: Plan, data: RunData, of_step: OfStep, seed: int, ranks: Ranks | None, loss: LossFunction | None = None
+) -> TorchMachine:
+    """A machine that trains the plan, with its memory taken. `loss`: the user's own, where the plan's is that."""
     if device == "cuda":
-        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks)
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks)
+        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss)
+    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:

@@ -15,12 +15,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from runtime.batch import UNSUPERVISED, Batch
+from runtime.batch import UNSUPERVISED, Batch, Batches
 from runtime.compute.compute import LastHidden
 from runtime.errors import DataError, PenstockError
 from runtime.executor import Stop
 from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.torch_machine import TorchMachine
+from runtime.plan import Plan
+from runtime.plan.objective import Of
 from runtime.units import on_one_line, show_seconds
 
 from .inputs import Prompts
@@ -70,8 +72,15 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     add_lines(session.folder / "metrics.jsonl", [{"step": step} | values])
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
-    words = f"loss {values['eval_loss']:.4f}  perplexity {values['eval_perplexity']:.4g}  {values['eval_tokens']:,} tokens"
-    session.say(f"evaluation {when}: {words}  {show_seconds(values['eval_s'])}{without}")
+    session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{without}")
+
+
+def _in_words(values: dict[str, float]) -> str:
+    if "eval_perplexity" in values:
+        return f"loss {values['eval_loss']:.4f}  perplexity {values['eval_perplexity']:.4g}  {values['eval_tokens']:,} tokens"
+    right = f"  {values['eval_accuracy']:.1%} preferred rightly" if "eval_accuracy" in values else ""
+    n = next((f"{values[f'eval_{of}']:,} {of}" for of in Of if f"eval_{of}" in values), "")
+    return f"loss {values['eval_loss']:.4f}{right}  {n}"
 
 
 def _sample(session: Session, monitors: Monitors, prompts: Prompts, step: int) -> None:
@@ -106,19 +115,20 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
 
-    By the names of metrics.jsonl: the mean over supervised tokens, its perplexity, how many they are, and the seconds it took. All
-    lanes of the machine must be idle. DataError where no token is supervised; Abandoned after `stop.request()`, once the pass
-    in progress is done.
+    By the names of metrics.jsonl: the mean over supervised tokens, its perplexity, how many they are, and the seconds it took; of a
+    loss of sequences or pairs its own mean instead, and of pairs the share in which the chosen answer is preferred. All lanes of
+    the machine must be idle. DataError where no token is supervised; Abandoned after `stop.request()`, once the pass in progress
+    is done.
     """
     began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
-    n_micro_batches = -(-n_sequences // machine.plan.semantics.micro_batch)
-    n_passes = -(-n_micro_batches // most_micro_batches(machine.plan))
-    plan = forward_plan(machine.plan, -(-n_micro_batches // n_passes))
+    objective = machine.plan.semantics.objective
+    if objective.has_first_pass:
+        return _of_answers(machine, sequence, n_sequences, stop) | {"eval_s": time.perf_counter() - began_s}
+    plan, n_passes, batch_of = _passes(machine.plan, sequence, n_sequences)
 
     def batch(number: int) -> Batch:
         nonlocal n_tokens
-        n = plan.semantics.batch_size
-        found = _padded(sequence, range(number * n, min((number + 1) * n, n_sequences)), n)
+        found = batch_of(number)
         n_tokens += found.n_supervised
         return found
 
@@ -132,11 +142,63 @@ def evaluate(
     return found | {"eval_s": time.perf_counter() - began_s}
 
 
+def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
+    """The mean loss of sequences or pairs. A pair is right where the chosen answer gains more on the reference than the other, or,
+    without a reference, has the larger mean log-probability."""
+    sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
+    loss, objective = machine.compute.templates.loss_function, machine.plan.semantics.objective
+    assert loss is not None
+    values = loss.values(sums.flatten(), n_tokens.flatten(), extras)
+    found = {"eval_loss": values.mean().item(), f"eval_{objective.of}": len(values)}
+    if objective.of is Of.PAIRS:
+        scores = sums - extras["reference"].view_as(sums) if "reference" in extras else sums / n_tokens
+        found["eval_accuracy"] = (scores[:, 0] > scores[:, 1]).double().mean().item()
+    return found
+
+
+def log_probabilities(
+    machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Of each sample's sequences the log-probability of its targets, summed, and how many tokens these are, (n_samples, sequences
+    of each) fp64 and int64, of the weights as they are, without dropout; and the extras that samples bring.
+
+    `sample(i)`: a batch of one. All lanes of the machine must be idle. Abandoned after `stop.request()`.
+    """
+    plan, n_passes, batch = _passes(machine.plan, sample, n_samples)
+    sums, n_tokens = list[torch.Tensor](), list[torch.Tensor]()
+
+    def note(last: LastHidden) -> None:
+        of_sequences = last.templates.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT)
+        for found, new in zip((sums, n_tokens), of_sequences, strict=True):
+            found.append(new.cpu())
+
+    machine.forward(plan, batch, note, n_passes, stop)
+    brought = [sample(i).extras for i in range(n_samples)]
+    extras = {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
+    of_each = (n_samples, len(sample(0).input_ids))
+    n = of_each[0] * of_each[1]
+    return torch.cat(sums)[:n].view(of_each), torch.cat(n_tokens)[:n].view(of_each), extras
+
+
+def _passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[Plan, int, Batches]:
+    """A forward plan, how often it is performed so that all samples have been, and the batch of each time."""
+    rows_each = len(sample(0).input_ids)
+    n_micro_batches = -(-n_samples * rows_each // plan.semantics.micro_batch)
+    n_passes = -(-n_micro_batches // most_micro_batches(plan))
+    forward = forward_plan(plan, -(-n_micro_batches // n_passes))
+    n = forward.semantics.batch_size // rows_each
+
+    def batch(number: int) -> Batch:
+        return _padded(sample, range(number * n, min((number + 1) * n, n_samples)), forward.semantics.batch_size)
+
+    return forward, n_passes, batch
+
+
 def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
-    """A batch of `n` sequences: these, and padding without a supervised token."""
+    """A batch of `n` sequences: those of these samples, and padding without a supervised token."""
     rows = [sequence(number) for number in numbers]
     ids_BT, targets_BT = torch.cat([row.input_ids for row in rows]), torch.cat([row.targets for row in rows])
-    n_padding, documents = n - len(rows), None
+    n_padding, documents = n - len(ids_BT), None
     if rows[0].document_tokens is not None:
         documents = tuple(of for row in rows for of in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
     below = (0, 0, 0, n_padding)

@@ -12,8 +12,7 @@ from planner.predict.memory import footprint, short_of
 from runtime.errors import PlanError
 from runtime.plan import Kind, Lane, Plan, Slot, Update
 from runtime.plan.legality import refuse_illegal
-from runtime.plan.plan import refuse_malformed
-from runtime.plan.repetition import shortened, unrolled
+from runtime.plan.plan import refuse_malformed, shortened, unrolled
 from runtime.units import show_bytes
 
 from .contract import check_arenas, check_ops, check_repeat

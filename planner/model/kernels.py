@@ -23,6 +23,7 @@ def with_kernels(
     """
     kernels = kernels or ("fused" if profile.device.kind == "cuda" else "eager")
     fused = fusible(model) if kernels == "fused" else frozenset()
+    fused -= {"loss"} if semantics.objective.takes_eager else set()
     chosen: dict[str, Any] = {part: "fused" if part in fused else "eager" for part in PARTS}
     # In bf16, as fla's are; the convolution's adds its weight's gradient as its threads come
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"

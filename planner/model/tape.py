@@ -12,7 +12,7 @@ from enum import Enum
 
 from runtime.plan.workload import Matmul, Saved, Tier
 
-FP32, INT64 = 4, 8  # bytes of an element
+FP32, FP64, INT64 = 4, 8, 8  # bytes of an element
 
 
 @dataclass(frozen=True, slots=True, eq=False)

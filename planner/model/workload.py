@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
+from runtime.plan.objective import CROSS_ENTROPY
 from runtime.plan.train import TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
-from .tape import FP32, INT64, Tape, Weights
+from .tape import FP32, FP64, INT64, Tape, Weights
 
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
@@ -215,6 +216,9 @@ class _Layout:
     def head(self) -> Block:
         """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
         semantics, names, tokens, width = self.semantics, self.tree["names"], self.n_tokens, self.tree["width"]
+        objective, of_token_bytes = semantics.objective, 0
+        if objective.has_first_pass:  # a log-probability, its slope in both widths, and what a step of the sums makes
+            of_token_bytes = tokens * (3 * FP32 + FP64)
         tile, weight_name, vocab = min(semantics.loss_tile_tokens, tokens), f"{names['head']}.weight", self.tree["vocab"]
         tied_to, (n_after, n_kept) = self.tree["tied"], self.tree["logits"]
         tape, norm = Tape(self.item_bytes), Outline.of(self.tree["norm"])
@@ -231,13 +235,15 @@ class _Layout:
             moved_bytes = softmax_bytes = tokens * vocab * (3 * self.item_bytes + FP32 + FP32 + self.item_bytes) // 3
             n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
         else:
-            # Live per logit at the peak, in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients
-            logit_bytes = self.item_bytes * (1 + n_kept) + 3 * FP32
+            # Live per logit at the peak, in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients,
+            # and what another loss makes besides
+            logit_bytes = self.item_bytes * (1 + n_kept) + objective.wide * FP32
             # Moved per logit in the forward: what is done to logits, widening, and log-probabilities
             softmax_bytes = log_softmax_bytes(tokens, vocab)
-            each_bytes = 2 * self.item_bytes * n_after + (self.item_bytes + FP32 if narrow else 0)
+            more = objective.wide - CROSS_ENTROPY.wide
+            each_bytes = 2 * self.item_bytes * n_after + (self.item_bytes + FP32 if narrow else 0) + 2 * more * FP32
             moved_bytes = tokens * vocab * each_bytes + softmax_bytes
-            n_calls = n_after + (1 if narrow else 0) + 3  # and the product, log-probabilities, their sum
+            n_calls = n_after + (1 if narrow else 0) + 3 + more  # and the product, log-probabilities, their sum
         bias = [Parameter(name, (vocab,), frozen=not semantics.train.trains(name)) for name in [names.get("bias")] if name]
         if any(not p.frozen for p in bias):  # its gradient is a sum of the logits' over rows
             moved_bytes, n_calls = moved_bytes + tokens * vocab * self.item_bytes, n_calls + 2
@@ -260,6 +266,7 @@ class _Layout:
             + len(bias) * vocab * (self.item_bytes + FP32)
             # a later micro-batch sums its own tiles before they join the running sum
             + own_sum_bytes
+            + of_token_bytes
             + tape.backward_peak_bytes()
             + 2 * self.boundary_bytes,  # normed rows and their gradient
         )

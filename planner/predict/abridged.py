@@ -8,7 +8,7 @@ from collections import defaultdict
 
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, Repeat
-from runtime.plan.repetition import shortened, unrolled
+from runtime.plan.plan import shortened, unrolled
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 N_KEPT = FIRST_KEPT + LAST_KEPT

@@ -182,7 +182,8 @@ class CostModel:
             case Kind.LOSS:
                 # Besides products: norm and softmax, both ways, the weight's gradient, and the sums that it joins
                 summed_bytes = self._gradient_bytes(plan, op)
-                n_bytes = (1 + BACKWARD_POINTWISE) * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
+                n_forwards = 2 if of.objective.has_first_pass else 1
+                n_bytes = (n_forwards + BACKWARD_POINTWISE) * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
                 return self._compute(self.loss_s(block, of) + summed_bytes / self._memory_bytes_per_s, n_bytes)
             case Kind.BACKWARD:
                 summed_bytes = self._gradient_bytes(plan, op)
@@ -259,9 +260,12 @@ class CostModel:
         return self.profile.host.reduce_bytes_per_s.value if is_cpu else self._memory_bytes_per_s
 
     def loss_s(self, head: Block, of: Semantics) -> float:
-        """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches."""
+        """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches. A first
+        pass for sums over sequences is another forward, in which a norm too many is counted."""
+        first_s = self.forward_s(head, of) if of.objective.has_first_pass else 0.0
         return (
-            sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
+            first_s
+            + sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
             + self._pointwise_s(head)
             + self._pointwise_s(head, backward=True)
             + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s

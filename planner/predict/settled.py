@@ -9,7 +9,7 @@ from statistics import median
 
 from runtime.errors import PlanError
 from runtime.plan import Plan
-from runtime.plan.repetition import unrolled
+from runtime.plan.plan import unrolled
 from runtime.plan.timeline import Span, Timeline
 
 from .abridged import abridged, short_plan

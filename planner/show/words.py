@@ -141,6 +141,8 @@ def asked(f: Facts) -> Iterator[Line]:
     yield "precision", f"{of.compute_dtype} compute, {of.master_dtype} master weights, {clip}{experts}"
     if of.is_lean:
         yield "optimizer", of.optimizer_in_words
+    if not of.objective.is_default:
+        yield "loss", str(of.objective) if of.objective.sha256 is None else f"{of.objective} (a function of your own)"
     yield "kernels", kernels_in_words(of)
 
 

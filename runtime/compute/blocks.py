@@ -6,9 +6,10 @@ The model's own forward is run around its layers (`layers/split.py`), so every a
 # B sequences, T tokens, N = B * T, D width, V vocabulary
 import copy
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from runtime.plan import Policy, Semantics
 from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
+from .losses import Extras, LossFunction, known_loss
+
 
 class Templates:
     """Stateless templates of every block of one model. Only one thread at a time may use them."""
@@ -41,12 +44,15 @@ class Templates:
         semantics: Semantics,
         policy: Policy | None = None,
         device: torch.device | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
         """Build the modules; WorkloadError when they do not have the parameters the workload counted.
 
         `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
-        (frequencies, scales) will be on `device`; on the CPU, without one.
+        (frequencies, scales) will be on `device`; on the CPU, without one. `loss`: a program's own, where the objective is that.
         """
+        self.objective = semantics.objective
+        self.loss_function = loss or known_loss(self.objective)
         self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
         self.split = Split(meta_model(config, semantics))
         self.split.look()
@@ -133,13 +139,15 @@ class Templates:
         weights: Weights,
         hidden_BTD: torch.Tensor,
         targets_BT: torch.Tensor,
-        n_supervised: int,
+        n_losses: int,
         head_gradient_VD: torch.Tensor | None,
+        extras: Extras = MappingProxyType({}),
     ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
         """Forward and backward of the head, tile by tile: at most one tile of logits exists.
 
         Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the loss,
-        summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters.
+        summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters,
+        of the mean of `n_losses`. `extras`: what the batch brings for each sequence or token, by name.
         """
         prefix = self._norm_prefix
         own = _within(prefix, weights)
@@ -149,16 +157,19 @@ class Templates:
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
         normed_ND, targets_N = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), targets_BT.reshape(-1)
         gradient_ND, n_rows = torch.empty_like(normed_ND), self.semantics.loss_tile_tokens
-        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
+        loss_sum, of_rows = self._of_sequences(weights, normed_ND, targets_BT, n_losses, extras)
         head, sums = self._head(weights), {} if head_gradient_VD is None else {self.head_weight: head_gradient_VD}
         others = [name for name in self._of_head if name != self.head_weight and name in self._trained]
         sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
-        for rows_ND, out_ND, targets in zip(*(t.split(n_rows) for t in (normed_ND, gradient_ND, targets_N)), strict=True):
-            loss, out_ND[:], of_head = self._tile(head, rows_ND, targets, n_supervised, sums.keys())
+        tiles = zip(*(t.split(n_rows) for t in (normed_ND, gradient_ND, targets_N, *of_rows.values())), strict=True)
+        for rows_ND, out_ND, targets, *more in tiles:
+            of_tile = dict(zip(of_rows, more, strict=True))
+            loss, out_ND[:], of_head = self._tile(head, rows_ND, targets, n_losses, sums.keys(), of_tile)
             for name in sums:
                 sums[name] += of_head[name]
             del of_head  # or two tiles' would be alive at a time
-            loss_sum += loss
+            if not self.objective.has_first_pass:
+                loss_sum += loss
         sums.pop(self.head_weight, None)
         names = [name for name, weight in norm_weights.items() if weight.requires_grad]
         inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
@@ -169,25 +180,74 @@ class Templates:
         """The output matrix, and a bias if it has one."""
         return {name: weights[name] for name in self._of_head}
 
+    def _of_sequences(
+        self, weights: Weights, normed_ND: torch.Tensor, targets_BT: torch.Tensor, n_losses: int, extras: Extras
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What is known before the tiles that have a backward: the loss that is a function of whole sequences, and by name what
+        each row of a tile gets besides its target."""
+        n_tokens = targets_BT.shape[1]
+        if not self.objective.has_first_pass:
+            own = {name: extras[name] if extras[name].dim() == 2 else extras[name][:, None] for name in self.objective.extras}
+            none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
+            return none, {name: of.expand(-1, n_tokens).reshape(-1) for name, of in own.items()}
+        assert self.loss_function is not None
+        sums_B = self._summed(weights, normed_ND, targets_BT)
+        total, slopes_B = self.loss_function.of_sequences(*sums_B, extras)
+        return total, {"slope": (slopes_B / n_losses).float()[:, None].expand(-1, n_tokens).reshape(-1)}
+
     def _tile(
-        self, head: Weights, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trained: Collection[str]
+        self,
+        head: Weights,
+        normed_ND: torch.Tensor,
+        targets_N: torch.Tensor,
+        n_losses: int,
+        trained: Collection[str],
+        of_rows: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, Weights]:
-        """Summed loss of a tile; gradients of its mean over the step's supervised tokens: of its rows, and of what is trained."""
+        """Summed loss of a tile; gradients of what it adds to the step's mean: of its rows, and of what is trained. Where sequences
+        were summed before, each row's log-probability has a slope, and what is summed here means nothing."""
+        slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
         if self.semantics.loss == "fused":
             with torch.no_grad():
-                loss, dx_ND, dw_VD = _tile_at_once(head[self.head_weight], normed_ND, targets_N, n_supervised, bool(trained))
+                supervised_N = targets_N != UNSUPERVISED
+                each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
+                loss, dx_ND, dw_VD = _tile_at_once(head[self.head_weight], normed_ND, targets_N, each_N, bool(trained))
             return loss, dx_ND, {} if dw_VD is None else {self.head_weight: dw_VD}
         head, normed_ND = {n: w.detach().requires_grad_(n in trained) for n, w in head.items()}, normed_ND.detach().requires_grad_()
         with torch.enable_grad():
-            loss = self._summed_loss(head, normed_ND, targets_N)
-            dx_ND, *found = torch.autograd.grad(loss / n_supervised, [normed_ND, *(head[name] for name in trained)])
+            if slope_N is not None:
+                loss = mean = self._row_losses(head, normed_ND, targets_N).mul(-slope_N).sum()
+            elif self.loss_function is not None:
+                loss = self.loss_function.of_tile(self._logits(head, normed_ND), targets_N, of_rows)
+                mean = loss / n_losses
+            else:
+                loss = self._summed_loss(head, normed_ND, targets_N)
+                mean = loss / n_losses
+            dx_ND, *found = torch.autograd.grad(mean, [normed_ND, *(head[name] for name in trained)])
         return loss.detach(), dx_ND, dict(zip(trained, found, strict=True))
 
     def _summed_loss(self, head: Weights, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
         if self.semantics.loss == "fused":
-            return row_losses(nn.functional.linear(normed_ND, head[self.head_weight]), targets_N)[0].sum()
+            return self._row_losses(head, normed_ND, targets_N).sum()
         logits_NV = self._logits(head, normed_ND)
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
+
+    def _row_losses(self, head: Weights, normed_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        """The cross entropy of each row, 0 where it is not supervised; fp32."""
+        if self.semantics.loss == "fused":
+            return row_losses(nn.functional.linear(normed_ND, head[self.head_weight]), targets_N)[0]
+        logits_NV = self._logits(head, normed_ND)
+        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="none")
+
+    def _summed(self, weights: Weights, normed_ND: torch.Tensor, targets_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each sequence the log-probability of its targets (B,) fp64, summed over tokens, and how many these are."""
+        losses_N, n = torch.empty(len(normed_ND), device=normed_ND.device), self.semantics.loss_tile_tokens
+        with torch.no_grad():
+            for rows_ND, targets_N, out_N in zip(
+                normed_ND.split(n), targets_BT.reshape(-1).split(n), losses_N.split(n), strict=True
+            ):
+                out_N.copy_(self._row_losses(self._head(weights), rows_ND, targets_N))
+        return -losses_N.view_as(targets_BT).sum(dim=1, dtype=torch.float64), (targets_BT != UNSUPERVISED).sum(dim=1)
 
     def _logits(self, head: Weights, normed_ND: torch.Tensor) -> torch.Tensor:
         return self.split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
@@ -200,6 +260,12 @@ class Templates:
         for rows_ND, targets_N in zip(normed_ND.split(n), targets_BT.reshape(-1).split(n), strict=True):
             loss_sum += self._summed_loss(self._head(weights), rows_ND, targets_N)
         return loss_sum
+
+    def log_probabilities(
+        self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are."""
+        return self._summed(weights, self._normed(weights, hidden_BTD).flatten(0, 1), targets_BT)
 
     def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Of some rows, (N, V) fp32; without gradients."""
@@ -275,14 +341,14 @@ def _within(prefix: str, weights: Weights) -> Weights:
 
 
 def _tile_at_once(
-    head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, n_supervised: int, trains: bool
+    head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, each_N: torch.Tensor, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A tile's loss and gradients with few passes over its logits: probabilities are made once, and become the gradient."""
+    """A tile's cross entropy and gradients with few passes over its logits: probabilities are made once, and become the gradient,
+    of which each row has its share `each_N`."""
     logits_NV = nn.functional.linear(normed_ND, head_VD)
     losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
     probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
-    of_row_N = (targets_N != UNSUPERVISED) / n_supervised
-    gradient_NV = torch.mul(probabilities_NV, of_row_N.unsqueeze(1), out=logits_NV)  # rounded, in the place of the logits
+    gradient_NV = torch.mul(probabilities_NV, each_N.unsqueeze(1), out=logits_NV)  # rounded, in the place of the logits
     return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND if trains else None
 
 

@@ -24,6 +24,7 @@ class Losses:
     """Of a step, added up on the device. The host looks at none of them before the step is over."""
 
     n_supervised: int
+    n_losses: int  # of which the step's is the mean
     total: torch.Tensor  # fp64
     each: list[torch.Tensor]  # of every micro-batch, where there are other ranks to tell
 
@@ -78,7 +79,8 @@ class Compute:
         """A step's tokens are there, and its losses."""
         if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
-            self.losses[step] = Losses(batch.n_supervised, total, [])
+            n_supervised = batch.n_supervised
+            self.losses[step] = Losses(n_supervised, self.plan.semantics.n_losses(n_supervised), total, [])
 
     def _seed(self, step: int, op: Op) -> None:
         self._generator.manual_seed(op_seed(self.seed, step, self._first + (op.micro_batch or 0), op.block))
@@ -182,13 +184,14 @@ class Compute:
         assert op.micro_batch is not None
         self._seed(step, op)
         self._begin(step)
-        hidden_BTD, losses, targets_BT = self._at(op, op["x"]), self.losses[step], self.inputs.of(op.micro_batch).targets
+        hidden_BTD, losses, batch = self._at(op, op["x"]), self.losses[step], self.inputs.of(op.micro_batch)
         running, begins = self._running(op)
         name = self.templates.head_weight
         head = running.get(name)
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
         own = head if head is None or begins else torch.zeros_like(head)
-        loss_sum, hidden_gradient, found = self.templates.loss(self._weights(op), hidden_BTD, targets_BT, losses.n_supervised, own)
+        of = self._weights(op), hidden_BTD, batch.targets, losses.n_losses, own
+        loss_sum, hidden_gradient, found = self.templates.loss(*of, batch.extras)
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.each.append(loss_sum)

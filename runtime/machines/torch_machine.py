@@ -18,6 +18,7 @@ from torch.cuda import Event
 from runtime.batch import Batch, Batches, positions_of
 from runtime.compute.blocks import Templates
 from runtime.compute.compute import Compute, Head
+from runtime.compute.losses import LossFunction
 from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
@@ -163,7 +164,7 @@ class LaneMachine:
                 lanes.follow(Lane.CPU, issued)
             return losses.total.item()
 
-        return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum)
+        return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum, losses.n_losses)
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
         return self.lanes.timed(records, lambda index: self.plan.ops[index].lane)
@@ -189,11 +190,12 @@ class TorchMachine(LaneMachine):
         seed: int = 0,
         n_workers: int | None = None,
         ranks: Ranks | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
         """Allocate every arena and build the templates; the host state is zero until weights are set.
 
         `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
-        whole steps', of which one of several `ranks` takes its part.
+        whole steps', of which one of several `ranks` takes its part. `loss`: a program's own, where the objective is that.
         """
         self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
         assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
@@ -203,7 +205,7 @@ class TorchMachine(LaneMachine):
         with lanes.current(Lane.GPU):
             arenas, memory = _arenas(plan, lanes.device, ranks)
             self.host = HostState(plan, arenas, self._rank)
-            templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device)
+            templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device, loss)
             compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
         arenas.touch(n_workers or len({core for cores in lanes.cores.values() for core in cores}))
@@ -291,12 +293,13 @@ class CpuMachine(TorchMachine):
         n_workers: int | None = None,
         cores: tuple[list[int], list[int]] | None = None,
         ranks: Ranks | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
         """`cores`: those of compute, and those of copies and the optimizer; half of the process's each, without it."""
         settle_allocator()
         for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
         lanes = Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
-        super().__init__(plan, batches, settings, lanes, seed, n_workers, ranks)
+        super().__init__(plan, batches, settings, lanes, seed, n_workers, ranks, loss)
 
 
 class CudaMachine(TorchMachine):
@@ -311,6 +314,7 @@ class CudaMachine(TorchMachine):
         seed: int = 0,
         streams: CudaStreams | None = None,
         ranks: Ranks | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
         """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
         # A product is rounded once, at its end, whatever the process did before. Else cuBLAS, where it splits the inner dimension
@@ -321,7 +325,7 @@ class CudaMachine(TorchMachine):
         use_attention(plan.semantics.attention_kernel)
         to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
         lanes = Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
-        super().__init__(plan, batches, settings, lanes, seed, ranks=ranks)
+        super().__init__(plan, batches, settings, lanes, seed, ranks=ranks, loss=loss)
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:

@@ -2,6 +2,7 @@
 
 from runtime.errors import PlanError
 
+from .objective import Of
 from .policy import Policy, Semantics, Update
 from .workload import Saved, Workload
 
@@ -13,6 +14,7 @@ def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if semantics.weight_rounding == "stochastic" and semantics.master_dtype != "bf16":
         raise PlanError("only a bf16 master is rounded stochastically; use --optimizer adamw:master=bf16")
     refuse_sum_groups(semantics)
+    refuse_half_pairs(semantics)
     _refuse_ranks(workload, semantics, policy)
     if policy.update is Update.EAGER and (semantics.clip_norm is not None or semantics.on_nonfinite != "stop"):
         raise PlanError("eager updates need --clip-norm none and --on-nonfinite stop: the norm is known only after backward")
@@ -28,6 +30,17 @@ def refuse_sum_groups(semantics: Semantics) -> None:
     n, of = semantics.n_micro_batches, semantics.sum_groups
     if n % of or of.bit_count() > 1:
         raise PlanError(f"a step of {n} micro-batches has no {of} sum groups; choose a power of two that divides them")
+
+
+def refuse_half_pairs(semantics: Semantics) -> None:
+    """PlanError where micro-batches do not hold whole pairs that a loss is of, or no kernel computes the loss as it is planned."""
+    of = semantics.objective
+    if of.of is Of.PAIRS and (semantics.micro_batch % 2 or semantics.batch_size % 2):
+        raise PlanError(
+            f"--loss {of.name}: a pair is two sequences of one micro-batch; choose an even --batch-size and --micro-batch"
+        )
+    if of.takes_eager and semantics.loss != "eager":
+        raise PlanError(f"--loss {of.name}: no fused kernel computes it; plan it with the loss's own, eager")
 
 
 def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> None:

@@ -1,7 +1,7 @@
 """A plan: the ops of one steady-state training step, as JSON and as values (reference: docs/plan-language.md)."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,7 @@ from runtime.files import read_whole, write_whole
 from runtime.units import on_one_line
 
 from .legality import refuse_sum_groups
-from .ops import OpLine, Repeat
+from .ops import Op, OpLine, Repeat, Wait
 from .optimizer import Optimizer
 from .setup import Setup
 from .workload import FILE, BlockKind
@@ -167,3 +167,44 @@ def refuse_malformed(plan: Plan) -> None:
             is_astray = wait.back and (wait.distance or not repeats or wait.op not in repeat)  # type: ignore[operator]
             if is_later or is_astray:
                 raise PlanError(f"op {i} ({op.name}): wait {wait} names no op of this part of the step or an earlier one")
+
+
+# -- repeated ops, to be looked at; they are performed, simulated and checked as they are
+
+
+def unrolled(plan: Plan) -> Plan:
+    """The plan that does the same with every op once a step."""
+    repeat = plan.repeat
+    if repeat is None:
+        return plan
+    performed: list[tuple[int, int | None]] = [(i, None) for i in range(len(plan.ops))]
+    performed[repeat.start : repeat.end] = [(i, k) for k in range(repeat.times) for i in range(repeat.start, repeat.end)]
+    return replace(plan, ops=tuple([_written_out(plan.ops[i], repeat, k) for i, k in performed]), repeat=None)
+
+
+def _written_out(op: Op, repeat: Repeat, repetition: int | None) -> Op:
+    """The op, in this repetition if it repeats, with the numbers that ops have when all are written out."""
+    waits = []
+    for wait in op.waits:
+        number, distance, last = wait.op, wait.distance, (repeat.times - 1) * repeat.n_ops
+        if wait.op >= repeat.end or (wait.op in repeat and (repetition is None or distance)):
+            number += last
+        elif wait.op in repeat and repetition is not None:
+            of = repetition - wait.back
+            number, distance = (number + of * repeat.n_ops, 0) if of >= 0 else (number + last, 1)
+        waits.append(Wait(number, distance))
+    return replace(repeat.op(op, repetition or 0), waits=tuple(dict.fromkeys(waits)))
+
+
+def shortened(plan: Plan, times: int) -> Plan:
+    """The plan of a step with fewer micro-batches, in which the same ops repeat `times` times."""
+    repeat = plan.repeat
+    assert repeat is not None, "the plan repeats something"
+    assert 2 <= times <= repeat.times, "fewer repetitions are asked for"
+    n_fewer = (repeat.times - times) * repeat.micro_batches
+    semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
+    ops = [
+        replace(op, micro_batch=op.micro_batch - n_fewer) if i >= repeat.end and op.micro_batch is not None else op
+        for i, op in enumerate(plan.ops)
+    ]
+    return replace(plan, semantics=semantics, ops=tuple(ops), repeat=replace(repeat, times=times))

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from runtime.errors import PlanError
 
+from .objective import CROSS_ENTROPY, Loss, Of
 from .optimizer import Optimizer, optimizing
 from .packed import Base
 from .train import ALL, Train, parse_train, training
@@ -58,6 +59,7 @@ class Semantics:
     train: Train = ALL
     base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
     optimizer: Optimizer = Optimizer.ADAMW
+    objective: Loss = CROSS_ENTROPY
     __pydantic_config__ = FILE
 
     @cached_property
@@ -143,6 +145,11 @@ class Semantics:
         if ranks > 1 and whole.n_left:
             raise PlanError(f"{ranks} ranks: {whole.batch_size} sequences are not equal micro-batches of {whole.micro_batch}")
         return replace(whole, batch_size=whole.batch_size // ranks, sum_groups=whole.sum_groups // ranks, ranks=ranks)
+
+    def n_losses(self, n_supervised: int) -> int:
+        """How many losses a step's is the mean of, where it has that many supervised tokens."""
+        n_sequences = self.ranks * self.batch_size
+        return {Of.TOKENS: n_supervised, Of.SEQUENCES: n_sequences, Of.PAIRS: n_sequences // 2}[self.objective.of]
 
     @property
     def least_group(self) -> int:

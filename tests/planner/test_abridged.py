@@ -16,7 +16,7 @@ from planner.show.step import measured_stretch
 from planner.show.waterfall import gains, waterfall
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, Update
-from runtime.plan.repetition import unrolled
+from runtime.plan.plan import unrolled
 from runtime.plan.timeline import Span, Timeline
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
 from tests.strategies import MADE_UP

@@ -16,7 +16,7 @@ from runtime import executor, lane_track
 from runtime.errors import DataError
 from runtime.executor import Execution, OpError, StallError, Stop, execute
 from runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
-from runtime.plan.repetition import unrolled
+from runtime.plan.plan import unrolled
 from runtime.plan.timeline import is_kept
 from tests.edits import at
 from tests.null_machine import NullMachine

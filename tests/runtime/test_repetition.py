@@ -19,8 +19,8 @@ from planner.predict.simulate import simulate
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
 from runtime.plan.ops import MAX_REPETITIONS
+from runtime.plan.plan import unrolled
 from runtime.plan.region import Demand, Region, Resource
-from runtime.plan.repetition import unrolled
 from runtime.plan.timeline import is_kept
 from runtime.plan.train import Train
 from tests.edits import at, passes, plan_by, rewaited

@@ -1,0 +1,132 @@
+"""A reference: log-probabilities of data under weights that are not trained, by a streamed forward, in a file that says of what.
+
+The file holds two tensors for each set of data, by its fingerprint, and a key: a reference of other weights, precision or kernels
+is refused. Its values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from penstock.checkpoint.disk import writing
+from penstock.checkpoint.model_files import weights_digest
+from penstock.checkpoint.tensor_files import read_tensors, write_tensors
+from penstock.data.data import Report, RunData, unheard
+from penstock.data.sampling import MapStyleData, Stream
+from penstock.settings import RunSettings
+from runtime.batch import Batch
+from runtime.errors import CheckpointError, DataError, PlanError
+from runtime.executor import Stop
+from runtime.machines.torch_machine import TorchMachine
+from runtime.plan import Semantics
+
+from .validation import log_probabilities
+
+FILE_NAME = "reference.safetensors"  # in a run's folder
+REFERENCE, BASE = "reference", "base"  # of the extras, this one; and the reference that is the model before training
+_DECIDE = ("seq_len", "compute_dtype", "base", "attention", "attention_kernel", "experts", "norm", "loss", "pointwise")
+_HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
+
+
+def refer(
+    settings: RunSettings,
+    store: TorchMachine,
+    sets: Sequence[RunData | None],
+    folder: Path | None,
+    is_first: bool,
+    report: Report = unheard,
+) -> None:
+    """Give data its log-probabilities under the reference of the settings, which are made where that is the model of the run's
+    first step (`is_first`), or one without its adapter, and are not there yet."""
+    plan, is_base = store.plan, settings.reference in (None, BASE)
+    weights = f"random, by seed {settings.seed}" if settings.from_scratch or folder is None else weights_digest(folder)
+    key = key_of(plan.semantics, plan.model.fingerprint, weights)
+    path = Path(settings.out) / FILE_NAME if is_base else Path(settings.reference or "")
+    if not (maps := mapped(sets)):
+        return
+    if is_base and (is_first or (plan.semantics.train.lora is not None and not path.is_file())):
+        if plan.semantics.ranks > 1:
+            raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
+        write_reference(path, key, store, maps, report)
+    put_reference(path, key, maps)
+
+
+def key_of(semantics: Semantics, model: str, weights: str) -> dict[str, str]:
+    """What decides a reference's values, by name. `model`: its configuration's fingerprint; `weights`: a digest."""
+    return {"model": model, "weights": weights, **{name: str(getattr(semantics, name)) for name in _DECIDE}}
+
+
+def write_reference(
+    path: Path,
+    key: dict[str, str],
+    machine: TorchMachine,
+    sets: Iterable[MapStyleData],
+    report: Report,
+    stop: Stop | None = None,
+) -> int:
+    """Write the log-probabilities of all sets under the weights as they are, without adapters; how many answers these are."""
+    found, templates = dict[str, torch.Tensor](), machine.compute.templates
+    is_adapted = machine.plan.semantics.train.lora is not None
+    for data in sets:
+        for k, part in enumerate(data.parts):
+            report(f"log-probabilities of {len(part.sequences):,} samples under the reference")
+            one = partial(_sample, data, k)
+            with templates.without_adapters() if is_adapted else nullcontext():
+                sums, n_tokens = log_probabilities(machine, one, len(part.sequences), stop)[:2]
+            found |= {f"logps.{part.fingerprint}": sums, f"n_tokens.{part.fingerprint}": n_tokens}
+    digest = hashlib.sha256()
+    for tensor in found.values():
+        digest.update(tensor.numpy().tobytes())
+    unfinished = path.with_name(path.name + ".partial")
+    with writing(path):
+        unfinished.unlink(missing_ok=True)
+        write_tensors(unfinished, found, found.values(), {"key": json.dumps(key), "sha256": digest.hexdigest()})
+        os.replace(unfinished, path)
+    return sum(tensor.numel() for tensor in found.values()) // 2
+
+
+def _sample(data: MapStyleData, k: int, i: int) -> Batch:
+    return data.of([(k, i)])
+
+
+def put_reference(path: Path, key: dict[str, str], sets: Iterable[MapStyleData]) -> None:
+    """Give each set of data the log-probabilities that a file holds of it; CheckpointError where they are others', or damaged."""
+    fields, tensors = read_tensors(path)
+    try:
+        found = json.loads(fields.get("key", ""))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: no file of a reference; {_HOW}")
+    if odd := next((name for name in key if found.get(name) != key[name]), None):
+        was, now = (str(of.get(odd))[:16] for of in (found, key))
+        raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {_HOW}")
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.numpy().tobytes())
+    if digest.hexdigest() != fields.get("sha256"):
+        raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {_HOW}")
+    for data in sets:
+        data.references = [*_of_parts(path, data, tensors)]
+
+
+def _of_parts(path: Path, data: MapStyleData, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    for part in data.parts:
+        found, shape = tensors.get(f"logps.{part.fingerprint}"), (len(part.sequences), part.shape.rows_each)
+        if found is None or tuple(found.shape) != shape or found.dtype != torch.float64:
+            raise CheckpointError(f"{path}: holds nothing of this data, template and length ({part.about[:80]}); {_HOW}")
+        yield found
+
+
+def mapped(sets: Iterable[RunData | None]) -> list[MapStyleData]:
+    """Those that are read from files; a program's own batches bring what a loss asks for. DataError for a stream."""
+    for data in sets:
+        if isinstance(data, Stream):
+            raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
+    return [data for data in sets if isinstance(data, MapStyleData)]

@@ -1,0 +1,159 @@
+"""Losses: numbers for each position of a tile of logits, or for each sequence or pair of log-probabilities.
+
+What a function is given is told by the names of its parameters, so that a loss of one's own is a plain function:
+
+    tokens      logits (N, V) fp32, targets (N,)                    of some positions; each extra is (N,)
+    sequences   logps, n_tokens (B,) fp64                           of whole sequences, summed over tokens; each extra is (B,)
+    pairs       chosen, rejected, n_chosen, n_rejected (P,) fp64    two sequences each; an extra `e` comes as e_chosen, e_rejected
+
+It returns a number for each of them, and what has no supervised token is left out. Of sequences and pairs the gradient towards
+`logps` weighs the gradients of their tokens in a second pass over the tiles.
+"""
+
+# B sequences, P pairs, T tokens, N = B * T or a tile of it, V vocabulary
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.batch import UNSUPERVISED
+from runtime.errors import PlanError
+from runtime.plan.objective import Objective, Of
+
+Extras = Mapping[str, Tensor]
+
+
+def label_smoothing(logits: Tensor, targets: Tensor, epsilon: float) -> Tensor:
+    """Cross entropy with a target of which `epsilon` is spread over the vocabulary (Szegedy et al., arXiv 1512.00567)."""
+    return F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none", label_smoothing=epsilon)
+
+
+def z_loss(logits: Tensor, targets: Tensor, weight: float) -> Tensor:
+    """Cross entropy, and the square of the logarithm of the sum of exponentials (PaLM, arXiv 2204.02311)."""
+    losses = F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none")
+    return losses + weight * logits.logsumexp(dim=-1).square()
+
+
+def _margin(chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float) -> Tensor:
+    """beta times how much more than the reference the policy prefers the chosen answer."""
+    return beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
+
+
+def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Binary cross entropy of a preference that is wrong with that probability."""
+    return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+
+
+def dpo(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float, label_smoothing: float
+) -> Tensor:
+    """Direct preference optimization (arXiv 2305.18290); with label smoothing, cDPO."""
+    return _smoothed(_margin(chosen, rejected, reference_chosen, reference_rejected, beta), label_smoothing)
+
+
+def robust(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float, label_smoothing: float
+) -> Tensor:
+    """DPO without the bias of labels that are flipped with that probability (rDPO, arXiv 2403.00409)."""
+    margin = _margin(chosen, rejected, reference_chosen, reference_rejected, beta)
+    flipped = label_smoothing * F.logsigmoid(-margin)
+    return (flipped - (1 - label_smoothing) * F.logsigmoid(margin)) / (1 - 2 * label_smoothing)
+
+
+def hinge(chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float) -> Tensor:
+    """A margin of at least 1 (SLiC as RSO has it, arXiv 2309.06657)."""
+    return F.relu(1 - _margin(chosen, rejected, reference_chosen, reference_rejected, beta))
+
+
+def ipo(
+    chosen: Tensor,
+    rejected: Tensor,
+    n_chosen: Tensor,
+    n_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    beta: float,
+) -> Tensor:
+    """Identity preference optimization (arXiv 2310.12036), of means over the tokens of each answer, as its authors corrected it."""
+    means = (chosen - reference_chosen) / n_chosen - (rejected - reference_rejected) / n_rejected
+    return (means - 1 / (2 * beta)).square()
+
+
+def orpo(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float) -> Tensor:
+    """Odds ratio preference optimization (arXiv 2403.07691): the chosen answer's mean cross entropy, and odds against the other."""
+    better, worse = chosen / n_chosen, rejected / n_rejected
+    odds = (better - worse) - (torch.log1p(-better.exp()) - torch.log1p(-worse.exp()))
+    return -better - beta * F.logsigmoid(odds)
+
+
+def simpo(
+    chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float, gamma: float, label_smoothing: float
+) -> Tensor:
+    """Simple preference optimization (arXiv 2405.14734): means over tokens, no reference, a margin of `gamma`."""
+    return _smoothed(beta * (chosen / n_chosen - rejected / n_rejected) - gamma, label_smoothing)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "label-smoothing": label_smoothing,
+    "z-loss": z_loss,
+    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo)},
+}
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """A function that computes an objective, with the objective's numbers."""
+
+    objective: Objective
+    function: Callable[..., Tensor]
+
+    @cached_property
+    def _asked(self) -> tuple[str, ...]:
+        parameters = inspect.signature(self.function).parameters.values()
+        return tuple(p.name for p in parameters if p.default is p.empty)
+
+    def _call(self, given: Mapping[str, object]) -> Tensor:
+        return self.function(**{name: given[name] for name in self._asked})
+
+    def each(self, first: Tensor, second: Tensor, extras: Extras) -> Tensor:
+        """What the function returns of logits and targets, or of log-probabilities and numbers of tokens."""
+        numbers = self.objective.numbers
+        match self.objective.of:
+            case Of.TOKENS:
+                return self._call({"logits": first, "targets": second, **extras, **numbers})
+            case Of.SEQUENCES:
+                return self._call({"logps": first, "n_tokens": second, **extras, **numbers})
+            case Of.PAIRS:
+                by_name, halves = {"": first, "n": second, **extras}.items(), enumerate(("chosen", "rejected"))
+                pairs = {f"{name}_{half}".removeprefix("_"): of[i::2] for i, half in halves for name, of in by_name}
+                return self._call({**pairs, **numbers})
+
+    def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
+        """The sum over a tile's supervised positions; `extras` are those of the tile."""
+        return self.each(logits_NV, targets_N, extras).masked_fill(targets_N == UNSUPERVISED, 0.0).sum()
+
+    def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
+        """Of each sequence or pair, 0 where one has no supervised token; as a function of `logps_B`."""
+        is_counted = n_tokens_B > 0
+        if self.objective.of is Of.PAIRS:
+            is_counted = is_counted[0::2] & is_counted[1::2]
+        return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
+
+    def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        """The sum over all, and its gradient towards the log-probability of each sequence; both fp64."""
+        logps_B = logps_B.detach().requires_grad_()
+        with torch.enable_grad():
+            total = self.values(logps_B, n_tokens_B, extras).sum()
+            (slopes_B,) = torch.autograd.grad(total, [logps_B])
+        return total.detach(), slopes_B
+
+
+def known_loss(objective: Objective) -> LossFunction | None:
+    """What computes a loss that has a name; None: the built-in cross entropy. PlanError for a function that nobody gave."""
+    if objective.sha256 is not None:
+        raise PlanError(f"the plan's loss is a function of its maker's own; name it with --loss {objective.name[:80]}")
+    return None if objective.is_default else LossFunction(objective, FUNCTIONS[objective.name])

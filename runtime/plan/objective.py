@@ -1,0 +1,133 @@
+"""The objective: which loss a step minimises, of what it is a function, and what of the device's memory it takes."""
+
+import re
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from runtime.errors import PlanError
+
+from .workload import FILE
+
+
+class Of(StrEnum):
+    """What a loss is a function of, which is what the step's sum is divided by."""
+
+    TOKENS = "tokens"  # logits and targets of a tile of positions
+    SEQUENCES = "sequences"  # the log-probability of each sequence's targets, summed over them
+    PAIRS = "pairs"  # the same of two sequences that follow each other: a chosen answer and a rejected one
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A loss that has a name: what it is of, its numbers with their defaults, and the extras that it asks of a batch."""
+
+    of: Of
+    numbers: dict[str, float] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+    wide: int = 3  # fp32 values alive per logit at the peak of a tile: log-probabilities and two gradients
+
+
+_REFERENCE = ("reference",)
+KNOWN = {
+    "cross-entropy": Known(Of.TOKENS),
+    "label-smoothing": Known(Of.TOKENS, {"epsilon": 0.1}),
+    "z-loss": Known(Of.TOKENS, {"weight": 1e-4}, wide=5),
+    "dpo": Known(Of.PAIRS, {"beta": 0.1, "label_smoothing": 0.0}, _REFERENCE),
+    "ipo": Known(Of.PAIRS, {"beta": 0.1}, _REFERENCE),
+    "hinge": Known(Of.PAIRS, {"beta": 0.1}, _REFERENCE),
+    "robust": Known(Of.PAIRS, {"beta": 0.1, "label_smoothing": 0.1}, _REFERENCE),
+    "orpo": Known(Of.PAIRS, {"beta": 0.1}),
+    "simpo": Known(Of.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
+}
+_LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0)}  # least, and what it stays below; others: 0 to 10^6
+_OWN = re.compile(r"(?:[^\s:,=]+\.py|python):[A-Za-z_]\w*")
+_HOW = f"write one of {', '.join(KNOWN)}, with its numbers as dpo:beta=0.1,label_smoothing=0.1, or FILE.py:FUNCTION"
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is minimised: the mean over all tokens, sequences or pairs of a step."""
+
+    name: Annotated[str, Field(max_length=200)] = "cross-entropy"  # of `KNOWN`, or where a function of the user's own is
+    numbers: dict[str, float] = field(default_factory=dict)  # all that the loss has
+    of: Of = Of.TOKENS
+    extras: tuple[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], ...] = ()
+    wide: Annotated[int, Field(ge=3, le=64)] = 3
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of the function's text, if it is the user's own
+    __pydantic_config__ = FILE
+
+    def __post_init__(self) -> None:
+        """PlanError for what a loss of that name is not."""
+        if (known := KNOWN.get(self.name)) is None:
+            if self.sha256 is None or self.numbers or not _OWN.fullmatch(self.name):
+                raise PlanError(f"--loss {self.name[:80]!r} is not known; {_HOW}")
+            return
+        if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.extras, known.wide, None):
+            raise PlanError(f"--loss {self.name}: not what that loss is; leave all but its numbers out")
+        if self.numbers.keys() != known.numbers.keys():
+            raise PlanError(f"--loss {self.name}: its numbers are {', '.join(known.numbers) or 'none'}; {_HOW}")
+        for number, value in self.numbers.items():
+            least, below = _LEAST.get(number, (0.0, 1e6))
+            if not least <= value < below:
+                raise PlanError(f"--loss {self.name}: {number} is {value:g}; it lies from {least:g} to below {below:g}")
+        if self.numbers.get("beta") == 0:
+            raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose one above it")
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.numbers.items()), self.sha256, self.of, self.extras, self.wide))
+
+    @property
+    def is_default(self) -> bool:
+        return self.name == "cross-entropy"
+
+    @property
+    def has_first_pass(self) -> bool:
+        """Whether sums over sequences come first, for which the head's product is computed a second time."""
+        return self.of is not Of.TOKENS
+
+    @property
+    def takes_eager(self) -> bool:
+        """Whether only logits as the model's own modules make them will do."""
+        return self.of is Of.TOKENS and not self.is_default
+
+    def __str__(self) -> str:
+        """As `parse_objective` reads it, but for a function."""
+        numbers = ",".join(f"{name}={value}" for name, value in self.numbers.items())
+        return f"{self.name}:{numbers}" if numbers else self.name
+
+
+CROSS_ENTROPY = Objective()
+
+
+def parse_objective(text: str) -> Objective:
+    """A loss by its name, and numbers if they are not the usual ones; PlanError for anything else."""
+    name, _, rest = text.strip().partition(":")
+    if (known := KNOWN.get(name)) is None:
+        raise PlanError(f"--loss {text[:80]!r} is not known; {_HOW}")
+    said = dict[str, float]()
+    for part in filter(None, rest.split(",")):
+        number, is_named, value = part.rpartition("=")
+        number = number if is_named else next(iter(known.numbers), "")  # the first one needs no name
+        try:
+            said[number] = float(value)
+        except ValueError:
+            raise PlanError(f"--loss {text[:80]!r}: {part[:40]!r} is no number; {_HOW}") from None
+    numbers = known.numbers | said
+    return Objective(name, numbers, known.of, known.extras, known.wide)
+
+
+def _from_file(said: object) -> object:
+    """A loss by its text, or the fields of a function."""
+    if isinstance(said, dict) and isinstance(extras := said.get("extras"), list):
+        return {**said, "extras": tuple(extras)}
+    return parse_objective(said) if isinstance(said, str) else said
+
+
+def _to_file(of: Objective) -> object:
+    return str(of) if of.sha256 is None else asdict(of)
+
+
+Loss = Annotated[Objective, BeforeValidator(_from_file), PlainSerializer(_to_file)]

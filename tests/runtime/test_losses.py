@@ -1,0 +1,172 @@
+"""Losses: each held against its definition in plain torch, streamed under several policies, refused where it cannot be."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter
+
+from planner.model.workload import build_workload
+from runtime.compute.blocks import Templates
+from runtime.compute.losses import LossFunction
+from runtime.errors import PlanError
+from runtime.executor import execute
+from runtime.plan import Policy, Semantics, Update, saves
+from runtime.plan.objective import KNOWN, Objective, Of, parse_objective
+from runtime.plan.workload import Model
+from tests.real_layers import peak_bytes
+from tests.tiny import tiny_config
+from tests.training import Remembering, batches_of, fused, machine_for, plan_of, same_state, semantics_of
+
+NAMES = ("dpo:beta=0.3,label_smoothing=0.1", "ipo", "hinge", "robust", "orpo", "simpo", "label-smoothing:0.2", "z-loss:0.01")
+
+
+def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The sum of a loss, from whole fp64 logits, as its paper writes it."""
+    n, there = of.numbers, targets != -100
+    logps = logits.log_softmax(-1)
+    own = logps.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * there
+    if of.name == "label-smoothing":
+        return (-(1 - n["epsilon"]) * own - n["epsilon"] * logps.mean(-1) * there).sum()
+    if of.name == "z-loss":
+        return (-own + n["weight"] * logits.exp().sum(-1).log() ** 2 * there).sum()
+    sums, means = own.sum(1), own.sum(1) / there.sum(1)
+    (chosen, rejected), (mean_c, mean_r) = ((t[0::2], t[1::2]) for t in (sums, means))
+    z, e = n["beta"] * ((chosen - reference[0::2]) - (rejected - reference[1::2])), n.get("label_smoothing", 0.0)
+    of_means = ((sums - reference) / there.sum(1)).view(-1, 2)
+    match of.name:
+        case "dpo":
+            return (-(1 - e) * z.sigmoid().log() - e * (-z).sigmoid().log()).sum()
+        case "robust":
+            return ((-(1 - e) * z.sigmoid().log() + e * (-z).sigmoid().log()) / (1 - 2 * e)).sum()
+        case "hinge":
+            return (1 - z).clamp(min=0).sum()
+        case "ipo":
+            return ((of_means[:, 0] - of_means[:, 1] - 1 / (2 * n["beta"])) ** 2).sum()
+        case "orpo":
+            odds = (mean_c.exp() / (1 - mean_c.exp())) / (mean_r.exp() / (1 - mean_r.exp()))
+            return (-mean_c - n["beta"] * odds.log().sigmoid().log()).sum()
+    return -(n["beta"] * (mean_c - mean_r) - n["gamma"]).sigmoid().log().sum()
+
+
+def head_of(semantics: Semantics) -> tuple[Templates, dict[str, torch.Tensor], int]:
+    """Templates, random weights of their head, and what the planner books for it."""
+    workload = build_workload(Model(tiny_config("llama")), semantics)
+    weights = {p.name: torch.randn(p.shape) * 0.2 for p in workload.blocks[-1].parameters}
+    return Templates(tiny_config("llama"), workload, semantics), weights, workload.blocks[-1].transient_bytes
+
+
+def batch_of_pairs(seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, targets of four sequences with answers of other lengths, and log-probabilities of a reference."""
+    torch.manual_seed(1)
+    hidden, targets = torch.randn(4, seq_len, 32), torch.randint(0, 96, (4, seq_len))
+    targets[:, :3], targets[1, -4:], targets[2, -1:] = -100, -100, -100
+    return hidden, targets, torch.randn(4, dtype=torch.float64) * 3 - 30
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
+    of = parse_objective(name)
+    more = fused("llama") | ({"loss": "eager"} if of.takes_eager else {}) if kernels == "fused" else {}
+    semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=4, **more), objective=of)
+    templates, weights, _ = head_of(semantics)
+    hidden, targets, reference = batch_of_pairs(semantics.seq_len)
+    n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head_weight])
+    loss, gradient, _ = templates.loss(weights, hidden, targets, n, total, {"reference": reference})
+    leaf, head = hidden.clone().requires_grad_(), weights[templates.head_weight].clone().requires_grad_()
+    expected = obvious(of, F.linear(templates._normed(weights, leaf), head).double(), targets, reference)
+    by_hidden, by_head = torch.autograd.grad(expected / n, [leaf, head])
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    for found, wanted in ((gradient, by_hidden), (total, by_head)):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "label-smoothing", "z-loss"])
+def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
+    sizes = {"compute_dtype": "fp32", "micro_batch": 4, "seq_len": 64, "loss_tile_tokens": 128}
+    semantics = replace(semantics_of("llama", **sizes), objective=parse_objective(name))
+    templates, weights, booked = head_of(semantics)
+    hidden, targets, reference = batch_of_pairs(64)
+    total = torch.zeros_like(weights[templates.head_weight])
+    work = lambda: templates.loss(weights, hidden, targets, 4, total, {"reference": reference})  # noqa: E731
+    work()
+    assert peak_bytes(work) <= booked <= 2.2 * peak_bytes(work)
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "label-smoothing"])
+def test_five_policies_train_the_same_bits_with_any_loss(name):
+    semantics = semantics_of("llama", batch_size=8, micro_batch=2, objective=parse_objective(name))
+    batches = [
+        replace(batch, extras={"reference": torch.linspace(-40, -30, 8, dtype=torch.float64)})
+        for batch in batches_of(96, 8, semantics.seq_len)
+    ]
+    policies = [
+        Policy(),
+        Policy(accumulation_group=4, update=Update.DEFERRED),
+        Policy(accumulation_group=2, resident_blocks=(1,), gradient_slots=2),
+        Policy(save=saves(all=(1, 2)), prefetch_depth=2),
+        Policy(spill_blocks=(0, 1), accumulation_group=4),
+    ]
+    machines = []
+    for policy in policies:
+        plan = plan_of(tiny_config("llama"), semantics, policy)
+        machines.append(machine_for(plan, Remembering, batches))
+        execute(plan, machines[-1], 3)
+    first, *others = machines
+    assert all(same_state(first, other) for other in others)
+    assert [m.results[2].loss for m in others] == [first.results[2].loss] * 4
+    assert first.results[0].loss != first.results[2].loss
+
+
+def test_extras_of_a_function_reach_the_rows_that_they_are_of():
+    """A loss of tokens in which each sequence has a weight, and each token one."""
+    objective = Objective("own.py:f", {}, Of.TOKENS, ("weight", "advantage"), 3, "0" * 64)
+    semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
+    of = lambda logits, targets, weight, advantage: (  # noqa: E731
+        F.cross_entropy(logits, targets, reduction="none") * weight * advantage
+    )
+    workload = build_workload(Model(tiny_config("llama")), semantics)
+    templates = Templates(tiny_config("llama"), workload, semantics, loss=LossFunction(objective, of))
+    _, weights, _ = head_of(replace(semantics, objective=Objective()))
+    hidden, targets, _ = batch_of_pairs(16)
+    extras = {"weight": torch.rand(4), "advantage": torch.rand(4, 16)}
+    loss, _, _ = templates.loss(weights, hidden, targets, 1, None, extras)
+    logits = F.linear(templates._normed(weights, hidden), weights[templates.head_weight])
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
+    torch.testing.assert_close(loss.float(), (each * extras["weight"][:, None] * extras["advantage"]).sum())
+
+
+def test_a_loss_that_is_printed_is_read_back():
+    for name in NAMES + tuple(KNOWN):
+        of = parse_objective(name)
+        assert parse_objective(str(of)) == of
+    file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, Of.PAIRS, ("reference",), 3, "0" * 64)
+    for of in (Objective(), parse_objective("dpo:0.25"), own):
+        semantics = semantics_of("llama", micro_batch=2, objective=of)
+        assert file.validate_json(file.dump_json(semantics)) == semantics
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dop", "is not known"),
+        ("dpo:gamma=1", "its numbers are beta, label_smoothing"),
+        ("dpo:beta=x", "is no number"),
+        ("dpo:label_smoothing=0.5", "from 0 to below 0.5"),
+        ("dpo:beta=0", "nothing is learned"),
+        ("dpo:beta=nan", "beta is nan"),
+    ],
+)
+def test_a_loss_that_does_not_exist_is_refused_in_a_line(text, says):
+    with pytest.raises(PlanError, match=re.escape(says)) as error:
+        parse_objective(text)
+    assert "\n" not in str(error.value)
+
+
+def test_half_a_pair_in_a_micro_batch_is_refused():
+    for sizes in ({"micro_batch": 1}, {"micro_batch": 2, "batch_size": 5}):
+        with pytest.raises(PlanError, match="a pair is two sequences"):
+            plan_of(tiny_config("llama"), semantics_of("llama", objective=parse_objective("orpo"), **sizes), Policy())
