@@ -351,6 +351,17 @@ def train(
     return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 
 
+def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:
+    """Write the log-probabilities that the plan's model gives to each answer of `data`, as `penstock forward` does, into the file
+    `out`, which `train` takes as its setting `reference`. `settings`: others of a run, as `model="Qwen3-8B"`."""
+    from penstock.training.session import write_forward
+
+    where, file = _file_of(plan)
+    asked = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
+    write_forward(asked, file, where, Path(out))
+    return Path(out)
+
+
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
 ) -> "tuple[dict[str, Any], Given | None]":

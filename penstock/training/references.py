@@ -7,7 +7,7 @@ is refused. Its values are to the bit those that a step would have with these we
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,10 @@ from penstock.data.sampling import MapStyleData, Stream
 from penstock.settings import RunSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError
-from runtime.executor import Stop
 from runtime.machines.torch_machine import TorchMachine
-from runtime.plan import Semantics
+from runtime.plan import Plan
 
-from .validation import log_probabilities
+from .forwards import log_probabilities
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
 REFERENCE, BASE = "reference", "base"  # of the extras, this one; and the reference that is the model before training
@@ -45,30 +44,29 @@ def refer(
     """Give data its log-probabilities under the reference of the settings, which are made where that is the model of the run's
     first step (`is_first`), or one without its adapter, and are not there yet."""
     plan, is_base = store.plan, settings.reference in (None, BASE)
-    weights = f"random, by seed {settings.seed}" if settings.from_scratch or folder is None else weights_digest(folder)
-    key = key_of(plan.semantics, plan.model.fingerprint, weights)
     path = Path(settings.out) / FILE_NAME if is_base else Path(settings.reference or "")
     if not (maps := mapped(sets)):
         return
     if is_base and (is_first or (plan.semantics.train.lora is not None and not path.is_file())):
         if plan.semantics.ranks > 1:
             raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
-        write_reference(path, key, store, maps, report)
-    put_reference(path, key, maps)
+        write_reference(path, settings, folder, store, maps, report)
+    put_reference(path, _key(settings, plan, folder), maps)
 
 
-def key_of(semantics: Semantics, model: str, weights: str) -> dict[str, str]:
-    """What decides a reference's values, by name. `model`: its configuration's fingerprint; `weights`: a digest."""
-    return {"model": model, "weights": weights, **{name: str(getattr(semantics, name)) for name in _DECIDE}}
+def _key(settings: RunSettings, plan: Plan, folder: Path | None) -> dict[str, str]:
+    """What decides a reference's values, by name: of the weights, which are those in `folder`, a digest."""
+    weights = f"random, by seed {settings.seed}" if settings.from_scratch or folder is None else weights_digest(folder)
+    return {"model": plan.model.fingerprint, "weights": weights} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
 
 
 def write_reference(
     path: Path,
-    key: dict[str, str],
+    settings: RunSettings,
+    folder: Path | None,
     machine: TorchMachine,
     sets: Iterable[MapStyleData],
-    report: Report,
-    stop: Stop | None = None,
+    report: Report = unheard,
 ) -> int:
     """Write the log-probabilities of all sets under the weights as they are, without adapters; how many answers these are."""
     found, templates = dict[str, torch.Tensor](), machine.compute.templates
@@ -78,21 +76,25 @@ def write_reference(
             report(f"log-probabilities of {len(part.sequences):,} samples under the reference")
             one = partial(_sample, data, k)
             with templates.without_adapters() if is_adapted else nullcontext():
-                sums, n_tokens = log_probabilities(machine, one, len(part.sequences), stop)[:2]
+                sums, n_tokens = log_probabilities(machine, one, len(part.sequences))[:2]
             found |= {f"logps.{part.fingerprint}": sums, f"n_tokens.{part.fingerprint}": n_tokens}
-    digest = hashlib.sha256()
-    for tensor in found.values():
-        digest.update(tensor.numpy().tobytes())
-    unfinished = path.with_name(path.name + ".partial")
+    key, unfinished = json.dumps(_key(settings, machine.plan, folder)), path.with_name(path.name + ".partial")
     with writing(path):
         unfinished.unlink(missing_ok=True)
-        write_tensors(unfinished, found, found.values(), {"key": json.dumps(key), "sha256": digest.hexdigest()})
+        write_tensors(unfinished, found, found.values(), {"key": key, "sha256": _digest(found)})
         os.replace(unfinished, path)
     return sum(tensor.numel() for tensor in found.values()) // 2
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:
     return data.of([(k, i)])
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
 
 
 def put_reference(path: Path, key: dict[str, str], sets: Iterable[MapStyleData]) -> None:
@@ -107,10 +109,7 @@ def put_reference(path: Path, key: dict[str, str], sets: Iterable[MapStyleData])
     if odd := next((name for name in key if found.get(name) != key[name]), None):
         was, now = (str(of.get(odd))[:16] for of in (found, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {_HOW}")
-    digest = hashlib.sha256()
-    for tensor in tensors.values():
-        digest.update(tensor.numpy().tobytes())
-    if digest.hexdigest() != fields.get("sha256"):
+    if _digest(tensors) != fields.get("sha256"):
         raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {_HOW}")
     for data in sets:
         data.references = [*_of_parts(path, data, tensors)]

@@ -41,7 +41,7 @@ from .inputs import Prompts, data_of, fill, held_out_of, own_model, prompts_of, 
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .own_loss import planned_loss
-from .references import REFERENCE, refer
+from .references import REFERENCE, mapped, refer, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 
@@ -225,6 +225,27 @@ def _real(
     if REFERENCE in plan.semantics.objective.extras:
         refer(settings, store, [data, held_out], folder, is_first=state is None, report=report)
     return session
+
+
+def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path, report: Report = unheard) -> int:
+    """Write what log-probability the settings' model gives to each answer of their data, held-out data too, into a file that
+    `--reference` takes; how many answers these are. PenstockError for what cannot be, before anything is written."""
+    plan, device = checked(file, where).plan, device_of(settings.device)
+    if plan.semantics.ranks > 1 or device == "emulated":
+        raise PlanError(f"{where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
+    if device == "cuda":
+        settle_kernels(plan, settings.deterministic)
+    loss = planned_loss(plan.semantics.objective, settings.loss)
+    plan, folder = own_model(plan, settings.model)
+    weights = weights_of(settings, plan, folder, None)
+    refuse_what_does_not_fit(plan, device, settings.device)
+    report("reading the data")
+    data = data_of(settings, plan, folder, report=report)
+    sets = mapped([data, held_out_of(settings, plan, folder, report)])
+    of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, 1)
+    store = machine_of(device, plan, data, of_step, settings.seed, None, loss)
+    fill(store, settings, data, weights, None, report)
+    return write_reference(path, settings, folder, store, sets, report)
 
 
 def _weights_in_words(settings: RunSettings, weights: Path | None, state: State | None) -> str:

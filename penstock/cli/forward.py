@@ -1,0 +1,37 @@
+"""`penstock forward`: write the log-probabilities that a model gives to data, by a streamed forward over a plan's arenas."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from penstock.run_config import read_run
+from runtime.plan import PlanFile
+from runtime.units import on_one_line
+
+from .options import PATH, RunCommand, flag_of, given_settings, together
+from .outputs import check_output
+from .progress import Preparing
+
+_FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
+with_flags = together(*map(flag_of, (*_FLAGS, "packed", "loss", "tokenizer", "seed", "device", "deterministic")))
+
+
+@click.command(cls=RunCommand)
+@click.argument("plan_file", metavar="PLAN", type=PATH)
+@with_flags
+@click.option("--out", "output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
+def forward(plan_file: Path, output: Path, **flags: Any) -> None:
+    """Write what log-probability the model of PLAN gives to each answer of --data, and of --eval-data.
+
+    It takes one pass of the weights through the device's memory, or a few, and no memory beside what training books. `penstock run
+    --reference FILE` reads it, and refuses one of other weights, data, template, length, precision or kernels.
+    """
+    check_output(output)
+    given = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
+    with Preparing() as report:
+        settings, file = read_run(None, given), PlanFile.read(plan_file)
+        from penstock.training.session import write_forward
+
+        n_answers = write_forward(settings, file, str(plan_file), output, report)
+    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n_answers:,} answers")
