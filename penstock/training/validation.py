@@ -143,7 +143,7 @@ def evaluate(
 
 def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
     """The mean loss of sequences or pairs. A pair is right where the chosen answer gains more on the reference than the other, or,
-    without a reference, has the larger mean log-probability."""
+    without a reference, has the larger mean log-probability; where both have the same it is half right."""
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
     loss, objective = machine.compute.templates.loss_function, machine.plan.semantics.objective
     assert loss is not None
@@ -151,7 +151,7 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     found = {"eval_loss": values.mean().item(), f"eval_{objective.of}": len(values)}
     if objective.of is Of.PAIRS:
         scores = sums - extras["reference"].view_as(sums) if "reference" in extras else sums / n_tokens
-        found["eval_accuracy"] = (scores[:, 0] > scores[:, 1]).double().mean().item()
+        found["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
     return found
 
 

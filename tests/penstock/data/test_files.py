@@ -78,7 +78,7 @@ def test_what_a_tool_is_given_is_not_filled_from_other_rows(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n\n{"text": "cut\n', "a.jsonl:3: "),
         ("a.jsonl", b'{"text": "x"}\n{"text": "' + b"x" * 500 + b'"}\n', "a.jsonl:2: a line above 400 bytes"),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl:1: its text, or one soon after it, has no tokens"),
-        ("a.jsonl", b'{"prompt": "x", "chosen": "a", "rejected": "b"}', "preference data (DPO), which is not trained on here"),
+        ("a.jsonl", b'{"prompt": "x", "chosen": "a", "rejected": "b"}', "are preferences: plan with --loss dpo"),
         ("a.json", b'[{"text": "x"}, {"text": ]', "a.json: Expecting value"),
         ("a.csv", b"question,answer\na,b\nwho?\n", "a.csv:3: 1 values for 2 columns"),
         ("a.parquet", as_parquet([{"text": "one"}, {"text": None}]), 'a.parquet: row 2: no string under "text"'),

@@ -1,0 +1,190 @@
+"""Preferences and references: rows of chosen and rejected answers, what is refused of them, and runs from the command line."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.data.data import read_data
+from penstock.settings import DataSettings
+from penstock.training.own_loss import function_in, own_loss
+from runtime.errors import DataError, PlanError
+from tests.bytes_of_files import write_lines
+from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train
+
+ASKED, YES, NO = ({"role": role, "content": text} for role, text in (("user", "tea?"), ("assistant", "yes"), ("assistant", "no")))
+PAIR = {"prompt": "tea? ", "chosen": "yes", "rejected": "no, never"}
+DPO = ("--loss", "dpo:beta=0.5")
+
+
+def pairs_of(path, *rows, **settings):
+    asked = DataSettings(str(write_lines(path, rows)), **settings)
+    return read_data(asked, None, 300, 64, 4, 3, path.parent / "run" / "tokens", pairs=True)
+
+
+@pytest.fixture
+def tea(home):
+    """A home with pairs in place of text, of which other ones are held out."""
+    shutil.rmtree(home / "data")
+    rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
+    write_lines(home / "data" / "pairs.jsonl", rows[:8])
+    write_lines(home / "held-out.jsonl", rows[8:])
+    return home
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        PAIR,
+        {"chosen": "tea? yes", "rejected": "tea? no, never"},
+        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
+        {"chosen": [ASKED, YES], "rejected": [ASKED, NO], "prompt": "tea?"},
+    ],
+)
+def test_a_pair_is_two_sequences_of_which_the_answers_are_learned(tmp_path, row):
+    data = pairs_of(tmp_path / "a.jsonl", row, {**row}, {**row})
+    batch, (documents,) = data.batch(0), [part.documents for part in data.parts]
+    assert (len(batch.input_ids), data.n_sequences, data.n_steps) == (4, 3, 2)
+    for half, answer in enumerate((b"yes", b"no, never" if isinstance(row["chosen"], str) else b"no")):
+        learned = batch.targets[half][batch.targets[half] != -100]
+        assert bytes(learned[:-1].tolist()).strip() == answer
+        assert len(learned) == documents.n_learned[half]
+    chosen, rejected = (ids[: n - 5].tolist() for ids, n in zip(batch.input_ids[:2], (14, 14), strict=True))
+    assert chosen[:4] == rejected[:4]
+
+
+def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
+    long = {"prompt": "x" * 70, "chosen": "yes", "rejected": "no"}
+    data = pairs_of(tmp_path / "a.jsonl", long, PAIR)
+    assert data.n_sequences == 1
+    assert data.parts[0].counts["unsupervised"] == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "says"),
+    [
+        ({**PAIR, "chosen": " "}, {}, 'an empty answer under "chosen"'),
+        ({"prompt": [ASKED], "chosen": [YES], "rejected": []}, {}, 'an empty answer under "rejected"'),
+        ({**PAIR, "rejected": "yes"}, {}, "chosen and rejected are the same"),
+        ({**PAIR, "prompt": ""}, {}, "share no prompt"),
+        ({"chosen": [ASKED, YES], "rejected": [YES, NO]}, {}, "share no prompt"),
+        ({**PAIR, "rejected": [NO]}, {}, 'no string under "rejected"'),
+        ({"text": "tea"}, {}, "a loss of pairs needs chosen and rejected"),
+        (PAIR, {"packing": "joined"}, "the halves of a pair are a sequence each"),
+        (PAIR, {"format": "text"}, "the plan's loss is of pairs"),
+    ],
+)
+def test_a_pair_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, settings, says):
+    with pytest.raises(DataError) as error:
+        pairs_of(tmp_path / "a.jsonl", row, **settings)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
+    """ln 2 to the last bit: before the first step the policy has the reference's own. The file is that of `penstock forward`."""
+    plan = plan_in(tea, *DPO)
+    more = ("--eval-data", tea / "held-out.jsonl", "--eval-every", 3, "--save-every", 3)
+    succeeded(train(tea, plan, *more, steps=6))
+    first, *_, last = [line for line in lines_of(tea, "out") if "eval_loss" in line]
+    assert (first["eval_loss"], first["eval_accuracy"], first["eval_pairs"]) == (math.log(2), 0.5, 4)
+    assert last["eval_loss"] < first["eval_loss"]
+    shutil.copytree(tea / "out", tea / "again")
+    shutil.rmtree(tea / "again" / "checkpoint-6")
+    succeeded(train(tea, plan, *more, "--resume", out="again", steps=6))
+    files = [sorted((tea / out / "checkpoint-6").glob("*.safetensors")) for out in ("out", "again")]
+    assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+    written = ("forward", plan, "--data", tea / "data", "--eval-data", tea / "held-out.jsonl", "--out", tea / "ref", *SCRATCH)
+    assert "24 answers" in succeeded(penstock(*written)).output
+    assert (tea / "ref").read_bytes() == (tea / "out" / "reference.safetensors").read_bytes()
+
+
+def test_a_reference_of_something_else_is_refused(tea):
+    plan, ref = plan_in(tea, *DPO), tea / "ref"
+    succeeded(penstock("forward", plan, "--data", tea / "data", "--out", ref, *SCRATCH))
+    one_line(train(tea, plan, "--reference", ref, "--seed", 1), 2, "another weights")
+    other = plan_in(tea, *DPO, "--compute", "fp32", name="other.json")
+    one_line(train(tea, other, "--reference", ref), 2, "another compute_dtype")
+    held_out = ("--eval-data", tea / "held-out.jsonl")
+    one_line(train(tea, plan, "--reference", ref, *held_out), 2, "holds nothing of this data")
+    ref.write_bytes(ref.read_bytes()[:-8])
+    one_line(train(tea, plan, "--reference", ref), 2, "not a whole safetensors file")
+    save_file({"a": torch.zeros(1)}, ref)
+    one_line(train(tea, plan, "--reference", ref), 2, "no file of a reference")
+
+
+def test_the_reference_of_an_adapter_is_its_base(tea):
+    succeeded(train(tea, plan_in(tea, "--loss", "orpo"), out="base", steps=2))
+    base = tea / "base" / "checkpoint-2"
+    plan = plan_in(tea, "--train", "lora:r=4", *DPO, model="base/checkpoint-2", name="lora.json")
+    succeeded(train(tea, plan, scratch=["--tokenizer", "bytes"], out="tuned", steps=2))
+    again = ("--adapter", tea / "tuned" / "checkpoint-2", "--tokenizer", "bytes")
+    succeeded(train(tea, plan, scratch=again, out="more", steps=1))
+    both = [load_file(tea / out / "reference.safetensors") for out in ("tuned", "more")]
+    assert both[0].keys() == both[1].keys()
+    assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
+    assert base.is_dir()
+
+
+OWN = """
+import torch.nn.functional as F
+
+def focal(logits, targets, gamma=2.0):
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return (1 - (-losses).exp()) ** gamma * losses
+
+def half(chosen, rejected, n_chosen, n_rejected):
+    return F.softplus(rejected / n_rejected - chosen / n_chosen)
+
+def mean(logits, targets):
+    return F.cross_entropy(logits, targets)
+
+def still(logits, targets):
+    return F.cross_entropy(logits.detach(), targets, reduction="none")
+
+def broken(logps, n_tokens):
+    return logps.log()
+
+def mixed(logits, targets):
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return losses - losses.mean()
+
+def unnamed(x, y):
+    return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mean", "no sum and no mean"),
+        ("still", "has no gradient"),
+        ("broken", "is not finite"),
+        ("mixed", "depends on others"),
+        ("unnamed", "names not what it is of"),
+        ("absent", "holds no function 'absent'"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, name, says):
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(PlanError) as error:
+        own_loss(function_in(f"{tmp_path}/own.py:{name}"))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["focal", "half"])
+def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
+    (tea / "own.py").write_text(OWN)
+    own = ("--loss", f"{tea}/own.py:{name}")
+    if name == "focal":
+        write_lines(tea / "data" / "pairs.jsonl", [{"text": "tea for two " * 40}])
+    plan = plan_in(tea, *own)
+    assert json.loads(plan.read_text())["semantics"]["objective"]["name"] == f"own.py:{name}"
+    one_line(train(tea, plan), 2, "say which file it is in")
+    succeeded(train(tea, plan, *own, steps=2))
+    (tea / "own.py").write_text(OWN.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
+    one_line(train(tea, plan, *own, out="other"), 2, "another text than the plan's")
