@@ -26,7 +26,7 @@ from planner.search.claim import CUT, Certificate, claimed
 from runtime.errors import PlanError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from runtime.plan.legality import refuse_half_pairs
-from runtime.plan.objective import CROSS_ENTROPY, Objective, Of, parse_objective
+from runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
 from runtime.plan.optimizer import optimizing
 from runtime.plan.timeline import Timeline
 from runtime.plan.train import training
@@ -207,8 +207,12 @@ def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
     objective = given["objective"]
-    least = 2 if objective.of is Of.PAIRS else 1
-    fields = {"micro_batch": least, "loss_tile_tokens": LOSS_TILE["eager"], "attention": supported_attention(model)[0], **given}
+    fields = {
+        "micro_batch": objective.rows_each,
+        "loss_tile_tokens": LOSS_TILE["eager"],
+        "attention": supported_attention(model)[0],
+        **given,
+    }
     fields |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
     fields |= optimizing(given.get("optimizer"), given.get("master_dtype"))
     del fields["objective"]
@@ -378,7 +382,9 @@ def _data(
     from runtime.layers.documents import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    given = Given(cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of))
+    given = Given(
+        cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of), of.objective
+    )
     return {"data.path": given.fingerprint}, given
 
 

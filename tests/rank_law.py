@@ -19,6 +19,7 @@ from planner.check import contract
 from planner.check.check import check
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
+from runtime.plan.objective import parse_objective
 from runtime.plan.optimizer import optimizing
 from tests import training
 from tests.forks import Forked
@@ -49,9 +50,10 @@ def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> 
     """The configuration, each rank's part of the step, and the policy with all its micro-batches in one group."""
     tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
-    whole = semantics_of(model_type, batch_size=batch, micro_batch=1, sum_groups=groups, **SEMANTICS.get(policy, {}))
+    pairs = {"micro_batch": 2, "objective": parse_objective("orpo")} if policy == "pairs" else {"micro_batch": 1}
+    whole = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **SEMANTICS.get(policy, {}))
     of = whole.shared_by(ranks)
-    return config, of, replace(POLICIES[policy], accumulation_group=of.n_micro_batches)
+    return config, of, replace(POLICIES["plain" if policy == "pairs" else policy], accumulation_group=of.n_micro_batches)
 
 
 def digest(state, results) -> str:

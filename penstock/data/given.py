@@ -8,6 +8,7 @@ import torch
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import DataError
+from runtime.plan.objective import CROSS_ENTROPY, Objective
 
 
 class Batches(Protocol):
@@ -31,6 +32,7 @@ class Given:
     batch_size: int
     vocab_size: int
     no_documents: str | None = None  # why documents packed into a sequence cannot be kept apart; None: they can
+    objective: Objective = CROSS_ENTROPY
     n_steps: None = None
 
     @property
@@ -54,6 +56,13 @@ class Given:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
+        for name in self.objective.extras:
+            found = made.extras.get(name)
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in (shape[:1], shape):
+                problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
+                raise DataError(
+                    f"the plan's loss asks for extras[{name!r}] of {shape[:1]} or {shape}, and step {step} brings {problem}"
+                )
         if made.document_tokens is None:
             return made
         if self.no_documents is not None:

@@ -19,7 +19,7 @@ from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
 from .own_loss import planned_loss
-from .references import BASE, REFERENCE, refer
+from .references import mapped, refer
 from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
 from .trainer import device_memory_named
 
@@ -50,8 +50,7 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
             loss = planned_loss(plan.semantics.objective, settings.loss)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
-            if REFERENCE in plan.semantics.objective.extras and settings.reference not in (None, BASE):
-                refer(settings, store, [data], folder, is_first=False)
+            refer(settings, store, mapped(plan.semantics.objective, data), folder, is_first=False)
             status |= read_by_all(data, weights)
         if any(other != status for other in ranks.gathered(status)) or store is None:
             return 1

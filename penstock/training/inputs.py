@@ -23,7 +23,6 @@ from runtime.layers.documents import supports_documents
 from runtime.layers.meta_models import difference
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
-from runtime.plan.objective import Of
 from runtime.plan.train import Train, is_adapter
 
 TOKENS_FOLDER = "tokens"  # data as the model reads it, for the next start
@@ -134,21 +133,20 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
 
 def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> RunData:
     """The batches to train on, or of `held_out` data the sequences to evaluate on."""
-    semantics, pairs = plan.semantics, plan.semantics.objective.of is Of.PAIRS
-    least = 2 if pairs else 1
+    semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
     return read_data(
         settings.data,
         _tokenizer_folder(settings, folder),
         _vocab_size(plan),
         semantics.seq_len,
-        least if held_out else semantics.whole.batch_size,
+        rows_each if held_out else semantics.whole.batch_size,
         settings.seed,
         tokens_folder(Path(settings.out)),
         by_document=supports_documents(plan.model.config, semantics) is None,
         preferred=HELD_OUT if held_out else TRAIN,
         report=report,
         run=Path(settings.out),
-        pairs=pairs,
+        pairs=rows_each > 1,
     )
 
 
@@ -180,7 +178,7 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
         return None
     tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
     of = tokenizer, _vocab_size(plan), Path(settings.out)
-    readers = [reader_of(part, *of, pairs=plan.semantics.objective.of is Of.PAIRS) for part in settings.data.parts]
+    readers = [reader_of(part, *of, pairs=plan.semantics.objective.rows_each > 1) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]

@@ -24,6 +24,7 @@ from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
+from runtime.plan.objective import Objective
 
 from .forwards import log_probabilities
 
@@ -36,7 +37,7 @@ _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the mode
 def refer(
     settings: RunSettings,
     store: TorchMachine,
-    sets: Sequence[RunData | None],
+    maps: Sequence[MapStyleData],
     folder: Path | None,
     is_first: bool,
     report: Report = unheard,
@@ -45,13 +46,12 @@ def refer(
     first step (`is_first`), or one without its adapter, and are not there yet."""
     plan, is_base = store.plan, settings.reference in (None, BASE)
     path = Path(settings.out) / FILE_NAME if is_base else Path(settings.reference or "")
-    if not (maps := mapped(sets)):
-        return
-    if is_base and (is_first or (plan.semantics.train.lora is not None and not path.is_file())):
-        if plan.semantics.ranks > 1:
-            raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
+    if maps and is_base and plan.semantics.ranks > 1:
+        raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
+    if maps and is_base and (is_first or (plan.semantics.train.lora is not None and not path.is_file())):
         write_reference(path, settings, folder, store, maps, report)
-    put_reference(path, _key(settings, plan, folder), maps)
+    if maps:
+        put_reference(path, _key(settings, plan, folder), maps)
 
 
 def _key(settings: RunSettings, plan: Plan, folder: Path | None) -> dict[str, str]:
@@ -123,9 +123,14 @@ def _of_parts(path: Path, data: MapStyleData, tensors: dict[str, torch.Tensor]) 
         yield found
 
 
-def mapped(sets: Iterable[RunData | None]) -> list[MapStyleData]:
-    """Those that are read from files; a program's own batches bring what a loss asks for. DataError for a stream."""
-    for data in sets:
-        if isinstance(data, Stream):
-            raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
-    return [data for data in sets if isinstance(data, MapStyleData)]
+def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
+    """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
+    used = [data, held_out if objective.has_first_pass else None]
+    for other in (name for name in objective.extras if name != REFERENCE):
+        if any(isinstance(each, MapStyleData | Stream) for each in used):
+            raise DataError(
+                f"the plan's loss asks batches for {other!r}, which no file brings; give `train` an object with batch(step)"
+            )
+    if REFERENCE in objective.extras and isinstance(data, Stream):
+        raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
+    return [each for each in used if isinstance(each, MapStyleData) and REFERENCE in objective.extras]

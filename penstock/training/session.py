@@ -13,6 +13,7 @@ from penstock.checkpoint.checkpoint import State, identity, refuse_another, refu
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, unheard
+from penstock.data.sampling import MapStyleData
 from penstock.run_config import RunConfigError
 from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
@@ -41,7 +42,7 @@ from .inputs import Prompts, data_of, fill, held_out_of, own_model, prompts_of, 
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .own_loss import planned_loss
-from .references import REFERENCE, mapped, refer, write_reference
+from .references import mapped, refer, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 
@@ -194,6 +195,7 @@ def _real(
     report("reading the data")
     data = data or data_of(settings, plan, folder, report=report)
     held_out = held_out_of(settings, plan, folder, report)
+    maps = mapped(plan.semantics.objective, data, held_out)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
@@ -222,8 +224,7 @@ def _real(
     if ranks is not None:
         report("waiting for all ranks")
         wait_for_others(ranks, read_by_all(data, weights))
-    if REFERENCE in plan.semantics.objective.extras:
-        refer(settings, store, [data, held_out], folder, is_first=state is None, report=report)
+    refer(settings, store, maps, folder, is_first=state is None, report=report)
     return session
 
 
@@ -241,7 +242,7 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     refuse_what_does_not_fit(plan, device, settings.device)
     report("reading the data")
     data = data_of(settings, plan, folder, report=report)
-    sets = mapped([data, held_out_of(settings, plan, folder, report)])
+    sets = [each for each in (data, held_out_of(settings, plan, folder, report)) if isinstance(each, MapStyleData)]
     of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, 1)
     store = machine_of(device, plan, data, of_step, settings.seed, None, loss)
     fill(store, settings, data, weights, None, report)

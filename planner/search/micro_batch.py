@@ -9,7 +9,6 @@ from planner.predict.memory import Footprint, footprint, frame
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_sum_groups
-from runtime.plan.objective import Of
 from runtime.plan.workload import Model, Workload
 from runtime.units import GB
 
@@ -105,7 +104,7 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
     if not is_free:
         refuse_sum_groups(semantics)
         return [semantics.micro_batch]
-    each = 2 if semantics.objective.of is Of.PAIRS else 1  # sequences that stay together
+    each = semantics.objective.rows_each
     sizes = sorted({-(-semantics.batch_size // (n * each)) * each for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
     of_size = {n: replace(semantics, micro_batch=n) for n in sizes}
     found = [n for n, of in of_size.items() if of.n_micro_batches % of.sum_groups == 0 and not (of.ranks > 1 and of.n_left)]

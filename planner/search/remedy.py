@@ -184,7 +184,8 @@ def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Re
     s, of_batch = request.semantics, field == "batch_size"
     if of_batch and ("micro_batch" not in request.free or request.fixed is not None):
         return
-    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % s.sum_groups)]
+    each = s.objective.rows_each
+    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % (s.sum_groups * each))]
     if sizes and _changed(request, **{field: sizes[-1]}).fits():
         yield from ((f"{option} {n * s.ranks if of_batch else n}", _changed(request, **{field: n})) for n in sizes)
 

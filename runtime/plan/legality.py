@@ -2,7 +2,6 @@
 
 from runtime.errors import PlanError
 
-from .objective import Of
 from .policy import Policy, Semantics, Update
 from .workload import Saved, Workload
 
@@ -35,7 +34,7 @@ def refuse_sum_groups(semantics: Semantics) -> None:
 def refuse_half_pairs(semantics: Semantics) -> None:
     """PlanError where micro-batches do not hold whole pairs that a loss is of, or no kernel computes the loss as it is planned."""
     of = semantics.objective
-    if of.of is Of.PAIRS and (semantics.micro_batch % 2 or semantics.batch_size % 2):
+    if semantics.micro_batch % of.rows_each or semantics.batch_size % of.rows_each:
         raise PlanError(
             f"--loss {of.name}: a pair is two sequences of one micro-batch; choose an even --batch-size and --micro-batch"
         )

@@ -84,6 +84,11 @@ class Objective:
         return self.name == "cross-entropy"
 
     @property
+    def rows_each(self) -> int:
+        """Sequences that stay together."""
+        return 2 if self.of is Of.PAIRS else 1
+
+    @property
     def has_first_pass(self) -> bool:
         """Whether sums over sequences come first, for which the head's product is computed a second time."""
         return self.of is not Of.TOKENS

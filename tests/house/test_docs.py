@@ -23,7 +23,15 @@ from tests.real_layers import hf_model
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
-PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "quickstart.md", "../README.md")
+PAGES = (
+    "which-machine.md",
+    "fine-tune-32b.md",
+    "change-the-planner.md",
+    "adapters.md",
+    "losses.md",
+    "quickstart.md",
+    "../README.md",
+)
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 
@@ -43,7 +51,9 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 def files(text: str) -> list[tuple[str, str]]:
     """(name, content) of every file that a page shows: a block whose first line is a comment with its name."""
-    blocks = ((language, block.partition("\n")) for language, block in _BLOCK.findall(text) if language in ("yaml", "json"))
+    blocks = (
+        (language, block.partition("\n")) for language, block in _BLOCK.findall(text) if language in ("yaml", "json", "python")
+    )
     return [(first.removeprefix("# ").strip(), rest) for _, (first, _, rest) in blocks if first.startswith("# ")]
 
 

@@ -26,8 +26,8 @@ from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 from tests.training import differences, plan_of, same_bits, semantics_of, trained
 
-# The third: a micro-batch each
-SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
+# The fourth: a micro-batch each
+SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
 
 
 @pytest.mark.soak_cases("messages")
