@@ -26,15 +26,8 @@ _FORMATS = {
 }
 PREFERENCE = "preference"
 _PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
-COLUMNS = (
-    "chosen",
-    "rejected",
-    *(name for needed, _ in _FORMATS.values() for name in needed),
-    "input",
-    "system",
-    "history",
-    "tools",
-)
+_BESIDES = ("input", "system", "history", "tools", "chosen", "rejected")
+COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_BESIDES)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 

@@ -263,6 +263,8 @@ def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
 
 def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
+    if plan.semantics.objective.rows_each > 1:
+        raise RunConfigError("an emulated run trains on sequences too short for pairs; emulate the plan of another --loss")
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
     data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)

@@ -16,7 +16,7 @@ import torch
 from runtime.executor import Record
 from runtime.host.slabs import Shared
 from runtime.plan import Lane, Op, Semantics
-from runtime.plan.objective import CROSS_ENTROPY, parse_objective
+from runtime.plan.objective import CROSS_ENTROPY
 from runtime.plan.region import Demand, Region, shares
 from runtime.plan.timeline import Span
 from runtime.ranks import Among
@@ -59,11 +59,9 @@ def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stand_in_semantics(semantics: Semantics) -> Semantics:
-    """As many micro-batches, each of one short sequence, or pair; for a loss of such that asks nothing else of a batch."""
-    n = semantics.objective.rows_each
-    objective = parse_objective("orpo") if n > 1 else CROSS_ENTROPY
-    sizes = {"seq_len": STAND_IN_SEQ_LEN, "batch_size": semantics.n_micro_batches * n, "micro_batch": n}
-    return replace(semantics, **sizes, library_kernels=(), objective=objective)  # type: ignore[arg-type]
+    """As many micro-batches, each of one short sequence, for the cross entropy."""
+    sizes = {"seq_len": STAND_IN_SEQ_LEN, "batch_size": semantics.n_micro_batches, "micro_batch": 1}
+    return replace(semantics, **sizes, library_kernels=(), objective=CROSS_ENTROPY)  # type: ignore[arg-type]
 
 
 class Alike:

@@ -6,14 +6,18 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+import penstock
 from penstock.data.data import read_data
 from penstock.settings import DataSettings
 from penstock.training.own_loss import function_in, own_loss
+from runtime.batch import Batch
 from runtime.errors import DataError, PlanError
 from tests.bytes_of_files import write_lines
-from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train
+from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
+from tests.running import penstock as command
 
 ASKED, YES, NO = ({"role": role, "content": text} for role, text in (("user", "tea?"), ("assistant", "yes"), ("assistant", "no")))
 PAIR = {"prompt": "tea? ", "chosen": "yes", "rejected": "no, never"}
@@ -52,8 +56,7 @@ def test_a_pair_is_two_sequences_of_which_the_answers_are_learned(tmp_path, row)
         learned = batch.targets[half][batch.targets[half] != -100]
         assert bytes(learned[:-1].tolist()).strip() == answer
         assert len(learned) == documents.n_learned[half]
-    chosen, rejected = (ids[: n - 5].tolist() for ids, n in zip(batch.input_ids[:2], (14, 14), strict=True))
-    assert chosen[:4] == rejected[:4]
+    assert torch.equal(*(batch.input_ids[half, :5] for half in (0, 1)))
 
 
 def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
@@ -98,13 +101,13 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
     files = [sorted((tea / out / "checkpoint-6").glob("*.safetensors")) for out in ("out", "again")]
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
     written = ("forward", plan, "--data", tea / "data", "--eval-data", tea / "held-out.jsonl", "--out", tea / "ref", *SCRATCH)
-    assert "24 answers" in succeeded(penstock(*written)).output
+    assert "24 answers" in succeeded(command(*written)).output
     assert (tea / "ref").read_bytes() == (tea / "out" / "reference.safetensors").read_bytes()
 
 
 def test_a_reference_of_something_else_is_refused(tea):
     plan, ref = plan_in(tea, *DPO), tea / "ref"
-    succeeded(penstock("forward", plan, "--data", tea / "data", "--out", ref, *SCRATCH))
+    succeeded(command("forward", plan, "--data", tea / "data", "--out", ref, *SCRATCH))
     one_line(train(tea, plan, "--reference", ref, "--seed", 1), 2, "another weights")
     other = plan_in(tea, *DPO, "--compute", "fp32", name="other.json")
     one_line(train(tea, other, "--reference", ref), 2, "another compute_dtype")
@@ -188,3 +191,38 @@ def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
     succeeded(train(tea, plan, *own, steps=2))
     (tea / "own.py").write_text(OWN.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
     one_line(train(tea, plan, *own, out="other"), 2, "another text than the plan's")
+
+
+def grpo(logits, targets, advantage, sampled):
+    """GRPO on rollouts that are given, normalised as DAPO is: clipped ratios to the policy that wrote them."""
+    logps = -F.cross_entropy(logits, targets, reduction="none")
+    ratio = (logps - sampled).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+class Rollouts:
+    """Groups of four completions; one with more even tokens than its group is the better one."""
+
+    extras = ("advantage", "sampled")
+
+    def batch(self, step):
+        ids = torch.randint(0, 96, (8, 32), generator=torch.Generator().manual_seed(step % 2))
+        targets = torch.where(torch.arange(32) < 8, -100, ids.roll(-1, 1))
+        rewards = (targets % 2 == 0).double().mean(1).view(2, 4)
+        advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+        brought = {"advantage": advantage, "sampled": torch.full((8, 32), -math.log(272))}
+        return Batch(ids, targets, extras={name: brought[name] for name in self.extras})
+
+
+def test_a_loss_of_ones_own_gets_what_ones_own_batches_bring(home):
+    sizes = {"seq_len": 32, "batch_size": 8, "micro_batch": 4, "compute_dtype": "fp32", "gradient_dtype": "fp32"}
+    found = penstock.plan(home / "model", "cpu-2core", loss=grpo, **sizes)
+    how = {"from_scratch": True, "loss": grpo, "lr": 1e-2}
+    done = penstock.train(found, Rollouts(), out=home / "out", steps=8, **how)
+    first, *_, last = (step.loss for step in done.metrics)
+    assert last < first - 0.1
+    Rollouts.extras = ("advantage",)
+    with pytest.raises(DataError, match=r"asks for extras\['sampled'\] of \(8,\) or \(8, 32\), and step 0 brings none"):
+        penstock.train(found, Rollouts(), out=home / "lacking", steps=1, **how)
+    with pytest.raises(DataError, match="asks batches for 'advantage', which no file brings"):
+        penstock.train(found, home / "data", out=home / "files", steps=1, settings={"tokenizer": "bytes"}, **how)
