@@ -234,8 +234,7 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     plan, device = checked(file, where).plan, device_of(settings.device)
     if plan.semantics.ranks > 1 or device == "emulated":
         raise PlanError(f"{where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
-    if device == "cuda":
-        settle_kernels(plan, settings.deterministic)
+    settle_kernels(plan, device, settings.deterministic)
     loss = planned_loss(plan.semantics.objective, settings.loss)
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, None)
