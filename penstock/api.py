@@ -379,7 +379,7 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
     from penstock.data.given import Given
-    from runtime.layers.documents import supports_documents
+    from runtime.layers.apart import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     given = Given(

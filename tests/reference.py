@@ -5,6 +5,7 @@ It shares no code with the runtime.
 
 import hashlib
 import math
+import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -233,27 +234,31 @@ def length_class(n: int) -> int:
     return n + -n % (64 if n < 768 else 256)
 
 
-def each_alone(module, query, key, value, attention_mask, lengths, **others):
-    """Attention of each document by itself, padded: `lengths` of those of each sequence."""
-    rows = []
+def each_alone(module, query, key, value, attention_mask, lengths, sliding_window=None, **others):
+    """Attention of each document by itself, padded where no mask is needed: `lengths` of those of each sequence."""
+    eager, rows, window = module.config._attn_implementation == "eager_alone", [], sliding_window or query.shape[2]
+    attend = sys.modules[type(module).__module__].eager_attention_forward if eager else sdpa_attention_forward
+    bare = not eager and not others.get("dropout") and max(n for of_row in lengths for n in of_row) <= window
     for row, of_row in enumerate(lengths):
         parts, start = [], 0
         for n in of_row:
-            pads = query.dtype is torch.bfloat16 and n < query.shape[2] and not others.get("dropout")
-            room = (0, 0, 0, length_class(n) - n if pads else 0)
-            part = (F.pad(x[row : row + 1, :, start : start + n], room) for x in (query, key, value))
-            parts.append(sdpa_attention_forward(module, *part, None, **others)[0][:, :n])
+            room = (0, 0, 0, length_class(n) - n if bare and query.dtype is torch.bfloat16 and n < query.shape[2] else 0)
+            part = [F.pad(x[row : row + 1, :, start : start + n], room) for x in (query, key, value)]
+            mask = torch.ones(1, 1, n, n).tril().triu(1 - window) > 0
+            mask = torch.where(mask, 0, torch.finfo(query.dtype).min).to(query.dtype) if eager else mask
+            parts.append(attend(module, *part, mask if eager or n > window else None, **others)[0][:, :n])
             start += n
         rows.append(torch.cat(parts, dim=1))
     return torch.cat(rows), None
 
 
-AttentionInterface.register("each_alone", each_alone)  # for which transformers makes no mask
+for name in ("sdpa_alone", "eager_alone"):
+    AttentionInterface.register(name, each_alone)  # for which transformers makes no mask
 
 
 def packed(model: torch.nn.Module, semantics: Semantics, batch, rows: torch.Tensor) -> dict:
     """Keywords of the model's forward for sequences that are packed of documents."""
-    model.config._attn_implementation = semantics.attention if batch.document_tokens is None else "each_alone"
+    model.config._attn_implementation = semantics.attention + ("" if batch.document_tokens is None else "_alone")
     if batch.document_tokens is None:
         return {}
     lengths = [batch.document_tokens[row] for row in rows.tolist()]

@@ -91,14 +91,14 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     """Token ids that the model knows, and whether it attends to each document alone."""
-    from planner.model.workload import read_model
-    from runtime.layers.documents import supports_documents
+    from planner.model.workload import read_model, supported_attention
+    from runtime.layers.apart import supports_documents
     from runtime.plan import Semantics
 
     if folder is None or not (folder / "config.json").exists():
         return LONGEST, True
-    config = read_model(str(folder)).config
-    return int(config["vocab_size"]), supports_documents(config, Semantics(seq_len=seq_len, batch_size=1, micro_batch=1)) is None
+    how = Semantics(seq_len, 1, 1, attention=supported_attention(of := read_model(str(folder)))[0])  # type: ignore[arg-type]
+    return int(of.config["vocab_size"]), supports_documents(of.config, how) is None
 
 
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:

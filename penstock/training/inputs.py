@@ -19,7 +19,7 @@ from planner.model.config import download
 from planner.model.workload import read_model
 from runtime.errors import CheckpointError, DataError, PlanError
 from runtime.host.slabs import give_back_freed
-from runtime.layers.documents import supports_documents
+from runtime.layers.apart import supports_documents
 from runtime.layers.meta_models import difference
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan

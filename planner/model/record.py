@@ -25,7 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.errors import PenstockError, WorkloadError
-from runtime.layers.kernels import LIBRARY_KERNELS, PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
+from runtime.layers.kernels import (
+    EAGER_ATTENTION,
+    LIBRARY_KERNELS,
+    PLAIN_MLP,
+    ROTARY,
+    is_gated,
+    is_rms_norm,
+    rotates,
+    turns_whole,
+)
 from runtime.layers.meta_models import meta_model
 from runtime.layers.split import Call as LayerCall
 from runtime.layers.split import Split
@@ -34,7 +43,6 @@ from runtime.plan import Semantics
 from . import kept
 from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
 
-EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call it
 _OWN = {"rotary", "attention"}
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 MOST_RECORDED = 2  # sequences; larger micro-batches follow

@@ -6,9 +6,8 @@ The model's own forward is run around its layers (`layers/split.py`), so every a
 # B sequences, T tokens, N = B * T, D width, V vocabulary
 import copy
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,8 @@ from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
-from runtime.layers.documents import BY_DOCUMENT, supports_documents
+from runtime.layers.apart import supports_documents
+from runtime.layers.documents import attending, embed_packed
 from runtime.layers.kernels import fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
 from runtime.layers.pointwise import fastest
@@ -53,16 +53,13 @@ class Templates:
         """
         self.objective = semantics.objective
         self.loss_function = loss or known_loss(self.objective)
-        self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
+        self.config, self.workload, self.semantics, self.device = config, workload, semantics, device or torch.device("cpu")
         self.split = Split(meta_model(config, semantics))
         self.split.look()
         self.model, self.layers = self.split.model, self.split.layers
         self.head_weight, self._norm_prefix = f"{self.split.head_name}.weight", f"{self.split.norm_name}."
         has = [name for name in ("weight", "bias") if getattr(self.split.head, name, None) is not None]
         self._of_head = [f"{self.split.head_name}.{name}" for name in has]
-        self._no_documents = supports_documents(config, semantics)
-        if self._no_documents is None:
-            self.model.config._attn_implementation = BY_DOCUMENT
         self._refuse_surprises()
         self._trained = {p.name for block in workload.blocks for p in block.trained}
         pointwise = fastest(self.device, DTYPE[semantics.compute_dtype])
@@ -109,18 +106,16 @@ class Templates:
         own = _within(f"{self.split.embedding_name}.", weights)
         return functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))  # type: ignore[no-any-return]
 
-    def by_document(self, inputs: Call, packed: Batch) -> Call:
-        """What a layer is passed if its sequences are packed; WorkloadError where the model cannot attend by document."""
-        if self._no_documents is not None:
-            raise WorkloadError(f"{self._no_documents}; choose another packing")
+    def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
+        """The same for sequences that are packed of documents, where layers are passed `plain` if they are not; WorkloadError where
+        the model cannot keep documents apart."""
+        if (why := supports_documents(self.config, self.semantics)) is not None:
+            raise WorkloadError(f"{why}; choose another packing")
         assert packed.positions_BT is not None
-        like = packed.positions_BT.new_empty(0, dtype=DTYPE[self.semantics.compute_dtype])
-        body: Any = self.split.body
-        return replace(inputs, others={
-            "position_ids": packed.positions_BT,
-            "position_embeddings": body.rotary_emb(like, position_ids=packed.positions_BT),
-            "document_tokens": packed.document_tokens,
-        })  # fmt: skip
+        assert packed.document_tokens is not None
+        prefix = f"{self.split.body_name}."
+        short = {name.removeprefix(prefix): w for name, w in weights.items()}
+        return embed_packed(self.split, short, packed.input_ids, packed.positions_BT, plain, packed.document_tokens)
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
         """The output (B, T, D) of decoder layer number `block` (1 is the first).
@@ -128,9 +123,11 @@ class Templates:
         With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
         """
         own, (args, kwargs) = _within(self._prefix(block), weights), inputs.arguments(hidden_BTD)
-        if self._tiled is not None:
-            return inputs.output(self._tiled[block - 1](own, args, kwargs, again))
-        return inputs.output(functional_call(self.layers[block - 1], own, args, kwargs))
+        attention = self.workload.blocks[block].attention
+        with attending(inputs, self.semantics.attention, None if attention is None else attention.window):
+            if self._tiled is not None:
+                return inputs.output(self._tiled[block - 1](own, args, kwargs, again))
+            return inputs.output(functional_call(self.layers[block - 1], own, args, kwargs))
 
     # -- the head ---------------------------------------------------------------------------------------------------
 

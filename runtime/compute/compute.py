@@ -101,6 +101,7 @@ class Compute:
         elif op.block == self._head_block:
             targets_BT = self.inputs.of(m).targets
             self._head(LastHidden(self.templates, self._weights(op), self._at(op, op["x"]), targets_BT, step, m))
+            self.inputs.done(m)
             return
         if op.block == 0:
             self._begin(step)
@@ -173,6 +174,8 @@ class Compute:
         graph = self._graphs.pop((op.block, op.micro_batch))
         gradients = torch.autograd.grad(graph.edge, graph.inputs, self._at(op, op["y"]), allow_unused=True)
         self._site = None
+        if op.block == self._first_trained:
+            self.inputs.done(op.micro_batch)
         if op.block:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
@@ -240,8 +243,7 @@ class Inputs:
 
     The model's own forward makes masks and positions and looks at them from the host, which on a GPU waits for all that was issued.
     It runs for the first two micro-batches of a shape; if both had the same, and nothing was done to the embedding but look it up,
-    looking it up is all that the others need. Positions of packed documents are each micro-batch's own, and made for each layer:
-    kept for a group they would be memory that no plan has set aside.
+    looking it up is all that the others need. Positions of packed documents are each micro-batch's own.
     """
 
     def __init__(self, templates: Templates, batches: Batches) -> None:
@@ -251,8 +253,7 @@ class Inputs:
         self._batch: tuple[int, Batch] | None = None  # of the step at work
         self.first: dict[int, list[Call]] = {}  # by sequences: what the first such micro-batch's layers were passed
         self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
-        self.passed: dict[int, list[Call]] = {}  # by micro-batch
-        self.packed: dict[int, Batch | None] = {}  # by micro-batch, where its sequences are packed
+        self.passed: dict[int, list[Call]] = {}  # by micro-batch, until it is done
 
     def forget(self) -> None:
         """Drop the step at work."""
@@ -273,10 +274,15 @@ class Inputs:
     def embed(self, weights: Weights, m: int) -> torch.Tensor:
         """The first layer's input; what layers are passed besides is noted."""
         batch = self.of(m)
-        if batch.document_tokens is not None and batch.positions_BT is None:
-            batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
         tokens_BT, n_sequences = batch.input_ids, len(batch.input_ids)
-        self.packed[m] = batch if batch.document_tokens is not None else None
+        if batch.document_tokens is not None:
+            if batch.positions_BT is None:
+                batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
+            if n_sequences not in self.first:
+                with torch.no_grad():
+                    self.first[n_sequences] = self.templates.embed(weights, tokens_BT)[1]
+            hidden_BTD, self.passed[m] = self.templates.embed_packed(weights, batch, self.first[n_sequences])
+            return hidden_BTD
         if n_sequences in self.alike:
             self.passed[m] = self.first[n_sequences]
             return self.templates.looked_up(weights, tokens_BT)
@@ -291,8 +297,11 @@ class Inputs:
 
     def of_layer(self, block: int, m: int) -> Call:
         """What layer number `block` is passed for the micro-batch that was embedded last under this number."""
-        passed, packed = self.passed[m][block - 1], self.packed[m]
-        return passed if packed is None else self.templates.by_document(passed, packed)
+        return self.passed[m][block - 1]
+
+    def done(self, m: int) -> None:
+        """Drop what the layers of a micro-batch were passed."""
+        self.passed.pop(m, None)
 
 
 def _same(new: Any, old: Any) -> bool:

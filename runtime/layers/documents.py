@@ -1,79 +1,125 @@
 """Attention by document: each token of a packed sequence attends to its own document alone.
 
-There is no mask, which would be as large as the square of a sequence: torch's fused attention is called for one document after the
-other, on views of queries, keys and values, and its results go to their places among the sequence's. So autograd keeps what it
-keeps of attention to whole sequences, and no tensor whose size a document's length decides outlives the document's turn. How long
-documents are is known on the host, so that no device is asked.
+The model's own attention is called for one document after the other, on views of queries, keys and values, and its results go to
+their places among the sequence's; of a mask, if there is one, it gets the part that a sequence of the document's length has. Where
+torch's fused attention needs no mask, autograd keeps what it keeps of attention to whole sequences, and no tensor whose size a
+document's length decides outlives the document's turn. How long documents are is known on the host, so that no device is asked.
 """
 
 # B sequences, T tokens of a sequence or a document, H heads, E width of a head
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runtime.plan import Semantics
-from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, DOCUMENT_TYPES, padded_tokens
+from runtime.errors import WorkloadError
+from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
-from .meta_models import read_config
-
-BY_DOCUMENT = "sdpa_by_document"
+from .kernels import EAGER_ATTENTION
+from .recompute import unnoticed
+from .split import Call, Split
 
 
-def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | None:
-    """None where a model can attend by document; else why not, in a few words. WorkloadError for a model that cannot be built."""
-    model_type = config.get("model_type")
-    if model_type not in DOCUMENT_TYPES:
-        return f"attention by document is not there for {str(model_type)[:40]} models, whose attention is not a fused one"
-    if semantics.attention != "sdpa":
-        return f"attention by document needs fused attention, and the plan says {semantics.attention}"
-    as_read = vars(read_config(config))
-    window, layers = as_read.get("sliding_window"), as_read.get("layer_types")
-    slides = isinstance(window, int) and (not isinstance(layers, list) or "sliding_attention" in layers)
-    if slides and window < semantics.seq_len:
-        return (
-            f"attention by document is not there for windows: this model's is of {window} tokens, a sequence of {semantics.seq_len}"
-        )
-    return None
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What attention has to know of packed sequences: lengths of documents, masks that the layer is given, and how many tokens each
+    sees at most, if not all. `own`: transformers' attention of that name; None: the module has one itself."""
+
+    n_tokens: tuple[tuple[int, ...], ...]
+    masks: tuple[Tensor, ...]
+    window: int | None
+    own: Any
+
+
+@contextmanager
+def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
+    """Until the context ends, a layer that is called so attends by document, if its sequences are packed.
+
+    `attention` is transformers' name of the one that it has, `window` how many tokens each sees at most, if not all."""
+    if call.documents is None:
+        yield
+        return
+    masks, own = tuple(t for t in call.leaves if isinstance(t, Tensor) and t.dim() == 4), ALL_ATTENTION_FUNCTIONS.get(attention)
+    packed = _Packed(call.documents, masks, window, own)
+    ALL_ATTENTION_FUNCTIONS[attention] = partial(_by_document, packed)
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[attention]
+
+
+def embed_packed(
+    split: Split,
+    weights: Mapping[str, Tensor] | None,
+    tokens_BT: Tensor,
+    positions_BT: Tensor,
+    plain: Sequence[Call],
+    documents: tuple[tuple[int, ...], ...],
+) -> tuple[Tensor, list[Call]]:
+    """The first layer's input (B, T, D) of packed sequences, and what each layer is passed besides.
+
+    Positions are the documents'. Masks are those of sequences that are not packed, as in `plain`: in their place the model gets one
+    of no size, which transformers hands to layers as it is."""
+    no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
+    split.around(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
+    hidden_BTD, calls = split.noted()
+    if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
+        raise WorkloadError("its layers are given other things with positions than without")
+    found = []
+    for call, of in zip(calls, plain, strict=True):
+        leaves = tuple(p if t is no_mask else t for t, p in zip(call.leaves, of.leaves, strict=True))
+        found.append(replace(call, leaves=leaves, documents=documents))
+    return hidden_BTD, found
 
 
 def _by_document(
+    packed: _Packed,
     module: torch.nn.Module,
     query_BHTE: Tensor,
     key_BHTE: Tensor,
     value_BHTE: Tensor,
     attention_mask: Tensor | None,
-    document_tokens: tuple[tuple[int, ...], ...] | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, (B, H, T, E) to (B, T, H, E). Without documents it is transformers' own."""
+    """Attention as transformers calls it, (B, H, T, E) to (B, T, H, E)."""
     given = query_BHTE, key_BHTE, value_BHTE
-    others |= {"dropout": dropout, "scaling": scaling}
-    if document_tokens is None:
-        return sdpa_attention_forward(module, *given, attention_mask, **others)
-    if dropout == 0.0 and _is_fused(*given):
-        n_of_all = [n for of_sequence in document_tokens for n in of_sequence]
+    places = {mask.untyped_storage().data_ptr() for mask in packed.masks}  # a layer may hand on a view
+    if attention_mask is not None and attention_mask.untyped_storage().data_ptr() not in places:
+        raise WorkloadError("its attention makes masks of its own")
+    n_of_all = [n for of_sequence in packed.n_tokens for n in of_sequence]
+    seen = 0  # tokens of a document that needs no mask, for it would hide only what comes after each
+    if packed.own is not None and (attention_mask is None or attention_mask.dtype is torch.bool):
+        seen = query_BHTE.shape[2] if attention_mask is None or packed.window is None else packed.window
+    usual = others.get("is_causal", True) and all(others.get(name) is None for name in ("position_bias", "softcap"))
+    if max(n_of_all) <= seen and usual and dropout == 0.0 and _is_fused(*given):
         return _Attention.apply(*given, n_of_all, scaling), None  # type: ignore[no-untyped-call]
-    attend: Any = sdpa_attention_forward
+    attend = packed.own or type(module).forward.__globals__[EAGER_ATTENTION]
     done = []
     # Parts are not slices: the gradient of each would be as large as what it was cut from
-    for n_tokens, *sequence in zip(document_tokens, *(x.split(1) for x in given), strict=True):
-        parts = zip(*(x.split(list(n_tokens), 2) for x in sequence), strict=True)
-        done.append(torch.cat([attend(module, *part, None, **others)[0] for part in parts], 1))
+    for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in given), strict=True)):
+        of_row = []
+        for part in zip(*(x.split(list(n_tokens), 2) for x in sequence), strict=True):
+            n, mask = part[0].shape[2], attention_mask
+            if mask is not None:
+                mask = None if n <= seen else mask[row if len(mask) > 1 else 0, None, ..., :n, :n]
+            with unnoticed():  # of many small results no slot has room, so tiers make them again
+                of_row.append(attend(module, *part, mask, dropout=dropout, scaling=scaling, **others)[0])
+        done.append(torch.cat(of_row, 1))
     return torch.cat(done), None
 
 
 def _is_fused(query_BHTE: Tensor, key_BHTE: Tensor, value_BHTE: Tensor) -> bool:
     """Whether torch has the kernel that is called for each document: on CUDA also where it would rather take cuDNN's."""
-    if query_BHTE.is_cuda and query_BHTE.shape[-1] % CUDA_HEAD_ELEMENTS:
+    if query_BHTE.shape[-1] != value_BHTE.shape[-1] or (query_BHTE.is_cuda and query_BHTE.shape[-1] % CUDA_HEAD_ELEMENTS):
         return False
     has_groups = query_BHTE.shape[1] != key_BHTE.shape[1]
     choice = torch._fused_sdp_choice(query_BHTE, key_BHTE, value_BHTE, None, 0.0, True, enable_gqa=has_groups)
@@ -171,5 +217,3 @@ def _padded(x: Tensor, n_tokens: int) -> Tensor:
 LIBRARY = torch.library.Library("penstock", "DEF")
 LIBRARY.define("attention_by_document(Tensor query, Tensor key, Tensor value, int[] n_tokens, float? scale) -> (Tensor, Tensor)")
 LIBRARY.impl("attention_by_document", _attention_by_document, "CompositeExplicitAutograd")
-AttentionInterface.register(BY_DOCUMENT, _by_document)
-AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)  # for sequences that are not packed

@@ -27,6 +27,7 @@ from .recompute import unnoticed
 
 CALL_BY_CALL = Pointwise()
 NORM_ROWS = 1024  # that a CPU's norm has in fp32 at a time
+EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call their own
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 # The parts of an MLP that is down(act(gate(x)) * up(x)), which treats every row for itself
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}

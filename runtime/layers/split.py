@@ -7,7 +7,7 @@ each must be given the very tensor that the one before returned. A model that is
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ class Call:
     spec: Any
     at: int
     out_at: int
-    others: Mapping[str, Any] = field(default_factory=dict)  # take the place of arguments of their names
+    documents: tuple[tuple[int, ...], ...] | None = None  # tokens of those of which each sequence is packed
 
     def arguments(self, hidden_BTD: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """By position and by name."""
         leaves = list(self.leaves)
         leaves[self.at] = hidden_BTD
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs | self.others
+        return args, kwargs
 
     def output(self, returned: Any) -> torch.Tensor:
         """The hidden state (B, T, D) among what a layer returns."""

@@ -6,15 +6,13 @@ out what a process has before a plan is begun: a GPU's context, and Python with 
 
 from .plan import Plan
 from .setup import Place, Setup
-from .workload import ITEM_BYTES, Saved
+from .workload import ITEM_BYTES, Attention, Saved
 
-# Of the types whose attention can be a fused one, all can attend document by document
-DOCUMENT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "ernie4_5", "smollm3", "internlm3", "mixtral", "qwen3_moe")
-WIDE_TABLES = ("ernie4_5",)  # types whose layers keep cosines and sines of their own, in fp32: a plan books those of one sequence
 # Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
 # 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
 SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
 USUAL_WORKSPACE_BYTES = 2**30  # assumed, of a GPU whose profile is not at hand
+INT64 = 8  # bytes of a position
 CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 
@@ -48,13 +46,12 @@ def host_needs(plan: Setup) -> dict[str, int]:
 def document_bytes(plan: Setup, on_cuda: bool) -> int:
     """Device memory that documents take at most beyond what a plan books, whatever their lengths.
 
-    Of each layer under `keep`, for each micro-batch of a group, the cosines and sines of positions; and while a layer attends to
-    one document, what that makes, and on a processor what is padded for it. Where torch has no fused attention to call for each
-    document, autograd keeps what attention made a second time: as the results of documents, and joined.
+    Of each micro-batch of a group positions with their cosines and sines; of each layer under `keep` what it may make of those, in
+    fp32, where a plan books one sequence's; and while a layer attends to one document, what that makes, and on a processor what is
+    padded for it. Where there is no fused attention without a mask to call for each document, autograd keeps what attention made
+    a second time: as the results of documents, and joined. It is booked of any model: whether one can is proven when it runs.
     """
     of, config = plan.semantics, plan.model.config
-    if config.get("model_type") not in DOCUMENT_TYPES or of.attention != "sdpa":
-        return 0
     item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
     pads = not on_cuda and of.compute_dtype == "bf16"
     n_computed, keeping = padded_tokens(of.seq_len) if pads else of.seq_len, {*plan.policy.saving(Saved.ALL)}
@@ -65,23 +62,24 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         n_heads, width = attention.n_heads, attention.head_dim
         said = config.get("num_key_value_heads")
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
-        if n_keeping:
-            n_joined = 0 if _calls_fused(plan, width, on_cuda) else n_heads
-            wide = config.get("model_type") in WIDE_TABLES
-            table_bytes = 2 * (ITEM_BYTES["fp32"] * (attention.n_sequences - 1) if wide else item_bytes * attention.n_sequences)
-            kept_bytes += n_keeping * of.seq_len * width * (table_bytes + attention.n_sequences * n_joined * item_bytes)
+        n, table_bytes, wide_bytes = attention.n_sequences, 2 * width * item_bytes, 2 * width * ITEM_BYTES["fp32"]
+        joined_bytes = 0 if _calls_fused(plan, attention, on_cuda) else n * n_heads * width * item_bytes
+        tables_bytes = max(n_keeping * n * table_bytes, n * (table_bytes + INT64) + n_keeping * (n - 1) * wide_bytes)
+        kept_bytes += of.seq_len * (tables_bytes + n_keeping * joined_bytes)
         # Most in backward: gradients of queries, keys, values, a copy of the sums; padded, those three too, results, its gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads
         token_bytes = (n_made + pads * n_padded) * width * item_bytes + n_heads * ITEM_BYTES["fp32"]
-        turn_bytes = max(turn_bytes, n_computed * token_bytes)
+        turn_bytes = max(turn_bytes, n_computed * token_bytes + of.seq_len * joined_bytes)
     return plan.policy.accumulation_group * kept_bytes + turn_bytes
 
 
-def _calls_fused(plan: Setup, head_dim: int, on_cuda: bool) -> bool:
-    """Whether the plan's documents have fused attention there."""
-    if plan.model.config.get("attention_dropout"):
+def _calls_fused(plan: Setup, attention: Attention, on_cuda: bool) -> bool:
+    """Whether the plan's documents have fused attention there, without a mask."""
+    if plan.semantics.attention != "sdpa" or plan.model.config.get("attention_dropout") or attention.window is not None:
         return False
-    return not on_cuda or (plan.semantics.compute_dtype != "fp32" and head_dim % CUDA_HEAD_ELEMENTS == 0)
+    if "v_head_dim" in plan.model.config:  # values of another width than keys
+        return False
+    return not on_cuda or (plan.semantics.compute_dtype != "fp32" and attention.head_dim % CUDA_HEAD_ELEMENTS == 0)
 
 
 def padded_tokens(n_tokens: int) -> int:

@@ -85,7 +85,7 @@ def test_a_run_accepts_a_plan_that_fits_and_no_byte_less(plan: Plan, data: st.Da
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_bookings_name_kernels_workspaces_and_documents(machine: str) -> None:
-    """Types whose attention is spelled out have no documents; a profile without workspaces books none."""
+    """A profile without workspaces books neither."""
     profile, model, how = read_profile(machine), Model(tiny_config("llama")), semantics_of("llama", seq_len=100)
     plan = lower(model, build_workload(model, how), how, Policy(), profile.to_json())
     needs, on_cuda = footprint(plan, profile).device, profile.device.kind == "cuda"
@@ -94,7 +94,6 @@ def test_bookings_name_kernels_workspaces_and_documents(machine: str) -> None:
         needs = planned_device_needs(plan, is_cuda)
         assert needs["kernels and workspaces"] == (2**30 if is_cuda else 0)
         assert needs["documents"] == document_bytes(plan, is_cuda) != document_bytes(plan, not is_cuda)
-    assert document_bytes(plan_of(tiny_config("gemma2"), semantics_of("gemma2"), Policy()), on_cuda=True) == 0
     assert "workspace_bytes" not in PROFILE["device"]
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
     assert sum(planned_device_needs(plan).values()) == plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes

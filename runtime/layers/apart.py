@@ -1,0 +1,164 @@
+"""Proof that a model keeps the documents of a packed sequence apart: its own layers, cut down, on documents packed and alone.
+
+A layer of each kind is run on random numbers. What it makes of a document must not depend on what is packed beside it, nor on where
+in the sequence that is: so its tokens meet in attention alone, and its positions and masks are the documents'.
+"""
+
+# B sequences, T tokens, D width
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runtime.batch import positions_of
+from runtime.plan import Semantics
+
+from .documents import attending, embed_packed
+from .meta_models import meta_model, read_config
+from .split import Call, Split
+
+DOCUMENTS = ((5, 7, 1), (13,))  # of two sequences, longer and shorter than the window
+N_IDS, WINDOW, INNER = 64, 4, 32  # of the model cut down: token ids, tokens that a window shows, width within an MLP
+WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+TOLERANCE = 1e-5  # of the largest result: what fp32 rounds where products have other shapes; a leak is a thousand times as much
+
+
+def supports_documents(config: dict[str, Any], semantics: Semantics) -> str | None:
+    """None where a model keeps packed documents apart; else why not. WorkloadError for a model that cannot be built."""
+    return _refusal(json.dumps(config, sort_keys=True, default=str), semantics.attention, semantics.seq_len)
+
+
+@lru_cache(maxsize=64)
+def _refusal(config: str, attention: str, seq_len: int) -> str | None:
+    model_type = str(json.loads(config).get("model_type"))[:40]
+    read_config(json.loads(config))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            why = _Proof(json.loads(config), attention, seq_len).refusal()
+    except Exception as error:  # whatever the model's code makes of positions, masks and sizes that it does not expect
+        why = " ".join((str(error) or type(error).__name__).split())[:120]
+    gc.collect()  # a model refers to itself, and would stay for a while
+    return why and f"documents of a packed sequence cannot be kept apart in {model_type} models: {why}"
+
+
+class _Proof:
+    """A model cut down, whose parts are made as they are asked for."""
+
+    def __init__(self, config: dict[str, Any], attention: str, seq_len: int) -> None:
+        small = _cut_down(config, seq_len)
+        self.attention, self.seq_len = attention, seq_len
+        semantics: Any = Semantics(1, 1, 1, compute_dtype="fp32", attention=attention)  # type: ignore[arg-type]
+        self.split = Split(meta_model(small, semantics))
+        self.split.look()
+        self.split.make_buffers("cpu", of_layers=True)
+        self.split.model.eval()
+        self.generator = torch.Generator().manual_seed(0)
+        self.made: dict[int, nn.Parameter] = {}  # one that is tied has two places
+        for part in self.split._outside():
+            self._make(part)
+        self.n_tokens = sum(DOCUMENTS[0])
+        self.tokens_BT = torch.randint(N_IDS, (len(DOCUMENTS), self.n_tokens), generator=self.generator)
+
+    def _make(self, part: nn.Module) -> None:
+        """Random weights in the place of those without numbers, large enough to be seen."""
+        for name, p in part._parameters.items():
+            if p is not None and id(p) not in self.made:
+                drawn = torch.randn(p.shape, generator=self.generator)
+                self.made[id(p)] = nn.Parameter(drawn * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + drawn / 4)
+            if p is not None:
+                part._parameters[name] = self.made[id(p)]
+
+    def _of(self, tokens_BT: Tensor) -> tuple[Tensor, list[Call]]:
+        self.split.around(None, input_ids=tokens_BT, use_cache=False)
+        return self.split.noted()
+
+    def refusal(self) -> str | None:
+        """Why documents are not kept apart."""
+        if not self._places_are_the_documents():
+            return "positions depend on how long other documents are"
+        plain = self._of(self.tokens_BT)[1]
+        packed_BTD, packed = embed_packed(self.split, None, self.tokens_BT, positions_of(DOCUMENTS), plain, DOCUMENTS)
+        alone = [(at, *self._of(self.tokens_BT[at])) for at in _places()]
+        if not all(_alike(packed_BTD[at], hidden_BTD) for at, hidden_BTD, _ in alone):
+            return "what comes before its layers does not know documents by their positions"
+        kinds = {self.split.kind(layer, call): i for i, (layer, call) in enumerate(zip(self.split.layers, plain, strict=True))}
+        for i in kinds.values():
+            if not self._is_apart(i, packed[i], [(at, calls[i]) for at, _, calls in alone], packed_BTD.shape):
+                return f"{type(self.split.layers[i]).__name__} lets tokens meet outside of transformers' attention interface"
+        return None
+
+    def _places_are_the_documents(self) -> bool:
+        """Whether what layers are given of positions at the beginning of a sequence is the same beside the last ones."""
+        last, first, tokens = [max(0, self.seq_len - 2), self.seq_len - 1], [0, 1], torch.zeros(2, 2, dtype=torch.long)
+        both, alone = (
+            embed_packed(self.split, None, tokens[: len(at)], torch.tensor(at), self._of(tokens[: len(at)])[1], ())[1]
+            for at in ([last, first], [first])
+        )
+        found = zip((t for call in both for t in call.leaves), (t for call in alone for t in call.leaves), strict=True)
+        return all(_alike(b[-1:], a) for b, a in found if isinstance(a, Tensor) and b.shape != a.shape)
+
+    def _is_apart(self, i: int, packed: Call, alone: list[tuple[Any, Call]], shape: Sequence[int]) -> bool:
+        """Whether a layer makes of each document what it makes of the document alone."""
+        layer = self.split.layers[i]
+        for part in layer.modules():
+            self._make(part)
+        for held in layer.buffers():  # of which some come from files
+            held.nan_to_num_(0.5)
+        x_BTD = torch.randn(shape, generator=self.generator)
+        args, kwargs = packed.arguments(x_BTD)
+        with attending(packed, self.attention, _window(packed, self.n_tokens)):
+            out_BTD = packed.output(layer(*args, **kwargs))
+        for at, call in alone:
+            args, kwargs = call.arguments(x_BTD[at])
+            if not _alike(out_BTD[at], call.output(layer(*args, **kwargs))):
+                return False
+        return True
+
+
+def _places() -> Iterator[tuple[slice, slice]]:
+    """Of each document its sequence and its tokens there."""
+    for row, lengths in enumerate(DOCUMENTS):
+        for n, end in zip(lengths, torch.tensor(lengths).cumsum(0).tolist(), strict=True):
+            yield slice(row, row + 1), slice(end - n, end)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.dtype is torch.bool:
+        return torch.equal(one, other)
+    return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
+
+
+def _window(call: Call, seq_len: int) -> int | None:
+    """Tokens that each sees at most, if a mask hides more than what comes after it."""
+    masks = (t for t in call.leaves if isinstance(t, Tensor) and t.shape[-2:] == (seq_len, seq_len))
+    seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
+    return min((n for n in seen if n < seq_len), default=None)
+
+
+def _cut_down(config: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """The same model, narrower, with fewer heads and token ids; windows that hide something hide it of short documents too."""
+    full = read_config(config)
+    n_heads, n_kv_heads, width = (getattr(full, k, None) for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    small: dict[str, Any] = {"vocab_size": N_IDS}
+    if isinstance(n_heads, int) and isinstance(width, int):
+        n_groups = n_kv_heads if isinstance(n_kv_heads, int) and n_kv_heads > 1 else None
+        times = gcd(n_heads, width, n_groups or 0)
+        times //= 2 - times % 2  # of each group of heads two stay, if there are
+        small |= {"num_attention_heads": n_heads // times, "hidden_size": width // times}
+        small |= {} if n_groups is None else {"num_key_value_heads": n_groups // times}
+    for key, value in full.to_dict().items():
+        if type(value) is int and ("intermediate" in key or key in ("ffn_dim", "n_inner", "ffn_hidden_size")):
+            small[key] = INNER
+        elif value == width and key.endswith("_dim") and key != "head_dim":
+            small[key] = small.get("hidden_size", width)
+        elif type(value) is int and key.endswith("token_id"):
+            small[key] = 0
+        elif type(value) is int and key in WINDOWS and value < seq_len:
+            small[key] = WINDOW
+    named = {key if key in config else full.attribute_map.get(key, key): value for key, value in small.items()}
+    return config | named
