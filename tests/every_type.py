@@ -58,10 +58,22 @@ def verdict(model_type: str) -> str:
     return "accepted" if not found else "not the same: another loss than that of its own forward(labels=...)"
 
 
+def meeting(model_type: str) -> str | None:
+    """Why documents of a packed sequence are not kept apart in models of that type, in the words of a run; None: they are."""
+    from planner.model.workload import supported_attention
+    from runtime.layers.apart import supports_documents
+    from runtime.plan.workload import Model
+    from tests.training import semantics_of
+
+    config = tiny(model_type)
+    return supports_documents(config, semantics_of(model_type, attention=supported_attention(Model(config))[0]))
+
+
 def page(verdicts: dict[str, str]) -> str:
     """The page of all types."""
     import transformers
 
+    meet = {name: why.partition(": ")[2] for name, word in verdicts.items() if word == "accepted" and (why := meeting(name))}
     version = transformers.__version__
     n = sum(word == "accepted" for word in verdicts.values())
     others = {name: word for name, word in verdicts.items() if word != "accepted"}
@@ -75,6 +87,12 @@ all of them again.
 
 Accepted: {", ".join(name for name, word in verdicts.items() if word == "accepted")}.
 
+In {n - len(meet)} of them documents of a packed sequence are kept apart, which is proven of each model when it is run
+([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence; here is why, of a tiny one.
+
+| accepted, but not with documents packed | why |
+| --- | --- |
+{"".join(f"| {name} | {why} |{chr(10)}" for name, why in meet.items())}
 | refused, or not accepted | why |
 | --- | --- |
 """ + "".join(f"| {name} | {word.partition(': ')[2].replace('|', '/')} |\n" for name, word in others.items())

@@ -25,16 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.errors import PenstockError, WorkloadError
-from runtime.layers.kernels import (
-    EAGER_ATTENTION,
-    LIBRARY_KERNELS,
-    PLAIN_MLP,
-    ROTARY,
-    is_gated,
-    is_rms_norm,
-    rotates,
-    turns_whole,
-)
+from runtime.layers.kernels import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
 from runtime.layers.meta_models import meta_model
 from runtime.layers.split import Call as LayerCall
 from runtime.layers.split import Split
