@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime.batch import positions_of
+from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 
 from .documents import attending, embed_packed
@@ -40,8 +42,10 @@ def _refusal(config: str, attention: str, seq_len: int) -> str | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             why = _Proof(json.loads(config), attention, seq_len).refusal()
+    except WorkloadError as error:
+        why = str(error)
     except Exception as error:  # whatever the model's code makes of positions, masks and sizes that it does not expect
-        why = " ".join((str(error) or type(error).__name__).split())[:120]
+        why = f"a small one could not be tried ({' '.join((str(error) or type(error).__name__).split())[:120]})"
     gc.collect()  # a model refers to itself, and would stay for a while
     return why and f"documents of a packed sequence cannot be kept apart in {model_type} models: {why}"
 
@@ -111,13 +115,27 @@ class _Proof:
             held.nan_to_num_(0.5)
         x_BTD = torch.randn(shape, generator=self.generator)
         args, kwargs = packed.arguments(x_BTD)
-        with attending(packed, self.attention, _window(packed, self.n_tokens)):
+        with attending(packed, self.attention, _window(packed, self.n_tokens)), _NoPlaces(self.n_tokens):
             out_BTD = packed.output(layer(*args, **kwargs))
         for at, call in alone:
             args, kwargs = call.arguments(x_BTD[at])
             if not _alike(out_BTD[at], call.output(layer(*args, **kwargs))):
                 return False
         return True
+
+
+class _NoPlaces(TorchDispatchMode):
+    """WorkloadError where a layer numbers the tokens of a sequence itself: it may do so for what begins at many thousands."""
+
+    def __init__(self, n_tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.n_tokens = n_tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "arange" and out.numel() == self.n_tokens:
+            raise WorkloadError("a layer numbers tokens by their places in the sequence")
+        return out
 
 
 def _places() -> Iterator[tuple[slice, slice]]:
