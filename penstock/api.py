@@ -333,6 +333,7 @@ def train(
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
+    keep_outlines()
     _, file = _file_of(plan)
     arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
     if given_twice := [name for name in settings or {} if name in arguments]:

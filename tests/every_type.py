@@ -18,10 +18,10 @@ TINY = json.loads((ROOT / "tests" / "tiny_types.json").read_text())  # keys of a
 
 
 def every_type() -> list[str]:
-    """Types that transformers' AutoModelForCausalLM knows, sorted."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Types that transformers' AutoModelForCausalLM and AutoModelForImageTextToText know, sorted."""
+    from transformers.models.auto import modeling_auto as auto
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
 def tiny(model_type: str) -> dict[str, Any]:
@@ -31,6 +31,12 @@ def tiny(model_type: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         there = AutoConfig.for_model(model_type).to_dict()
+        if isinstance(text := there.get("text_config"), dict) and "vision_config" in there:
+            parts = {"text_config": tiny(text["model_type"]), "vision_config": dict(TINY["vision"])}
+            if "rope_type" in (rope := parts["text_config"].get("rope_parameters") or {}):
+                n = int((parts["text_config"].get("head_dim") or 16) * rope.get("partial_rotary_factor", 1)) // 2
+                rope["mrope_section"] = [n - 2 * (n // 3), n // 3, n // 3]
+            return json.loads(json.dumps(AutoConfig.for_model(model_type, **parts).to_dict())) | {"model_type": model_type}
         kept = ("n_group", "topk_group", "sliding_window")  # where these are null, there is no such thing
         small = {k: v for k, v in TINY["small"].items() if k in there and not (there[k] is None and k in kept)}
         config = AutoConfig.for_model(model_type, **{**small, **TINY["by_hand"].get(model_type, {})}).to_dict()
@@ -41,15 +47,11 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 def verdict(model_type: str) -> str:
     """`accepted`, or why not."""
-    from planner.model.workload import supported_attention
     from runtime.errors import PenstockError
-    from runtime.plan.workload import Model
     from tests.runtime.test_outside import faults
 
     try:
-        config = tiny(model_type)
-        attention = supported_attention(Model(config))[0]
-        found = faults(config, compute_dtype="fp32", attention=attention)
+        found = faults(tiny(model_type))
     except PenstockError as error:
         return f"refused: {error}"
     except Exception as error:  # its configuration or its code asks for more than a test gives it
@@ -72,22 +74,27 @@ def meeting(model_type: str) -> str | None:
 def page(verdicts: dict[str, str]) -> str:
     """The page of all types."""
     import transformers
+    from transformers.models.auto import modeling_auto as auto
 
-    meet = {name: why.partition(": ")[2] for name, word in verdicts.items() if word == "accepted" and (why := meeting(name))}
-    version = transformers.__version__
-    n = sum(word == "accepted" for word in verdicts.values())
+    version, sees = transformers.__version__, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    texts, images = ({name: word for name, word in verdicts.items() if (name in sees) is is_in} for is_in in (False, True))
+    accepted, as_text = ([name for name, word in of.items() if word == "accepted"] for of in (texts, images))
+    meet = {name: why.partition(": ")[2] for name in accepted if (why := meeting(name))}
     others = {name: word for name, word in verdicts.items() if word != "accepted"}
     return f"""# Models
 
 Any causal language model of transformers is trained that is a chain of layers by proof, not by a list
-([design](design.md), [measured](benchmarks/models_2026-11-26.md)).
-Of the {len(verdicts)} types that transformers {version} builds, {n} are accepted: the first streamed
-step of a tiny one has the loss and every gradient of transformers' own `forward(labels=...)`. `python -m tests.every_type` asks
-all of them again.
+([design](design.md#models), [measured](benchmarks/models_2026-11-26.md), [again](benchmarks/self-test_cpu-2core_2026-11-26.md)).
+Of the {len(texts)} types that transformers {version} builds, {len(accepted)} are accepted: the first streamed
+step of a tiny one has the bits of the loss, and of every gradient, of transformers' own `forward(labels=...)`, in fp32 on a CPU.
+`python -m tests.every_type` asks all of them again, and a [self-test](design.md#models) asks yours at its first run.
 
-Accepted: {", ".join(name for name, word in verdicts.items() if word == "accepted")}.
+Accepted: {", ".join(accepted)}.
 
-In {n - len(meet)} of them documents of a packed sequence are kept apart, which is proven of each model when it is run
+Of {len(images)} vision-language types {len(as_text)} are accepted, held to the same: their decoder of text is
+trained, on text alone, and their towers are saved along, unchanged: {", ".join(as_text)}.
+
+In {len(accepted) - len(meet)} of the former documents of a packed sequence are kept apart, which is proven of each model when it is run
 ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence; here is why, of a tiny one.
 
 | accepted, but not with documents packed | why |

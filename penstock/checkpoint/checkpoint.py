@@ -31,7 +31,7 @@ from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Parameter
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
-from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json
+from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json, towers
 from .tensor_files import Shards, write_new, write_tensors
 
 FORMAT_VERSION = 2
@@ -179,6 +179,15 @@ class CheckpointWriter:
         self.write_tensors(file, published, chain.from_iterable(each))
         self._file_of |= dict.fromkeys(published, file)
         self._n_bytes += sum(outline.nbytes for outline in published.values())
+
+    def copy_towers(self, folder: Path, config: Mapping[str, Any]) -> None:
+        """What a vision-language model's folder holds besides its decoder of text, unchanged, one tensor at a time."""
+        stored, names = towers(folder, config)
+        outlines = {name: torch.empty_like(stored[name], device="meta") for name in names}
+        outlines = dict(sorted(outlines.items(), key=lambda item: -item[1].itemsize))
+        self.write_tensors("model-towers.safetensors", outlines, map(stored.__getitem__, outlines))
+        self._file_of |= dict.fromkeys(outlines, "model-towers.safetensors")
+        self._n_bytes += sum(outline.nbytes for outline in outlines.values())
 
     def write_config(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
         """The configuration of a model whose weights are written in `dtype`, and the index of their files."""

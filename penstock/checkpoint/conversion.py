@@ -34,7 +34,7 @@ class Conversion:
         mapping = get_model_conversion_mapping(self._model)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        self._own = self._model.state_dict(keep_vars=True)
+        self.own = self._model.state_dict(keep_vars=True)
 
     def published(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """A module's weight under the names, and in the forms, of its files; of experts, one after the other."""
@@ -45,8 +45,8 @@ class Conversion:
         """Of each weight of the modules the tensors of files that make it up, each with the pattern that converts it."""
         found: dict[str, list[tuple[str, str | None]]] = {}
         for name in sorted(stored, key=dot_natural_key):
-            target, pattern = rename_source_key(name, self._renamings, self._converters, self._model.base_model_prefix, self._own)
-            if target not in self._own and name in self._own:  # what has a module's own name keeps it
+            target, pattern = rename_source_key(name, self._renamings, self._converters, self._model.base_model_prefix, self.own)
+            if target not in self.own and name in self.own:  # what has a module's own name keeps it
                 target, pattern = name, None
             found.setdefault(target, []).append((name, pattern))
         return found

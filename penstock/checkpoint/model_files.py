@@ -28,6 +28,7 @@ INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 
 _UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
@@ -96,6 +97,13 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
                     raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
                 place.copy_(tensor)
             yield name, whole
+
+
+def towers(folder: Path, config: Mapping[str, Any]) -> tuple[Shards, list[str]]:
+    """The tensors in a vision-language model's folder, and the names of those that are no weight of its decoder of text."""
+    stored, of = Shards(weight_files(folder)), conversion_of(config)
+    others = [name for target, sources in of.sources(stored).items() if target not in of.own for name, _ in sources]
+    return stored, sorted(others)
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str], dequantises: bool = False) -> None:

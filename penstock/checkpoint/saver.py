@@ -42,10 +42,11 @@ class Saver:
         tokenizer_from: Path | None,
         say: Callable[[str], None],
         first_step: int = 0,
+        towers_from: Path | None = None,
     ) -> None:
         """`fields(step)`: the JSON part of the state after `step` steps. That after `first_step` is not saved."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
-        self._fields, self._tokenizer_from = fields, tokenizer_from
+        self._fields, self._tokenizer_from, self._towers_from = fields, tokenizer_from, towers_from
         # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
@@ -168,6 +169,8 @@ class Saver:
                 outlines = {name: torch.empty_like(value, device="meta") for name, value in constants.items()}
                 if constants:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
+                if self._towers_from is not None:
+                    files.copy_towers(self._towers_from, plan.model.config)
                 files.write_config(plan.model.config, DTYPE[plan.semantics.compute_dtype])
             if self._tokenizer_from is not None:
                 files.copy_tokenizer(self._tokenizer_from)

@@ -94,11 +94,12 @@ def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     from planner.model.workload import read_model, supported_attention
     from runtime.layers.apart import supports_documents
     from runtime.plan import Semantics
+    from runtime.plan.workload import text_of
 
     if folder is None or not (folder / "config.json").exists():
         return LONGEST, True
     how = Semantics(seq_len, 1, 1, attention=supported_attention(of := read_model(str(folder)))[0])  # type: ignore[arg-type]
-    return int(of.config["vocab_size"]), supports_documents(of.config, how) is None
+    return int(text_of(of.config)["vocab_size"]), supports_documents(of.config, how) is None
 
 
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:

@@ -17,6 +17,7 @@ from rich.text import Text
 from runtime.errors import PenstockError
 from runtime.files import try_to_write, write_whole
 from runtime.plan import Plan
+from runtime.plan.workload import text_of
 
 MOST_WIDTH = 10_000  # of a table, in characters
 SHORT_CELL = 16  # characters of a cell that is not broken into words
@@ -67,7 +68,7 @@ def check_output(path: Path) -> None:
 
 def beyond_positions(plan: Plan) -> str | None:
     """What to say of sequences that are longer than the model knows positions; None where they are not."""
-    most, n = plan.model.config.get("max_position_embeddings"), plan.semantics.seq_len
+    most, n = text_of(plan.model.config).get("max_position_embeddings"), plan.semantics.seq_len
     if not isinstance(most, int) or n <= most:
         return None
     known = f"sequences of {n:,} tokens, and the model knows {most:,} positions (max_position_embeddings)"

@@ -24,6 +24,7 @@ from runtime.layers.meta_models import difference
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
 from runtime.plan.train import Train, is_adapter
+from runtime.plan.workload import has_towers
 
 TOKENS_FOLDER = "tokens"  # data as the model reads it, for the next start
 PACKED_FOLDER = "base"  # in the run's folder: packed weights, for the next start
@@ -54,15 +55,23 @@ def own_model(plan: Plan, given: str | None) -> tuple[Plan, Path | None]:
 def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: State | None) -> Path | None:
     """The folder of the weights that a run loads; None where they are random, or all in the checkpoint that it resumes. PlanError
     where there are none, CheckpointError for those that cannot be read."""
-    if settings.from_scratch or (state is not None and plan.workload.trains_all):
+    sees = has_towers(plan.model.config)
+    if settings.from_scratch and sees:
+        raise PlanError("--from-scratch: this model's vision tower has no random weights here; leave it out, and give its folder")
+    if settings.from_scratch or (state is not None and are_saved_whole(plan)):
         return None
     if folder is None or not has_weights(folder):
         where = f"{folder}: holds no weights" if folder is not None else "the plan names no folder of weights"
         raise PlanError(f"{where}; train random weights with --from-scratch, or name one with --model{download(plan.model)}")
     if plan.semantics.base == "bf16":  # else `packed_base.py` reads them
         names = {p.name for block in plan.workload.blocks for p in block.parameters}
-        refuse_quantised(folder, plan.model.config, names, dequantises=True)
+        refuse_quantised(folder, plan.model.config, names, dequantises=not sees)
     return folder
+
+
+def are_saved_whole(plan: Plan) -> bool:
+    """Whether checkpoints hold all weights that a run resumes from: those of towers it takes from the model's folder."""
+    return plan.workload.trains_all and not has_towers(plan.model.config)
 
 
 def fill(

@@ -33,18 +33,19 @@ from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, PlanFile
 from runtime.plan.optimizer import AdamW
 from runtime.plan.region import Demand, Region
-from runtime.plan.workload import Model
+from runtime.plan.workload import Model, has_towers
 from runtime.ranks import Ranks
 from runtime.units import on_one_line, show_bytes
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
-from .inputs import Prompts, data_of, fill, held_out_of, own_model, prompts_of, weights_of
+from .inputs import Prompts, are_saved_whole, data_of, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .own_loss import planned_loss
 from .references import mapped, refer, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
+from .self_test import self_test
 
 OfStep = Callable[[int], AdamW]  # the hyperparameters of a step
 
@@ -66,6 +67,7 @@ class Session:
     scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
     weights: str = ""  # where they come from, in words
     tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
+    towers_from: Path | None = None  # folder of a vision-language model, whose towers checkpoints hold too
     held_out: RunData | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
     leader: Leader | None = None  # of several ranks
@@ -200,6 +202,7 @@ def _real(
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
     refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)
+    self_test(plan, report)
     if ranks is not None:
         begin(ranks, None if state is None else state.path)
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
@@ -207,10 +210,11 @@ def _real(
     store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
     session = Session(
         *(settings, plan, device, store, store, data, n_steps, prediction),
-        identity=identity(plan, data, settings.seed, optimizer, None if plan.workload.trains_all else of_weights),
+        identity=identity(plan, data, settings.seed, optimizer, None if are_saved_whole(plan) else of_weights),
         first_step=first_step,
         weights=_weights_in_words(settings, weights, state),
         tokenizer_from=folder if settings.tokenizer == "model" else None,
+        towers_from=weights if has_towers(plan.model.config) else None,
         held_out=held_out,
         prompts=prompts,
         leader=None if ranks is None else Leader(store, ranks),

@@ -226,7 +226,8 @@ class Trainer:
             return {**session.identity, "data_position": session.data.position(step)}
 
         state = session.store.host if session.leader is None else session.leader.state()
-        return Saver(state, session.folder, session.checkpoint, fields, session.tokenizer_from, session.say, session.first_step)
+        of = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
+        return Saver(state, session.folder, session.checkpoint, fields, *of)
 
     # -- validate ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from runtime.errors import WorkloadError
 from runtime.files import read_whole
 from runtime.plan import LibraryKernel
 from runtime.plan.packed import DEQUANTISED, Base, published_as
-from runtime.plan.workload import Model
+from runtime.plan.workload import Model, has_towers
 
 from . import kept
 from .outline import How, at_size
@@ -242,7 +242,8 @@ def _checked(model: Model, where: str) -> Model:
     if not isinstance(model.config.get("model_type"), str):
         raise WorkloadError(f"{where}: `model_type` is missing; give the config.json of a Hugging Face model")
     named = model.config.get("architectures")
-    if named and not (isinstance(named, list) and any(str(n).endswith(("ForCausalLM", "LMHeadModel")) for n in named)):
+    heads = ("ForCausalLM", "LMHeadModel", *(["ForConditionalGeneration"] if has_towers(model.config) else []))
+    if named and not (isinstance(named, list) and any(str(n).endswith(heads) for n in named)):
         said = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
         raise WorkloadError(f"{where}: {said}")
     if model.config.get("use_bidirectional_attention"):

@@ -1,10 +1,11 @@
-"""Outlines that were recorded here, kept for the next process: of a configuration that is planned again torch is not asked again.
+"""What was found out of models here, kept for the next process: of a configuration that is planned again torch is not asked again.
 
-A file for each configuration, attention, and the versions of all that recorded it, in a folder that the shell names.
+A file for each configuration, what was asked of it, and the versions of all that answered, in a folder that the shell names.
 """
 
 import hashlib
 import json
+from collections.abc import Set
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
@@ -16,22 +17,23 @@ from runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
 folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: nothing is kept
-_ROOMS = ("planner/model", "runtime/layers")
+_ROOMS = ("planner/model", "runtime/layers", "runtime/compute")
+OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 
-def read(config: str, attention: str) -> dict[str, Any] | None:
-    """What was kept for a configuration (JSON): as the files of `planner/outlines`. None where nothing was, or it is damaged."""
+def read(config: str, asked: str, keys: Set[str] = OUTLINES) -> dict[str, Any] | None:
+    """What was kept for a configuration (JSON), an object with these keys. None where nothing was, or it is damaged."""
     with suppress(OSError, ValueError, PackageNotFoundError):
-        path = _file(config, attention)
+        path = _file(config, asked)
         found = None if path is None else json.loads(read_whole(path, MAX_BYTES))
-        if isinstance(found, dict) and found.keys() >= {"attention", "outlines"}:
+        if isinstance(found, dict) and found.keys() >= keys:
             return found
     return None
 
 
-def write(config: str, attention: str, found: dict[str, Any]) -> None:
+def write(config: str, asked: str, found: dict[str, Any]) -> None:
     """Keep it, where that can be."""
-    path = _file(config, attention)
+    path = _file(config, asked)
     with suppress(OSError):
         if path is None:
             return
@@ -39,16 +41,16 @@ def write(config: str, attention: str, found: dict[str, Any]) -> None:
         write_whole(path, json.dumps(found, separators=(",", ":")))
 
 
-def _file(config: str, attention: str) -> Path | None:
+def _file(config: str, asked: str) -> Path | None:
     if (own := folder.get()) is None:
         return None
-    of = json.dumps([config, attention, *_versions()])
+    of = json.dumps([config, asked, *_versions()])
     return own / f"{hashlib.blake2b(of.encode(), digest_size=16).hexdigest()}.json"
 
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Of torch and transformers, and the code that records, as a number."""
+    """Of torch and transformers, and the code that asks them, as a number."""
     root = Path(__file__).parents[2]
     code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
     return version("torch"), version("transformers"), hashlib.blake2b(b"".join(code), digest_size=16).hexdigest()

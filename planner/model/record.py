@@ -30,6 +30,7 @@ from runtime.layers.meta_models import meta_model
 from runtime.layers.split import Call as LayerCall
 from runtime.layers.split import Split
 from runtime.plan import Semantics
+from runtime.plan.workload import text_of
 
 from . import kept
 from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
@@ -357,6 +358,7 @@ def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str,
 
 def window_of(config: dict[str, Any]) -> int | None:
     """Tokens below which no layer has a mask, if a configuration has windows that are used."""
+    config = text_of(config)
     found = [config.get(key) for key in ("sliding_window", "attention_chunk_size")]
     widths = [width for width in found if isinstance(width, int) and config.get("use_sliding_window") is not False]
     return min(widths, default=None)

@@ -1,13 +1,26 @@
-"""Models of transformers on the meta device, built from a configuration: modules without weights."""
+"""Models of transformers on the meta device, built from a configuration: modules without weights.
 
+Of a vision-language model that is what text passes through: its towers are left out.
+"""
+
+from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.plan import Semantics
+from runtime.plan.workload import has_towers
 
 # Decided by the plan, whatever a file says
 OURS = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
@@ -23,6 +36,8 @@ _ANY_LENGTH = ("default", "linear", "llama3")  # rotary embeddings that do not d
 
 def read_config(config: dict[str, Any]) -> Any:
     """A configuration as transformers completes it; WorkloadError when it refuses."""
+    if has_towers(config):  # transformers writes into objects within; of other models earlier runs have what it wrote
+        config = deepcopy(config)
     try:
         given = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k not in OURS})  # infinity, as saved
         return AutoConfig.for_model(config["model_type"], **given)
@@ -70,10 +85,23 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own model of its own configuration, with random weights on the device at hand."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    sees = sees_images(config)
+    kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
-    return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
+    if not sees:
+        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, **options)
+    decoder, body = model.get_decoder(), model.base_model
+    towers = [name for name, part in body.named_children() if all(module is not decoder for module in part.modules())]
+    for name in (*towers, *body._parameters):
+        setattr(body, name, None)
+    return model
+
+
+def sees_images(config: Any) -> bool:
+    """Whether a configuration of transformers is a vision-language model's: then its decoder of text is what is trained."""
+    return getattr(config, "vision_config", None) is not None and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _refused(error: Exception) -> WorkloadError:

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from runtime.errors import WorkloadError
 
 from .kernels import use_own_calls
+from .meta_models import sees_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +109,9 @@ class Split:
         names = {id(module): name for name, module in model.named_modules()}
         self.layers_name = names[id(self._where)]
         self._owner = model.get_submodule(self.layers_name.rpartition(".")[0])
-        self.body = self._owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
-        self.body_name = names[id(self.body)]
+        body = self._owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
+        self.body = model.get_decoder() if sees_images(model.config) and body is not self._owner else body
+        self.body_name, self._whole_body, self._whole_name = names[id(self.body)], body, names[id(body)]
         self.embedding_name = names[id(model.get_input_embeddings())]
         self.head: Any = model.get_output_embeddings()
         self.head_name = names[id(self.head)] if self.head is not None else self._fail("it has no output matrix")
@@ -233,12 +235,12 @@ class Split:
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """What the model's own head makes of the body's output; weights by their names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
-        parent, _, child = self.body_name.rpartition(".")
-        setattr(self.model.get_submodule(parent), child, _Hidden(hidden_BTD, self.body))
+        parent, _, child = self._whole_name.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, _Hidden(hidden_BTD, self._whole_body))
         try:
             out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
         finally:
-            setattr(self.model.get_submodule(parent), child, self.body)
+            setattr(self.model.get_submodule(parent), child, self._whole_body)
         return out.logits  # type: ignore[no-any-return]
 
     @property

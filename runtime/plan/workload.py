@@ -311,6 +311,17 @@ def _sizes(block: Block) -> tuple[object, ...]:
     return (parameters, *[getattr(block, name) for name in _SIZES])
 
 
+def has_towers(config: dict[str, Any]) -> bool:
+    """Whether a configuration is one of a vision-language model, whose decoder of text alone is trained."""
+    return isinstance(config.get("vision_config"), dict)
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says of the decoder of text: of a vision-language model a part of it, mostly."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """Where the weights come from: a Hugging Face configuration, and the folder it was read from, if it holds weights."""

@@ -1,30 +1,47 @@
 """Models that nothing was written for: trained from published files, resumed to the same bytes, and loaded by transformers."""
 
+import json
 import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.checkpoint.conversion import Conversion
 from tests.every_type import every_type, tiny, verdict
 from tests.real_layers import hf_model
-from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
+from tests.running import SIZES, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
 
-TYPES = ["deepseek_v3", "qwen3_next", "gemma3_text", "glm4_moe", "phi3", "olmo2", "llama4_text", "falcon_h1"]
+TYPES = [
+    "deepseek_v3",
+    "qwen3_next",
+    "gemma3_text",
+    "glm4_moe",
+    "phi3",
+    "olmo2",
+    "llama4_text",
+    "falcon_h1",
+    "qwen2_5_vl",
+    "gemma3",
+]
 SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
 
 def published(home, model_type):
     """A folder of the type as transformers saves it: experts one by one, and what is no weight in its own precision."""
     torch.manual_seed(0)
-    model = hf_model(tiny(model_type), dtype=torch.bfloat16)
+    config = tiny(model_type)
+    model = loader(config).from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     for name, buffer in model.named_buffers():
         if "correction" in name:
             buffer.data = torch.randn(buffer.shape) * 0.1
     model.save_pretrained(home / model_type)
-    return AutoModelForCausalLM.from_pretrained(home / model_type).state_dict()
+    return loader(config).from_pretrained(home / model_type).state_dict()
+
+
+def loader(config):
+    return AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
 
 
 @pytest.mark.fast("some")
@@ -40,18 +57,28 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
     shutil.rmtree(last)
     succeeded(train(home, plan, *SAYS, "--resume", scratch=()))
     assert weights_sha(last) == whole, "a resumed run comes to the same bytes"
-    model, told = AutoModelForCausalLM.from_pretrained(last, output_loading_info=True)
+    model, told = loader(tiny(model_type)).from_pretrained(last, output_loading_info=True)
     assert not any(told.values()), told
     after = model.state_dict()
     assert after.keys() == before.keys()
-    kept = {name for name in before if "correction" in name}
-    assert all(torch.equal(after[name], before[name]) for name in kept), "what is no weight stays"
+    kept = {name for name in before if any(part in name for part in ("correction", "visual", "vision", "multi_modal"))}
+    assert all(torch.equal(after[name], before[name]) for name in kept), "what is no weight stays, and so do towers"
     changed = [name for name in before if not torch.equal(after[name], before[name])]
     assert len(changed) > 0.8 * len(before.keys() - kept)
 
 
+def test_what_is_not_there_for_towers_is_refused_in_one_line(tmp_path):
+    home = make_home(tmp_path)
+    (home / "vl").mkdir()
+    (home / "vl" / "config.json").write_text(json.dumps(tiny("qwen3_vl")))
+    one_line(penstock("plan", home / "vl", *SIZES, "--train", "lora"), 2, "adapters of a vision-language model are not there yet")
+    one_line(train(home, plan_in(home, model="vl")), 2, "--from-scratch: this model's vision tower has no random weights")
+
+
 @pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "nanochat"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "nanochat", "qwen3_vl"]
+)
 def test_accepted_types_have_transformers_loss_and_gradients(model_type):
     assert model_type in every_type()
     assert verdict(model_type) == "accepted"

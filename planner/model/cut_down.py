@@ -1,0 +1,67 @@
+"""A cut-down copy of a model's configuration: few layers of each kind, narrow, with every switch as it is."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# Keys of sizes that are divided all alike, so that what is a product of them stays one: heads keep their width
+_HEADS = re.compile(r"(?<!d_)heads?$|n_groups$")
+_SHARED_HEADS = re.compile(r"(kv|key_value|kv_n)_heads$")  # of which there is at least one
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+WIDTH, VOCAB = 512, 384  # of the copy, about, where the model's are more; and others of its sizes, by a part of their keys
+_MOST = {r"intermediate|inner|ffn|ff_dim": 96, r"^vocab_size": VOCAB, r"window(_size)?$|attention_chunk_size": 8}
+
+
+def cut_down(config: dict[str, Any], width: int, kinds: Sequence[object]) -> dict[str, Any]:
+    """The copy of a configuration that transformers has completed, of a model of that width.
+
+    `kinds`: what tells the model's layers apart, of each. The copy ends with the first layer of the last new kind.
+    """
+    fields: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    text, n_layers = fields.get("text_config", fields), len(kinds)
+    each = [v for v in text.values() if isinstance(v, list) and len(v) == n_layers]
+    told = [str((kind, [v[i] for v in each])) for i, kind in enumerate(kinds)]
+    n_kept = max(min(2, n_layers), *(told.index(kind) + 1 for kind in set(told)))
+    counts = [v for k, v in _numbers(text) if _HEADS.search(k) and not _SHARED_HEADS.search(k) and v > 1]
+    divisors = [d for d in range(1, width + 1) if math.gcd(width, *counts) % d == 0 and width // d >= min(64, width)]
+    by = next((d for d in divisors if width // d <= WIDTH), divisors[-1])
+
+    def small(key: str, value: Any, within: dict[str, Any]) -> Any:
+        if isinstance(value, dict):  # its keys may number layers
+            return {k: small(k, v, value) for k, v in value.items() if not (k.isdecimal() and int(k) >= n_kept)}
+        if isinstance(value, list):
+            return [small(key, v, within) for v in (value[:n_kept] if len(value) == n_layers else value)]
+        if type(value) is not int:
+            return value
+        if key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            return min(value, VOCAB - 1)
+        if key in _EXPERTS:
+            return min(value, _n_experts(within))
+        if most := next((most for pattern, most in _MOST.items() if re.search(pattern, key)), None):
+            return min(value, most)
+        if key in _DEPTHS:
+            return min(value, n_kept)
+        return max(1, value // by) if value == width or (_HEADS.search(key) and value > 1) else value
+
+    text = small("", text, {})
+    others = {k: v | {d: 1 for d in _DEPTHS if d in v} for k, v in fields.items() if isinstance(v, dict) and k.endswith("_config")}
+    cut = {k: small(k, v, {}) for k, v in fields.items()} | others | {"text_config": text} if "text_config" in fields else text
+    untied = {"tie_word_embeddings": False} if cut.get("tie_word_embeddings") is None else {}
+    return cut | untied
+
+
+def _numbers(fields: dict[str, Any]) -> list[tuple[str, int]]:
+    """Whole numbers and their keys, of objects within too."""
+    inner = [pair for v in fields.values() if isinstance(v, dict) for pair in _numbers(v)]
+    return [(k, v) for k, v in fields.items() if type(v) is int] + inner
+
+
+def _n_experts(of: dict[str, Any]) -> int:
+    """Enough that routing leaves half of them out, in each group of experts too."""
+    chosen = max((v for k, v in _numbers(of) if re.search(r"per_tok|top_?k|moe_k$", k)), default=1)
+    groups = of.get("n_group") or of.get("num_expert_group") or 1
+    kept = (of.get("topk_group") or 1) if groups > 1 else 1
+    return groups * max(2, math.ceil(chosen / kept), math.ceil(2 * chosen / groups))

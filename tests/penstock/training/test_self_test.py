@@ -1,0 +1,71 @@
+"""The self-test of a model at its first run: what passes, what is refused, and what is remembered."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from penstock.training import self_test as module
+from planner.model import kept
+from planner.model.config import shipped_model
+from planner.model.workload import supported_attention
+from runtime.compute.blocks import Templates
+from runtime.plan import Policy
+from tests.running import make_home, one_line, plan_in, train
+from tests.tiny import tiny_config
+from tests.training import plan_of, semantics_of
+
+SHIPPED = ["llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3-671b", "gemma3-1b", "gpt-oss-20b", "smollm3-3b", "minimax-m2-230b"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path):
+    """A memory of its own, which begins empty."""
+    module._tried.cache_clear()
+    token = kept.folder.set(tmp_path / "kept")
+    yield tmp_path / "kept"
+    kept.folder.reset(token)
+
+
+def llama(n_vocab=97):
+    config = tiny_config("llama", vocab_size=n_vocab)
+    return plan_of(config, semantics_of("llama"), Policy())
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_model_of_any_size_is_cut_down_and_passes(name):
+    model = shipped_model(name)
+    of = semantics_of("llama", seq_len=8192, attention=supported_attention(model)[0])
+    assert module._tried(module.key_of(model), of, name) is None
+
+
+def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
+    said = []
+    module.self_test(llama(), said.append)
+    assert len(said) == len([*cache.iterdir()]) == 1
+    module._tried.cache_clear()
+    monkeypatch.setattr(module, "own_step", None)
+    module.self_test(llama(), said.append)
+    assert len(said) == 1, "another process remembers"
+
+
+def test_a_forward_whose_bits_depend_on_grad_mode_is_refused(tmp_path, monkeypatch):
+    own = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: own(norm, x) * (1.0 if torch.is_grad_enabled() else 1.001))
+    with pytest.raises(module.WorkloadError, match="its forward has other bits under no_grad"):
+        module.self_test(llama(), lambda _: None)
+
+
+def test_a_run_whose_stream_computes_something_else_is_refused(tmp_path, monkeypatch):
+    home, taken, own = make_home(tmp_path), list[int](), Templates.layer
+    plan = plan_in(home)
+    monkeypatch.setattr("penstock.training.session.machine_of", lambda *_: taken.append(1))
+    monkeypatch.setattr(Templates, "layer", lambda *of, **how: own(*of, **how) * (0.999 if of[1] == 2 else 1))
+    one_line(train(home, plan), 2, "self-test failed: a streamed step is not transformers' own (loss")
+    assert not taken, "nothing was allocated"
+
+
+def test_a_copy_that_cannot_be_made_does_not_stop_a_run(capsys, monkeypatch):
+    monkeypatch.setattr(module, "cut_down", lambda config, *_: config | {"num_key_value_heads": 3})
+    module.self_test(llama(), lambda _: None)
+    assert "no self-test, as its cut-down copy fails (" in capsys.readouterr().err
