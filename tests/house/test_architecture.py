@@ -57,7 +57,7 @@ MOST_KINDS = 22  # of op; three of them are what several ranks do together, one 
 # Above the budgets: runtime by the split of any model around its layers, what files hold of layers though it is no weight, and the
 # choice between torch's own calls and other packages' kernels; penstock by names of files that transformers converts; planner by
 # what users met; and all by optimizers that keep less.
-MOST_LINES = {"runtime": 8_710, "planner": 8_430, "hwprofiles": 2_200, "penstock": 7_540, "tests": 25_360}
+MOST_LINES = {"runtime": 8_750, "planner": 8_430, "hwprofiles": 2_200, "penstock": 7_746, "tests": 25_416}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
