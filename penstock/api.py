@@ -231,7 +231,7 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
             return CROSS_ENTROPY
         case str() if ".py:" not in loss:
             return parse_objective(loss)
-    from penstock.training.own_loss import function_in, own_loss
+    from penstock.own_loss import function_in, own_loss
 
     return (own_loss(function_in(loss), loss) if isinstance(loss, str) else own_loss(loss)).objective
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.checkpoint import load_state
+from penstock.own_loss import planned_loss
 from penstock.ranks import GoneError
 from penstock.settings import RunSettings
 from runtime.errors import DataError, PenstockError, RanksError
@@ -18,7 +19,6 @@ from runtime.plan import PlanFile
 from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
-from .own_loss import planned_loss
 from .references import mapped, refer
 from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
 from .trainer import device_memory_named

@@ -14,6 +14,7 @@ from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, unheard
 from penstock.data.sampling import MapStyleData
+from penstock.own_loss import planned_loss
 from penstock.run_config import RunConfigError
 from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
 from planner.check.check import check
@@ -41,7 +42,6 @@ from .device import device_of, refuse_what_does_not_fit, settle_kernels
 from .inputs import Prompts, are_saved_whole, data_of, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
-from .own_loss import planned_loss
 from .references import mapped, refer, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates

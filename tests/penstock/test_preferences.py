@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.data.data import read_data
+from penstock.own_loss import function_in, own_loss
 from penstock.settings import DataSettings
-from penstock.training.own_loss import function_in, own_loss
 from runtime.batch import Batch
 from runtime.errors import DataError, PlanError
 from tests.bytes_of_files import write_lines
