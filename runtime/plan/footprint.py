@@ -64,7 +64,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
         n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
         n, table_bytes, wide_bytes = attention.n_sequences, 2 * width * item_bytes, 2 * width * ITEM_BYTES["fp32"]
         joined_bytes = 0 if _calls_fused(plan, attention, on_cuda) else n * n_heads * width * item_bytes
-        tables_bytes = max(n_keeping * n * table_bytes, n * (table_bytes + INT64) + n_keeping * (n - 1) * wide_bytes)
+        tables_bytes = n * (table_bytes + INT64) + n_keeping * max(n * table_bytes, (n - 1) * wide_bytes)
         kept_bytes += of.seq_len * (tables_bytes + n_keeping * joined_bytes)
         # Most in backward: gradients of queries, keys, values, a copy of the sums; padded, those three too, results, its gradient.
         n_made, n_padded = n_heads + 2 * n_kv_heads, 3 * n_heads + 2 * n_kv_heads

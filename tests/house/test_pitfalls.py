@@ -14,6 +14,7 @@ from planner.predict.cost import costs
 from runtime.executor import OpError, execute
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
+from runtime.plan.objective import parse_objective
 from runtime.plan.optimizer import Optimizer
 from runtime.plan.train import Lora, Train
 from tests.runtime.test_replay import n_tensors
@@ -170,6 +171,7 @@ OTHER_SEMANTICS = {
     "train": Train(lora=Lora(rank=4)),
     "base": "int8",
     "optimizer": Optimizer.ADAMW_BF16,
+    "objective": parse_objective("orpo"),
     "weight_rounding": "stochastic",
     "mlp_tile_tokens": 4,
     "attention": "eager",
@@ -181,7 +183,7 @@ OTHER_SEMANTICS = {
     "ranks": 2,
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
-OF_ONE_VALUE = {"experts"}
+OF_ONE_VALUE = {"experts", "library_kernels"}  # the latter of types with linear attention: tests/planner/test_outlines.py
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
     "prefetch_depth": 2,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -115,7 +116,8 @@ def test_the_settings_in_the_folder_make_the_same_run_again(home):
     succeeded(penstock("run", home / "plan.json", "--config", file, "--steps", 4, "--seed", 5, "--out", home / "first"))
     written = home / "first" / "run.yaml"
     asked = {"steps": 4, "seed": 5, "out": str(home / "first"), "plan": str(home / "first" / "run-plan.json")}
-    assert read_run(written, {}) == read_run(file, asked)
+    read = read_run(file, asked)
+    assert read_run(written, {}) == replace(read, optimizer=replace(read.optimizer, beta2=0.999)), "AdamW's own"
     fields = yaml.safe_load(written.read_text())
     assert (fields["steps"], fields["epochs"], fields["seed"], fields["optimizer"]["beta2"]) == (4, None, 5, 0.999)
     succeeded(penstock("run", "--config", written, "--out", home / "second"))

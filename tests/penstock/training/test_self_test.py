@@ -18,9 +18,10 @@ SHIPPED = ["llama-3.1-405b", "qwen3-30b-a3b", "deepseek-v3-671b", "gemma3-1b", "
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path):
-    """A memory of its own, which begins empty."""
+def cache(tmp_path, monkeypatch):
+    """A memory of its own, which begins empty, for the command, too."""
     module._tried.cache_clear()
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     token = kept.folder.set(tmp_path / "kept")
     yield tmp_path / "kept"
     kept.folder.reset(token)
