@@ -171,7 +171,7 @@ OTHER_SEMANTICS = {
     "train": Train(lora=Lora(rank=4)),
     "base": "int8",
     "optimizer": Optimizer.ADAMW_BF16,
-    "objective": parse_objective("orpo"),
+    "objective": parse_objective("z-loss"),
     "weight_rounding": "stochastic",
     "mlp_tile_tokens": 4,
     "attention": "eager",
