@@ -114,10 +114,10 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
 
-    By the names of metrics.jsonl: the mean over supervised tokens, its perplexity, how many they are, and the seconds it took; of a
-    loss of sequences or pairs its own mean instead, and of pairs the share in which the chosen answer is preferred. All lanes of
-    the machine must be idle. DataError where no token is supervised; Abandoned after `stop.request()`, once the pass in progress
-    is done.
+    By the names of metrics.jsonl: the mean over supervised tokens, which is their cross entropy whatever the loss of tokens, its
+    perplexity, how many they are, and the seconds it took; of a loss of sequences or pairs its own mean instead, and of pairs the
+    share in which the chosen answer is preferred. All lanes of the machine must be idle. DataError where no token is supervised;
+    Abandoned after `stop.request()`, once the pass in progress is done.
     """
     began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
     objective = machine.plan.semantics.objective

@@ -250,7 +250,8 @@ class Templates:
         return self.split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
     def scores(self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-        """The summed loss (fp64, on the device) to the bit as `loss` has it, also a tile of logits at a time; without gradients."""
+        """The summed cross entropy (fp64, on the device), whatever the loss of tokens; to the bit as `loss` has it where it is
+        that, also a tile of logits at a time; without gradients."""
         normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         n = self.semantics.loss_tile_tokens

@@ -134,13 +134,16 @@ class LossFunction:
 
     def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
         """The sum over a tile's supervised positions; `extras` are those of the tile."""
-        return self.each(logits_NV, targets_N, extras).masked_fill(targets_N == UNSUPERVISED, 0.0).sum()
+        is_left_out = targets_N == UNSUPERVISED  # taken before anybody's function sees them
+        return self.each(logits_NV, targets_N, extras).masked_fill(is_left_out, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
         """Of each sequence or pair, 0 where one has no supervised token; as a function of `logps_B`."""
         is_counted = n_tokens_B > 0
         if self.objective.of is Of.PAIRS:
             is_counted = is_counted[0::2] & is_counted[1::2]
+        is_there_B = is_counted.repeat_interleave(self.objective.rows_each)
+        logps_B = torch.where(is_there_B, logps_B, -1.0)  # 0 times an infinite slope would be a gradient that is no number
         return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:

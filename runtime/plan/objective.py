@@ -43,7 +43,9 @@ KNOWN = {
     "simpo": Known(Of.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
 }
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0)}  # least, and what it stays below; others: 0 to 10^6
-_OWN = re.compile(r"(?:[^\s:,=]+\.py|python):[A-Za-z_]\w*")
+_OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
+_EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")
+MOST_WIDE = 64
 _HOW = f"write one of {', '.join(KNOWN)}, with its numbers as dpo:beta=0.1,label_smoothing=0.1, or FILE.py:FUNCTION"
 
 
@@ -51,11 +53,11 @@ _HOW = f"write one of {', '.join(KNOWN)}, with its numbers as dpo:beta=0.1,label
 class Objective:
     """What is minimised: the mean over all tokens, sequences or pairs of a step."""
 
-    name: Annotated[str, Field(max_length=200)] = "cross-entropy"  # of `KNOWN`, or where a function of the user's own is
+    name: str = "cross-entropy"  # of `KNOWN`, or where a function of the user's own is
     numbers: dict[str, float] = field(default_factory=dict)  # all that the loss has
     of: Of = Of.TOKENS
-    extras: tuple[Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")], ...] = ()
-    wide: Annotated[int, Field(ge=3, le=64)] = 3
+    extras: tuple[str, ...] = ()
+    wide: Annotated[int, Field(ge=3)] = 3
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None  # of the function's text, if it is the user's own
     __pydantic_config__ = FILE
 
@@ -64,6 +66,10 @@ class Objective:
         if (known := KNOWN.get(self.name)) is None:
             if self.sha256 is None or self.numbers or not _OWN.fullmatch(self.name):
                 raise PlanError(f"--loss {self.name[:80]!r} is not known; {_HOW}")
+            if odd := [extra for extra in self.extras if not _EXTRA.fullmatch(extra)]:
+                raise PlanError(f"--loss {self.name}: asks for {odd[0][:60]!r}; write it in at most 40 small letters, digits and _")
+            if self.wide > MOST_WIDE:
+                raise PlanError(f"--loss {self.name}: {self.wide} fp32 values a logit are kept; keep at most {MOST_WIDE}")
             return
         if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.extras, known.wide, None):
             raise PlanError(f"--loss {self.name}: not what that loss is; leave all but its numbers out")
@@ -116,6 +122,8 @@ def parse_objective(text: str) -> Objective:
     for part in filter(None, rest.split(",")):
         number, is_named, value = part.rpartition("=")
         number = number if is_named else next(iter(known.numbers), "")  # the first one needs no name
+        if number in said:
+            raise PlanError(f"--loss {text[:80]!r}: {number[:40]} is said twice; say it once")
         try:
             said[number] = float(value)
         except ValueError:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
-from runtime.compute.losses import LossFunction
+from runtime.compute.losses import LossFunction, known_loss
 from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.plan import Policy, Semantics, Update, saves
@@ -126,18 +126,27 @@ def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     """A loss of tokens in which each sequence has a weight, and each token one."""
     objective = Objective("own.py:f", {}, Of.TOKENS, ("weight", "advantage"), 3, "0" * 64)
     semantics = semantics_of("llama", compute_dtype="fp32", micro_batch=4, objective=objective)
-    of = lambda logits, targets, weight, advantage: (  # noqa: E731
-        F.cross_entropy(logits, targets, reduction="none") * weight * advantage
+    of = lambda logits, targets, weight, advantage: (  # noqa: E731  # what it does to targets moves no mask
+        F.cross_entropy(logits, targets.clamp_(min=0), reduction="none") * weight * advantage
     )
     workload = build_workload(Model(tiny_config("llama")), semantics)
     templates = Templates(tiny_config("llama"), workload, semantics, loss=LossFunction(objective, of))
     _, weights, _ = head_of(replace(semantics, objective=Objective()))
     hidden, targets, _ = batch_of_pairs(16)
     extras = {"weight": torch.rand(4), "advantage": torch.rand(4, 16)}
-    loss, _, _ = templates.loss(weights, hidden, targets, 1, None, extras)
+    loss, _, _ = templates.loss(weights, hidden, targets.clone(), 1, None, extras)
     logits = F.linear(templates._normed(weights, hidden), weights[templates.head_weight])
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
     torch.testing.assert_close(loss.float(), (each * extras["weight"][:, None] * extras["advantage"]).sum())
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])
+def test_a_pair_of_which_a_half_has_no_token_teaches_nothing(name):
+    loss, logps, reference = known_loss(parse_objective(name)), torch.tensor([-20.0, 0, -3, -4]).double(), torch.zeros(4)
+    total, slopes = loss.of_sequences(logps, torch.tensor([4, 0, 2, 2]), {"reference": reference})
+    alone, slopes_alone = loss.of_sequences(logps[2:], torch.tensor([2, 2]), {"reference": reference[2:]})
+    assert total == alone
+    assert slopes.tolist() == [0, 0, *slopes_alone.tolist()]
 
 
 def test_a_loss_that_is_printed_is_read_back():
@@ -158,6 +167,7 @@ def test_a_loss_that_is_printed_is_read_back():
         ("dpo:beta=x", "is no number"),
         ("dpo:label_smoothing=0.5", "from 0 to below 0.5"),
         ("dpo:beta=0", "nothing is learned"),
+        ("dpo:0.1,beta=0.2", "beta is said twice"),
         ("dpo:beta=nan", "beta is nan"),
     ],
 )
