@@ -101,7 +101,7 @@ def reader_of(
     if where and (gone := [name for name in columns.values() if name not in theirs]):
         raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
     first, format = renamed(found, columns), str(settings.format)
-    if pairs or (pairs is None and is_preference(first)):
+    if pairs or (pairs is None and (format == PREFERENCE or (format == "auto" and is_preference(first)))):
         format = _preferences(format, [(where, found), *firsts], columns)
     elif format == PREFERENCE:
         raise not_understood(where, {"chosen", "rejected"})
@@ -128,7 +128,7 @@ def _preferences(format: str, firsts: Iterable[tuple[str, Any]], columns: dict[s
     for where, row in firsts:
         if not is_preference(own := renamed(row, columns)):
             found = shown(own) if isinstance(own, dict) else "none"
-            advice = "name yours with --columns chosen=COLUMN, or plan with another --loss"
+            advice = "name yours with --columns chosen=COLUMN, or choose another --loss or --format"
             raise DataError(
                 f"{where or 'the data'}: its columns are {found}, and a loss of pairs needs chosen and rejected; {advice}"
             )

@@ -142,8 +142,12 @@ def _halves(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
     chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
     kind: Any = str if isinstance(chosen, str) else list
     chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
+    if kind is str and prompt is None and (asked := next((name for name in ("question", "instruction") if row.get(name)), None)):
+        raise ValueError(f'no "prompt", but "{asked}": name it with --columns prompt={asked}')
     if not isinstance(prompt, kind):  # both have it, or it is told a second time as text
         n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+        if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
+            raise ValueError('one of chosen and rejected begins with the other, which tells no prompt; give it as "prompt"')
         n -= kind is str and chosen[:n].endswith(" ")  # a word's tokens have the space before it
         prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
     if not (prompt.strip() if isinstance(prompt, str) else prompt):
@@ -156,6 +160,8 @@ def _halves(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
 
 def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
     if isinstance(answer, str):
+        if row.get("system"):
+            raise ValueError('"system" besides "prompt", which is all that comes before an answer; put it there')
         said: Chat | Completion = Completion(prompt, answer)
         is_empty = not answer.strip()
     else:

@@ -1,7 +1,7 @@
 """Batches that a program makes itself, checked before the model sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -56,13 +56,14 @@ class Given:
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
+        extras, shapes = made.extras, (shape[:1],) if self.objective.has_first_pass else (shape[:1], shape)
         for name in self.objective.extras:
-            found = made.extras.get(name)
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in (shape[:1], shape):
+            found = extras.get(name)
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in shapes:
                 problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
-                raise DataError(
-                    f"the plan's loss asks for extras[{name!r}] of {shape[:1]} or {shape}, and step {step} brings {problem}"
-                )
+                wanted = " or ".join(map(str, shapes))
+                raise DataError(f"the plan's loss asks for extras[{name!r}] of {wanted}, and step {step} brings {problem}")
+        made = replace(made, extras={name: extras[name] for name in self.objective.extras})
         if made.document_tokens is None:
             return made
         if self.no_documents is not None:

@@ -61,14 +61,14 @@ class Sequences:
 
 def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, Counts]:
     """Documents but bad rows, in this order, as sequences that each have something to learn; DataError for one that is refused."""
-    if shape.packing == "pairs":
-        return _pairs(documents, shape)
     order = order[~np.isin(order, [*documents.problems])]
     learns = (documents.n_learned if shape.packing == "joined" else documents.n_targets)[order] > 0
     counts = Counts({"documents": len(order), "unsupervised": int((~learns).sum())})
     if shape.unsupervised == "refuse" and counts["unsupervised"]:
         where = documents.where(int(order[~learns].min()))
         raise DataError(f"{where}: nothing in it to learn from; leave it out, or set unsupervised to skip")
+    if shape.packing == "pairs":
+        return _pairs(documents, np.sort(order), shape, counts)
     order = order[learns]
     if shape.packing == "joined":
         return _joined(documents, order, shape.seq_len), counts
@@ -78,12 +78,11 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
     return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
 
 
-def _pairs(documents: Documents, shape: Shape) -> tuple[Sequences, Counts]:
+def _pairs(documents: Documents, halves: Array, shape: Shape, counts: Counts) -> tuple[Sequences, Counts]:
     """Pairs in the order of the files: the two documents of a row, unless one of them has nothing to learn within a sequence."""
-    halves = np.setdiff1d(np.arange(len(documents.lengths)), [*documents.problems])
-    counts, kept = Counts({"documents": len(halves)}), list[Segment]()
+    kept = list[Segment]()
     for both in halves.reshape(-1, 2):
-        found = list(_pieces(documents, both, shape, counts))
+        found = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
         kept += found if len(found) == shape.rows_each else []
     segments = np.array(kept, dtype=np.int64).reshape(-1, 3)
     return Sequences(segments, np.arange(0, len(kept) + 1, shape.rows_each)), counts

@@ -100,6 +100,14 @@ def test_every_learned_token_is_a_target_once_after_its_own(documents, seq_len, 
     assert counts["unsupervised"] == len(nothing) + len(lost)
 
 
+def test_a_pair_of_which_a_half_teaches_nothing_is_left_out():
+    documents = Listed([[(0, False), (1, learn)] for learn in (True, False, True, True)])
+    sequences, _, counts = packed(documents, "pairs", 4, [3, 1, 0, 2])
+    assert (sequences.segments[:, 0].tolist(), counts["documents"], counts["unsupervised"]) == ([2, 3], 4, 1)
+    with pytest.raises(DataError, match="data:1: nothing in it to learn from"):
+        packed(documents, "pairs", 4, unsupervised="refuse")
+
+
 def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[list[int]]:
     """Documents to sequences, by looking at all sequences each time."""
     sequences: list[list[int]] = []
