@@ -14,14 +14,15 @@ from .outputs import check_output
 from .progress import Preparing
 
 _FLAGS = ("data.path", "data.format", "data.columns", "data.split", "data.bad_rows", "evaluation.data", "model", "from_scratch")
-with_flags = together(*map(flag_of, (*_FLAGS, "packed", "loss", "tokenizer", "seed", "device", "deterministic")))
+with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "device", "deterministic")))
 
 
 @click.command(cls=RunCommand)
 @click.argument("plan_file", metavar="PLAN", type=PATH)
+@click.option("--config", type=PATH, help="YAML or TOML file of a run's settings; flags override it.")
 @with_flags
 @click.option("--out", "output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
-def forward(plan_file: Path, output: Path, **flags: Any) -> None:
+def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) -> None:
     """Write what log-probability the model of PLAN gives to each answer of --data, and of --eval-data.
 
     It takes one pass of the weights through the device's memory, or a few, and no memory beside what training books. `penstock run
@@ -30,7 +31,7 @@ def forward(plan_file: Path, output: Path, **flags: Any) -> None:
     check_output(output)
     given = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
     with Preparing() as report:
-        settings, file = read_run(None, given), PlanFile.read(plan_file)
+        settings, file = read_run(config, given), PlanFile.read(plan_file)
         from penstock.training.session import write_forward
 
         n_answers = write_forward(settings, file, str(plan_file), output, report)

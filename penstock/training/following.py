@@ -48,9 +48,9 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
             of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
             loss = planned_loss(plan.semantics.objective, settings.loss)
+            refer(settings, plan, mapped(plan.semantics.objective, data), folder)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
-            refer(settings, store, mapped(plan.semantics.objective, data), folder, is_first=False)
             status |= read_by_all(data, weights)
         if any(other != status for other in ranks.gathered(status)) or store is None:
             return 1

@@ -1,7 +1,7 @@
 """A reference: log-probabilities of data under weights that are not trained, by a streamed forward, in a file that says of what.
 
-The file holds two tensors for each set of data, by its fingerprint, and a key: a reference of other weights, precision or kernels
-is refused. Its values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
+The file holds a tensor for each set of data, by its fingerprint, and a key: a reference of other weights, precision or kernels is
+refused. Its values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
 """
 
 import hashlib
@@ -22,7 +22,8 @@ from penstock.data.sampling import MapStyleData, Stream
 from penstock.settings import RunSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError
-from runtime.machines.torch_machine import TorchMachine
+from runtime.executor import Stop
+from runtime.machines.torch_machine import Abandoned, TorchMachine
 from runtime.plan import Plan
 from runtime.plan.objective import Objective
 
@@ -30,34 +31,56 @@ from .forwards import log_probabilities
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
 REFERENCE, BASE = "reference", "base"  # of the extras, this one; and the reference that is the model before training
-_DECIDE = ("seq_len", "compute_dtype", "base", "attention", "attention_kernel", "experts", "norm", "loss", "pointwise")
+_KERNELS = ("attention", "attention_kernel", "experts", "norm", "loss", "pointwise", "library_kernels")
+_DECIDE = ("seq_len", "compute_dtype", "base", *_KERNELS)
 _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
 
 
-def refer(
+def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
+    """Give data its log-probabilities under the reference of the settings, where that is a file; before memory is taken."""
+    if settings.reference is not None and not maps:
+        raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
+    if maps and _is_base(settings) and plan.semantics.ranks > 1:
+        raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
+    if maps and not _is_base(settings):
+        put_reference(Path(settings.reference or ""), _key(plan) | _of_weights(settings, folder), maps)
+
+
+def refer_to_base(
     settings: RunSettings,
     store: TorchMachine,
     maps: Sequence[MapStyleData],
     folder: Path | None,
     is_first: bool,
     report: Report = unheard,
+    stop: Stop | None = None,
 ) -> None:
-    """Give data its log-probabilities under the reference of the settings, which are made where that is the model of the run's
-    first step (`is_first`), or one without its adapter, and are not there yet."""
-    plan, is_base = store.plan, settings.reference in (None, BASE)
-    path = Path(settings.out) / FILE_NAME if is_base else Path(settings.reference or "")
-    if maps and is_base and plan.semantics.ranks > 1:
-        raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
-    if maps and is_base and (is_first or (plan.semantics.train.lora is not None and not path.is_file())):
-        write_reference(path, settings, folder, store, maps, report)
-    if maps:
-        put_reference(path, _key(settings, plan, folder), maps)
+    """The same where that is the model of the run's first step, or one without its adapter, by a file in the run's folder, which is
+    made before that step (`is_first`), or where it has gone and can be made again."""
+    if not maps or not _is_base(settings):
+        return
+    plan, path = store.plan, Path(settings.out) / FILE_NAME
+    if is_first or (plan.semantics.train.lora is not None and not path.is_file()):
+        try:
+            write_reference(path, settings, folder, store, maps, report, stop)
+        except Abandoned:
+            raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
+    put_reference(path, _key(plan), maps)  # the run's own, whatever folder a resumed one is given
 
 
-def _key(settings: RunSettings, plan: Plan, folder: Path | None) -> dict[str, str]:
-    """What decides a reference's values, by name: of the weights, which are those in `folder`, a digest."""
-    weights = f"random, by seed {settings.seed}" if settings.from_scratch or folder is None else weights_digest(folder)
-    return {"model": plan.model.fingerprint, "weights": weights} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
+def _is_base(settings: RunSettings) -> bool:
+    return settings.reference in (None, BASE)
+
+
+def _key(plan: Plan) -> dict[str, str]:
+    """What decides a reference's values besides the weights, by name."""
+    return {"model": plan.model.fingerprint} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
+
+
+def _of_weights(settings: RunSettings, folder: Path | None) -> dict[str, str]:
+    """A digest of those in `folder`."""
+    found = None if settings.from_scratch or folder is None else weights_digest(folder)
+    return {"weights": found or f"random, by seed {settings.seed}"}
 
 
 def write_reference(
@@ -67,8 +90,10 @@ def write_reference(
     machine: TorchMachine,
     sets: Iterable[MapStyleData],
     report: Report = unheard,
+    stop: Stop | None = None,
 ) -> int:
-    """Write the log-probabilities of all sets under the weights as they are, without adapters; how many answers these are."""
+    """Write the log-probabilities of all sets under the weights as they are, without adapters; how many answers these are.
+    Abandoned after `stop.request()`."""
     found, templates = dict[str, torch.Tensor](), machine.compute.templates
     is_adapted = machine.plan.semantics.train.lora is not None
     for data in sets:
@@ -76,14 +101,14 @@ def write_reference(
             report(f"log-probabilities of {len(part.sequences):,} samples under the reference")
             one = partial(_sample, data, k)
             with templates.without_adapters() if is_adapted else nullcontext():
-                sums, n_tokens = log_probabilities(machine, one, len(part.sequences))[:2]
-            found |= {f"logps.{part.fingerprint}": sums, f"n_tokens.{part.fingerprint}": n_tokens}
-    key, unfinished = json.dumps(_key(settings, machine.plan, folder)), path.with_name(path.name + ".partial")
+                found[f"logps.{part.fingerprint}"] = log_probabilities(machine, one, len(part.sequences), stop)[0]
+    key = json.dumps(_key(machine.plan) | _of_weights(settings, folder))
+    unfinished = path.with_name(path.name + ".partial")
     with writing(path):
         unfinished.unlink(missing_ok=True)
         write_tensors(unfinished, found, found.values(), {"key": key, "sha256": _digest(found)})
         os.replace(unfinished, path)
-    return sum(tensor.numel() for tensor in found.values()) // 2
+    return sum(tensor.numel() for tensor in found.values())
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:

@@ -8,6 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
 from penstock.checkpoint.model_files import weights_digest
@@ -42,7 +44,7 @@ from .device import device_of, refuse_what_does_not_fit, settle_kernels
 from .inputs import Prompts, are_saved_whole, data_of, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
-from .references import mapped, refer, write_reference
+from .references import mapped, refer, refer_to_base, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 from .self_test import self_test
@@ -148,7 +150,7 @@ def open_session(
                 raise RunConfigError(f"an emulated run {what}; or choose another device")
             session = _emulated(settings, plan, report, time_scale)
         else:
-            session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report, loss)
+            session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report, loss, stop)
         session = replace(session, stop=stop or Stop())
         yield session
         if session.leader is not None:
@@ -184,6 +186,7 @@ def _real(
     ranks: Processes | None,
     report: Report,
     own: Callable[..., Any] | None = None,
+    stop: Stop | None = None,
 ) -> Session:
     """A run of the plan's own model on this machine. What is quickly refused is read before the weights are. `converts`: the state
     of another optimizer is taken."""
@@ -198,6 +201,7 @@ def _real(
     data = data or data_of(settings, plan, folder, report=report)
     held_out = held_out_of(settings, plan, folder, report)
     maps = mapped(plan.semantics.objective, data, held_out)
+    refer(settings, plan, maps, folder)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
@@ -228,7 +232,7 @@ def _real(
     if ranks is not None:
         report("waiting for all ranks")
         wait_for_others(ranks, read_by_all(data, weights))
-    refer(settings, store, maps, folder, is_first=state is None, report=report)
+    refer_to_base(settings, store, maps, folder, state is None, report, stop)
     return session
 
 
@@ -238,8 +242,10 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     plan, device = checked(file, where).plan, device_of(settings.device)
     if plan.semantics.ranks > 1 or device == "emulated":
         raise PlanError(f"{where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
+    if settings.data.streaming:
+        raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
     settle_kernels(plan, device, settings.deterministic)
-    loss = planned_loss(plan.semantics.objective, settings.loss)
+    loss = LossFunction(plan.semantics.objective, torch.zeros_like)  # no forward asks for it
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, None)
     refuse_what_does_not_fit(plan, device, settings.device)
@@ -268,6 +274,7 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
     if plan.semantics.objective.rows_each > 1:
         raise RunConfigError("an emulated run trains on sequences too short for pairs; emulate the plan of another --loss")
+    refer(settings, plan, [], None)  # refused, as nothing here has one
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
     data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)

@@ -2,19 +2,26 @@
 
 import json
 import math
+import os
 import shutil
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.data.data import read_data
-from penstock.own_loss import function_in, own_loss
+from penstock.data.given import Given
+from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import DataError, PlanError
+from runtime.plan.objective import Of, parse_objective
 from tests.bytes_of_files import write_lines
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
 from tests.running import penstock as command
@@ -75,6 +82,9 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
         ({**PAIR, "prompt": ""}, {}, "share no prompt"),
         ({"chosen": [ASKED, YES], "rejected": [YES, NO]}, {}, "share no prompt"),
         ({**PAIR, "rejected": [NO]}, {}, 'no string under "rejected"'),
+        ({**PAIR, "system": "be brief"}, {}, '"system" besides "prompt"'),
+        ({"question": "tea?", "chosen": "a yes", "rejected": "a no"}, {}, "name it with --columns prompt=question"),
+        ({"chosen": "tea? yes", "rejected": "tea? yes, please"}, {}, "one of chosen and rejected begins with the other"),
         ({"text": "tea"}, {}, "a loss of pairs needs chosen and rejected"),
         (PAIR, {"packing": "joined"}, "the halves of a pair are a sequence each"),
         (PAIR, {"format": "text"}, "the plan's loss is of pairs"),
@@ -97,7 +107,7 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
     assert last["eval_loss"] < first["eval_loss"]
     shutil.copytree(tea / "out", tea / "again")
     shutil.rmtree(tea / "again" / "checkpoint-6")
-    succeeded(train(tea, plan, *more, "--resume", out="again", steps=6))
+    succeeded(train(tea, plan, *more, "--resume", scratch=SCRATCH[1:], out="again", steps=6))  # its own reference, whatever weights
     files = [sorted((tea / out / "checkpoint-6").glob("*.safetensors")) for out in ("out", "again")]
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
     written = ("forward", plan, "--data", tea / "data", "--eval-data", tea / "held-out.jsonl", "--out", tea / "ref", *SCRATCH)
@@ -111,6 +121,9 @@ def test_a_reference_of_something_else_is_refused(tea):
     one_line(train(tea, plan, "--reference", ref, "--seed", 1), 2, "another weights")
     other = plan_in(tea, *DPO, "--compute", "fp32", name="other.json")
     one_line(train(tea, other, "--reference", ref), 2, "another compute_dtype")
+    assert {"weights", "library_kernels"} <= json.loads(safe_open(ref, "pt").metadata()["key"]).keys()
+    one_line(train(tea, plan_in(tea, "--loss", "orpo", name="orpo.json"), "--reference", ref), 2, "the plan's loss takes none")
+    one_line(train(tea, plan, "--loss", "dpo"), 2, "leave --loss out")
     held_out = ("--eval-data", tea / "held-out.jsonl")
     one_line(train(tea, plan, "--reference", ref, *held_out), 2, "holds nothing of this data")
     ref.write_bytes(ref.read_bytes()[:-8])
@@ -157,6 +170,21 @@ def mixed(logits, targets):
 
 def unnamed(x, y):
     return x
+
+def inplace(logits, targets):
+    return F.cross_entropy(logits, targets.clamp_(min=0), reduction="none")
+
+def wide(logits, targets):
+    kept = logits
+    for _ in range(40):
+        kept = kept.sigmoid()
+    return kept.sum(-1)
+
+def several(logps, **more):
+    return -logps
+
+def loud(logps, Weight):
+    return -logps * Weight
 """
 
 
@@ -168,6 +196,10 @@ def unnamed(x, y):
         ("broken", "is not finite"),
         ("mixed", "depends on others"),
         ("unnamed", "names not what it is of"),
+        ("inplace", "changes what it is given (targets)"),
+        ("wide", "keep at most 64"),
+        ("several", "takes **more"),
+        ("loud", "asks for 'Weight'"),
         ("absent", "holds no function 'absent'"),
     ],
 )
@@ -191,6 +223,31 @@ def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
     succeeded(train(tea, plan, *own, steps=2))
     (tea / "own.py").write_text(OWN.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
     one_line(train(tea, plan, *own, out="other"), 2, "another text than the plan's")
+
+
+def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # which is not what runs
+    path, seen = tmp_path / "own.py", set()
+    own = "B = 1\ndef g(x):\n    return [x * B for _ in '1'][0]\ndef f(logps, n_tokens):\n    return -g(logps)\n"
+    for text in (own, own.replace("B = 1", "B = 9"), own.replace("x * B", "x / B"), own):  # of the same size and second
+        path.write_text(text)
+        os.utime(path, (1, 1))
+        loss = own_loss(function_in(f"{path}:f"))
+        seen.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
+        with pytest.raises(PlanError, match="or is of something else"):
+            planned_loss(replace(loss.objective, of=Of.TOKENS), f"{path}:f")
+    assert [len({one[i] for one in seen}) for i in (0, 1)] == [3, 2]
+    assert len(seen) == 3
+
+
+def test_batches_bring_what_the_loss_asks_and_keep_no_more():
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    given = lambda **extras: Given(  # noqa: E731
+        SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective("dpo")
+    ).batch(0)
+    assert given(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
+    with pytest.raises(DataError, match=r"asks for extras\['reference'\] of \(2,\), and step 0 brings one of \(2, 8\)"):
+        given(reference=torch.zeros(2, 8))
 
 
 def grpo(logits, targets, advantage, sampled):
