@@ -30,7 +30,8 @@ class Conversion:
 
     def __init__(self, config: dict[str, Any]) -> None:
         """`config`: that of the model (config.json)."""
-        self._model: Any = meta_model(config, Semantics(1, 1, 1, attention="eager"))
+        # In fp32: transformers makes a model's precision the process's default meanwhile, and lanes may be at work
+        self._model: Any = meta_model(config, Semantics(1, 1, 1, compute_dtype="fp32", attention="eager"))
         mapping = get_model_conversion_mapping(self._model)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]

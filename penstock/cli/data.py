@@ -91,15 +91,14 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     """Token ids that the model knows, and whether it attends to each document alone."""
-    from planner.model.workload import read_model, supported_attention
+    from planner.model.config import outlines, read_model, supported_attention
     from runtime.layers.apart import supports_documents
     from runtime.plan import Semantics
-    from runtime.plan.workload import text_of
 
     if folder is None or not (folder / "config.json").exists():
         return LONGEST, True
     how = Semantics(seq_len, 1, 1, attention=supported_attention(of := read_model(str(folder)))[0])  # type: ignore[arg-type]
-    return int(text_of(of.config)["vocab_size"]), supports_documents(of.config, how) is None
+    return int(outlines(of, how.attention, 1, 16)["vocab"]), supports_documents(of.config, how) is None
 
 
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:

@@ -17,7 +17,10 @@ from runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
 folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: nothing is kept
-_ROOMS = ("planner/model", "runtime/layers", "runtime/compute")
+_ROOMS = (
+    *("planner/model", "planner/lower", "penstock/training", "runtime"),
+    *(f"runtime/{room}" for room in ("compute", "host", "layers", "machines", "plan")),
+)
 OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 

@@ -466,11 +466,8 @@ def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: 
         [t for t in (*leaves, *layer.buffers()) if isinstance(t, torch.Tensor)],
         how.library_kernels,
     )
-    masks = [t for t in call.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len)]
-    seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
-    window = min((n for n in seen if n < seq_len), default=None)
     if tree["attention"] is not None:
-        tree["attention"].append(window)
+        tree["attention"].append(call.window(seq_len))
     return tree
 
 

@@ -9,7 +9,6 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from runtime.batch import positions_of
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 
+from .cut_down import cut_down
 from .documents import attending, embed_packed
 from .meta_models import meta_model, read_config
 from .split import Call, Split
 
-DOCUMENTS = ((5, 7, 1), (13,))  # of two sequences, longer and shorter than the window
-N_IDS, WINDOW, INNER = 64, 4, 32  # of the model cut down: token ids, tokens that a window shows, width within an MLP
-WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+DOCUMENTS = ((5, 11, 1), (17,))  # of two sequences, longer and shorter than the window of a model that is cut down
 TOLERANCE = 1e-5  # of the largest result: what fp32 rounds where products have other shapes; a leak is a thousand times as much
 
 
@@ -54,7 +52,7 @@ class _Proof:
     """A model cut down, whose parts are made as they are asked for."""
 
     def __init__(self, config: dict[str, Any], attention: str, seq_len: int) -> None:
-        small = _cut_down(config, seq_len)
+        small = cut_down(config, seq_len=seq_len)
         self.attention, self.seq_len = attention, seq_len
         semantics: Any = Semantics(1, 1, 1, compute_dtype="fp32", attention=attention)  # type: ignore[arg-type]
         self.split = Split(meta_model(small, semantics))
@@ -66,7 +64,8 @@ class _Proof:
         for part in self.split._outside():
             self._make(part)
         self.n_tokens = sum(DOCUMENTS[0])
-        self.tokens_BT = torch.randint(N_IDS, (len(DOCUMENTS), self.n_tokens), generator=self.generator)
+        n_ids = self.split.head.weight.shape[0]
+        self.tokens_BT = torch.randint(n_ids, (len(DOCUMENTS), self.n_tokens), generator=self.generator)
 
     def _make(self, part: nn.Module) -> None:
         """Random weights in the place of those without numbers, large enough to be seen."""
@@ -115,7 +114,7 @@ class _Proof:
             held.nan_to_num_(0.5)
         x_BTD = torch.randn(shape, generator=self.generator)
         args, kwargs = packed.arguments(x_BTD)
-        with attending(packed, self.attention, _window(packed, self.n_tokens)), _NoPlaces(self.n_tokens):
+        with attending(packed, self.attention, packed.window(self.n_tokens)), _NoPlaces(self.n_tokens):
             out_BTD = packed.output(layer(*args, **kwargs))
         for at, call in alone:
             args, kwargs = call.arguments(x_BTD[at])
@@ -149,34 +148,3 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     if one.dtype is torch.bool:
         return torch.equal(one, other)
     return bool((one - other).abs().max() <= TOLERANCE * other.abs().max())
-
-
-def _window(call: Call, seq_len: int) -> int | None:
-    """Tokens that each sees at most, if a mask hides more than what comes after it."""
-    masks = (t for t in call.leaves if isinstance(t, Tensor) and t.shape[-2:] == (seq_len, seq_len))
-    seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
-    return min((n for n in seen if n < seq_len), default=None)
-
-
-def _cut_down(config: dict[str, Any], seq_len: int) -> dict[str, Any]:
-    """The same model, narrower, with fewer heads and token ids; windows that hide something hide it of short documents too."""
-    full = read_config(config)
-    n_heads, n_kv_heads, width = (getattr(full, k, None) for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
-    small: dict[str, Any] = {"vocab_size": N_IDS}
-    if isinstance(n_heads, int) and isinstance(width, int):
-        n_groups = n_kv_heads if isinstance(n_kv_heads, int) and n_kv_heads > 1 else None
-        times = gcd(n_heads, width, n_groups or 0)
-        times //= 2 - times % 2  # of each group of heads two stay, if there are
-        small |= {"num_attention_heads": n_heads // times, "hidden_size": width // times}
-        small |= {} if n_groups is None else {"num_key_value_heads": n_groups // times}
-    for key, value in full.to_dict().items():
-        if type(value) is int and ("intermediate" in key or key in ("ffn_dim", "n_inner", "ffn_hidden_size")):
-            small[key] = INNER
-        elif value == width and key.endswith("_dim") and key != "head_dim":
-            small[key] = small.get("hidden_size", width)
-        elif type(value) is int and key.endswith("token_id"):
-            small[key] = 0
-        elif type(value) is int and key in WINDOWS and value < seq_len:
-            small[key] = WINDOW
-    named = {key if key in config else full.attribute_map.get(key, key): value for key, value in small.items()}
-    return config | named

@@ -10,6 +10,7 @@ convolutions, compute where the semantics name them, and nowhere else, whatever 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -229,7 +230,8 @@ def use_own_calls(model: nn.Module) -> None:
 
 
 def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
-    """PlanError where a kernel that the plan names is of a package that is not installed, or the device is no GPU."""
+    """PlanError where the device is no GPU, or a kernel that the plan names is of a package that is not installed, or cannot be
+    imported: torch's own calls would take its place."""
     for name in semantics.library_kernels:
         package = name.partition(".")[0]
         if device != "cuda":
@@ -237,6 +239,11 @@ def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
         if find_spec(package) is None:
             remedy = f"pip install {_DISTRIBUTIONS[package]}, or plan again with --kernels eager"
             raise PlanError(f"the plan computes with {name}, which is not installed here: {remedy}")
+        try:
+            import_module(package)
+        except Exception as error:  # whatever a build for another torch or GPU makes of this one
+            why = " ".join(str(error).split())[:120]
+            raise PlanError(f"the plan computes with {name}, which cannot be imported ({why}); install it again") from None
 
 
 def rotary(

@@ -22,6 +22,8 @@ from runtime.host.memory import DTYPE
 from runtime.plan import Semantics
 from runtime.plan.workload import has_towers
 
+from .kernels import use_own_calls
+
 # Decided by the plan, whatever a file says
 OURS = ("torch_dtype", "dtype", "model_type", "auto_map", "quantization_config")
 # Fields that change neither modules nor what they compute: files, ids of tokens, random weights, outputs, sources of `layer_types`
@@ -54,11 +56,16 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
     if one["model_type"] != other["model_type"]:
         return f"model_type is {one['model_type']}, not {other['model_type']}"
     configs = read_config(one), read_config(other)
-    a, b = (config.to_dict() for config in configs)
+    a, b = ({key: _meant(value) for key, value in config.to_dict().items()} for config in configs)
     for key in sorted(type(configs[0])().to_dict().keys() - _BESIDE):
         if a[key] != b[key] and not (key == "max_position_embeddings" and _any_length(a) and _any_length(b)):
             return _in_words(key, a[key], b[key])
     return None
+
+
+def _meant(value: Any) -> Any:
+    """Of a configuration within another the fields that count there."""
+    return {k: _meant(v) for k, v in value.items() if k not in _BESIDE} if isinstance(value, dict) else value
 
 
 def _in_words(key: str, one: Any, other: Any) -> str:
@@ -83,15 +90,17 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
 
 
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' own model of its own configuration, with random weights on the device at hand."""
+    """transformers' own model of its own configuration, with random weights on the device at hand, in torch's own calls."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
     sees = sees_images(config)
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
+    of: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model: PreTrainedModel = of.from_config(config, **options)
+    use_own_calls(model)
     if not sees:
-        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-any-return]
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, **options)
+        return model
     decoder, body = model.get_decoder(), model.base_model
     towers = [name for name, part in body.named_children() if all(module is not decoder for module in part.modules())]
     for name in (*towers, *body._parameters):

@@ -19,7 +19,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from runtime.errors import WorkloadError
 
-from .kernels import use_own_calls
 from .meta_models import sees_images
 
 
@@ -44,6 +43,12 @@ class Call:
     def output(self, returned: Any) -> torch.Tensor:
         """The hidden state (B, T, D) among what a layer returns."""
         return tree_leaves(returned)[self.out_at]  # type: ignore[no-any-return]
+
+    def window(self, seq_len: int) -> int | None:
+        """Tokens of a sequence that each sees at most, if a mask hides more than what comes after it."""
+        masks = (t for t in self.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len))
+        seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
+        return min((n for n in seen if n < seq_len), default=None)
 
 
 _BESIDE_KIND = ("layer_idx", "training")
@@ -104,7 +109,6 @@ class Split:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
-        use_own_calls(model)
         self.model, self._where = model, _layer_list(model)
         names = {id(module): name for name, module in model.named_modules()}
         self.layers_name = names[id(self._where)]

@@ -6,7 +6,7 @@ out what a process has before a plan is begun: a GPU's context, and Python with 
 
 from .plan import Plan
 from .setup import Place, Setup
-from .workload import ITEM_BYTES, Attention, Saved
+from .workload import ITEM_BYTES, Attention, Saved, text_of
 
 # Of which lengths are multiples: whole blocks of queries, as torch's kernel for processors cuts them (32 below 192 tokens, 64 below
 # 768, 256 from there), but no more lengths than that below 192. Its keys come in blocks of 512.
@@ -51,7 +51,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
     padded for it. Where there is no fused attention without a mask to call for each document, autograd keeps what attention made
     a second time: as the results of documents, and joined. It is booked of any model: whether one can is proven when it runs.
     """
-    of, config = plan.semantics, plan.model.config
+    of = plan.semantics
     item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
     pads = not on_cuda and of.compute_dtype == "bf16"
     n_computed, keeping = padded_tokens(of.seq_len) if pads else of.seq_len, {*plan.policy.saving(Saved.ALL)}
@@ -60,8 +60,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
             continue
         n_keeping = len(keeping.intersection(alike))
         n_heads, width = attention.n_heads, attention.head_dim
-        said = config.get("num_key_value_heads")
-        n_kv_heads = said if isinstance(said, int) and 0 < said <= n_heads else n_heads
+        n_kv_heads = attention.n_kv_heads or n_heads
         n, table_bytes, wide_bytes = attention.n_sequences, 2 * width * item_bytes, 2 * width * ITEM_BYTES["fp32"]
         joined_bytes = 0 if _calls_fused(plan, attention, on_cuda) else n * n_heads * width * item_bytes
         tables_bytes = n * (table_bytes + INT64) + n_keeping * max(n * table_bytes, (n - 1) * wide_bytes)
@@ -75,9 +74,10 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
 
 def _calls_fused(plan: Setup, attention: Attention, on_cuda: bool) -> bool:
     """Whether the plan's documents have fused attention there, without a mask."""
-    if plan.semantics.attention != "sdpa" or plan.model.config.get("attention_dropout") or attention.window is not None:
+    config = text_of(plan.model.config)
+    if plan.semantics.attention != "sdpa" or config.get("attention_dropout") or attention.window is not None:
         return False
-    if "v_head_dim" in plan.model.config:  # values of another width than keys
+    if "v_head_dim" in config:  # values of another width than keys
         return False
     return not on_cuda or (plan.semantics.compute_dtype != "fp32" and attention.head_dim % CUDA_HEAD_ELEMENTS == 0)
 

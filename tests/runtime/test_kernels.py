@@ -25,9 +25,9 @@ from runtime.layers.kernels import (
     refuse_missing_libraries,
     rotary,
     use_kernels,
+    use_own_calls,
 )
 from runtime.layers.pointwise import _OneKernel, compiled, probes, swiglu
-from runtime.layers.split import Split
 from runtime.plan import Policy, saves
 from runtime.plan.workload import Model
 from tests.every_type import tiny
@@ -292,7 +292,7 @@ def test_a_packages_kernel_computes_where_the_plan_names_it(monkeypatch: pytest.
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_fn", wrapped)
     torch.testing.assert_close(model(input_ids=tokens).logits, own)
     assert found == [24, 24, 24], "a layer each, but for attention's"
-    Split(model)  # as a run's begins
+    use_own_calls(model)  # as a run's begins
     assert torch.equal(model(input_ids=tokens).logits, own)
     assert len(found) == 3
     for layer in model.model.layers:  # type: ignore[union-attr]

@@ -6,25 +6,36 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from runtime.plan.workload import text_of
+
+from .meta_models import read_config
+
 # Keys of sizes that are divided all alike, so that what is a product of them stays one: heads keep their width
 _HEADS = re.compile(r"(?<!d_)heads?$|n_groups$")
 _SHARED_HEADS = re.compile(r"(kv|key_value|kv_n)_heads$")  # of which there is at least one
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 WIDTH, VOCAB = 512, 384  # of the copy, about, where the model's are more; and others of its sizes, by a part of their keys
-_MOST = {r"intermediate|inner|ffn|ff_dim": 96, r"^vocab_size": VOCAB, r"window(_size)?$|attention_chunk_size": 8}
+_MOST = {r"intermediate|inner|ffn|ff_dim": 96, r"^vocab_size": VOCAB}
+_WINDOWS, WINDOW = re.compile(r"window(_size)?$|attention_chunk_size"), 8
+_PLACES = re.compile(r"position|seq_len|sequence_length|n_ctx|floor_scale")  # lengths, which may be as large as the width
+MOST_LAYERS = 2**31
 
 
-def cut_down(config: dict[str, Any], width: int, kinds: Sequence[object]) -> dict[str, Any]:
-    """The copy of a configuration that transformers has completed, of a model of that width.
+def cut_down(config: dict[str, Any], kinds: Sequence[object] | None = None, seq_len: int | None = None) -> dict[str, Any]:
+    """The copy of a configuration, of a vision-language model's decoder too; WorkloadError when transformers refuses it.
 
-    `kinds`: what tells the model's layers apart, of each. The copy ends with the first layer of the last new kind.
+    `kinds`: what tells the model's layers apart, of each; the copy ends with the first layer of the last new kind; None: with the
+    last. `seq_len`: windows that hide nothing of so many tokens stay as they are; None: all get smaller.
     """
-    fields: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    text, n_layers = fields.get("text_config", fields), len(kinds)
-    each = [v for v in text.values() if isinstance(v, list) and len(v) == n_layers]
-    told = [str((kind, [v[i] for v in each])) for i, kind in enumerate(kinds)]
-    n_kept = max(min(2, n_layers), *(told.index(kind) + 1 for kind in set(told)))
+    whole = read_config(config)
+    fields: dict[str, Any] = json.loads(json.dumps(whole.to_dict() | {"model_type": config["model_type"]}, default=str))
+    text, width, n_layers, n_kept = text_of(fields), getattr(whole.get_text_config(), "hidden_size", None) or 1, 0, MOST_LAYERS
+    if kinds is not None:
+        n_layers = len(kinds)
+        each = [v for v in text.values() if isinstance(v, list) and len(v) == n_layers]
+        told = [str((kind, [v[i] for v in each])) for i, kind in enumerate(kinds)]
+        n_kept = max(min(2, n_layers), *(told.index(kind) + 1 for kind in set(told)))
     counts = [v for k, v in _numbers(text) if _HEADS.search(k) and not _SHARED_HEADS.search(k) and v > 1]
     divisors = [d for d in range(1, width + 1) if math.gcd(width, *counts) % d == 0 and width // d >= min(64, width)]
     by = next((d for d in divisors if width // d <= WIDTH), divisors[-1])
@@ -40,11 +51,14 @@ def cut_down(config: dict[str, Any], width: int, kinds: Sequence[object]) -> dic
             return min(value, VOCAB - 1)
         if key in _EXPERTS:
             return min(value, _n_experts(within))
+        if _WINDOWS.search(key):
+            return min(value, WINDOW) if seq_len is None or value < seq_len else value
         if most := next((most for pattern, most in _MOST.items() if re.search(pattern, key)), None):
             return min(value, most)
         if key in _DEPTHS:
             return min(value, n_kept)
-        return max(1, value // by) if value == width or (_HEADS.search(key) and value > 1) else value
+        is_divided = _HEADS.search(key) or (value == width and not _PLACES.search(key))
+        return (value // by if value % by == 0 else 1) if is_divided else value
 
     text = small("", text, {})
     others = {k: v | {d: 1 for d in _DEPTHS if d in v} for k, v in fields.items() if isinstance(v, dict) and k.endswith("_config")}
