@@ -23,9 +23,9 @@ import torch
 
 from runtime.host.adamw import fused
 from runtime.host.chunks import UPDATE_ELEMENTS, Scratch
-from runtime.host.lean import Drawn
 from runtime.host.norms import squares_tasks
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient
+from runtime.host.rounding import Drawn
 from runtime.host.slabs import host_slab, settle_allocator, touch
 from runtime.host.workers import Workers
 from runtime.plan.optimizer import AdamW, Optimizer
@@ -84,7 +84,7 @@ def update_case(kind: str, n: int) -> Case:
         case _:
             master = Master(half)
     is_lean = of_master == "stochastic" or optimizer is not Optimizer.ADAMW
-    drawn = Drawn((5 if of_master == "stochastic" else -1, 6, 7)) if is_lean else None
+    drawn = Drawn((5, 6, 7), of_master == "stochastic") if is_lean else None
     to, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
     tasks = Step(to, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, drawn).tasks()
     wide = "bf16" if half is master.weight and master.remainder is None else "fp32"

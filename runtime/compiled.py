@@ -1,6 +1,7 @@
 """Compilation of functions on arrays, by numba where it is installed; without it they are interpreted, to the same bits."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -20,9 +21,23 @@ def compiled(function: F) -> F:
     if not IS_COMPILED:
         return function
     try:
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
+        found = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no folder to keep it in
         return cast(F, numba.njit(nogil=True)(function))
+    kept = vars(found)["_cache"]
+    kept.load_overload, kept.save_overload = map(_if_the_disk_lets, (kept.load_overload, kept.save_overload))
+    return cast(F, found)
+
+
+def _if_the_disk_lets(access: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but nothing is found or kept where a disk is full or refuses: an OSError would end a run."""
+
+    def tried(*args: Any) -> Any:
+        with suppress(OSError):
+            return access(*args)
+        return None
+
+    return tried
 
 
 def integers(values: Any) -> Any:

@@ -72,9 +72,15 @@ def show_overview(rows: Mapping[str, str]) -> None:
 
 
 def _optimizer(session: "Session") -> dict[str, str]:
-    """What less of an optimizer's state is kept, where it is less."""
+    """What less of an optimizer's state is kept, where it is less; and whether that is slow here."""
     plan, of = session.plan, session.settings.optimizer
-    return {"optimizer": f"{plan.semantics.optimizer_in_words}, betas {of.beta1:g}, {of.beta2:g}"} if plan.semantics.is_lean else {}
+    if not plan.semantics.is_lean:
+        return {}
+    from runtime.compiled import IS_COMPILED
+
+    said = {"optimizer": f"{plan.semantics.optimizer_in_words}, betas {of.beta1:g}, {of.beta2:g}"}
+    slow = "without numba its updates on the host take some ten times as long; install it with: pip install numba"
+    return said if IS_COMPILED else said | {"warning, optimizer": slow}
 
 
 def overview(session: "Session") -> dict[str, str]:

@@ -83,7 +83,8 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             return start(n, sys.argv[1:])
         if is_rank():
             take_own_part(settings.device)
-        _without_machine_code()
+        if not file.plan.semantics.is_lean:
+            _without_machine_code()
         from penstock.training.device import device_of
         from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
@@ -107,7 +108,8 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
 
 
 def _without_machine_code() -> None:
-    """Have the simulator interpreted in this process: a run simulates one plan, which is not worth the 100 MB that numba takes."""
+    """Have the simulator interpreted in this process: a run simulates one plan, which is not worth the 100 MB that numba takes
+    where no optimizer asks for it (`runtime/host/lean.py`)."""
     there = sys.modules.get("numba")
     sys.modules["numba"] = there  # type: ignore[assignment]  # None, where nothing has imported it: then nothing finds it
     import runtime.compiled  # noqa: F401

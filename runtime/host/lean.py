@@ -11,7 +11,6 @@ mixed order, from where key and turn say.
 import math
 from collections.abc import Sequence
 from functools import cache
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,32 +19,13 @@ from numpy.typing import NDArray
 
 from runtime.compiled import IS_COMPILED, compiled
 
-Keys = tuple[int, int, int]  # of the master (below 0: it is rounded half up) and the moments
+from .rounding import TURN, Drawn, Keys
+
 Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32; of a remainder, int16
 State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
-TURN = 2**16
 BLOCK_ELEMENTS = 2**13  # that a loop has in a core's cache; turns consist of whole ones
 HALF = 0x8000  # in place of a random number: half up
 NARROW = np.uint32(16)  # bits that bf16 lacks
-
-
-class Drawn(NamedTuple):
-    """What rounds a parameter's bf16 tensors, and the place in the whole parameter of the first element that is here."""
-
-    keys: Keys
-    first: int = 0
-
-
-def drawn(seed: int, n_updates: int, name: str, first: int, is_master_drawn: bool) -> Drawn:
-    """Of a parameter, at one update of a run: keys of 32 bits."""
-    digest = blake2b(f"{seed} {n_updates} {name}".encode(), digest_size=12).digest()
-    master, *moments = (int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8))
-    return Drawn((master if is_master_drawn else -1, moments[0], moments[1]), first)
-
-
-def signed(key: int) -> int:
-    """As a kernel takes it: in 32 bits, with a sign."""
-    return key - 2**32 if key >= 2**31 else key
 
 
 @cache
@@ -158,7 +138,7 @@ def lion(w: Any, g: Any, m: Any, by: Any) -> None:
 
 @compiled
 def update(
-    start: int, end: int, first: int, keys: Keys, order: Bits, halves: Bits, is_lion: bool, by: Any,
+    start: int, end: int, keys: Keys, is_master_drawn: bool, first: int, order: Bits, halves: Bits, is_lion: bool, by: Any,
     to: State, before: State, is_split: bool, parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any,
 ) -> None:  # fmt: skip
     """Elements start .. end - 1 of a parameter, of which `first` is the place of element 0."""
@@ -184,7 +164,7 @@ def update(
         store(a, order[(begin(keys[1], turn) + within) % TURN :], m[at:next])
         if is_split:
             cut(w, remainder[at:next])
-        store(w, order[(begin(keys[0], turn) + within) % TURN :] if keys[0] >= 0 else halves, weight[at:next])
+        store(w, order[(begin(keys[0], turn) + within) % TURN :] if is_master_drawn else halves, weight[at:next])
         at = next
 
 
@@ -192,7 +172,7 @@ def update(
 
 
 def plainly(
-    start: int, end: int, first: int, keys: Keys, order: Bits, halves: Bits, is_lion: bool, by: Any,
+    start: int, end: int, keys: Keys, is_master_drawn: bool, first: int, order: Bits, halves: Bits, is_lion: bool, by: Any,
     to: State, before: State, is_split: bool, parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any,
 ) -> None:  # fmt: skip
     """`update` by numpy, which performs the same operations in the same order."""
@@ -219,18 +199,18 @@ def plainly(
         m[part] = _stored(a, m, keys[1], places, order)
         if is_split:
             remainder[part] = w.view(np.uint32).astype(np.uint16).view(np.int16)
-        weight[part] = _stored(w, weight, keys[0], places, order)
+        weight[part] = _stored(w, weight, keys[0] if is_master_drawn else None, places, order)
 
 
 def _wide(bits: Bits) -> NDArray[np.float32]:
     return (bits if bits.itemsize == 4 else bits.astype(np.uint32) << NARROW).view(np.float32)
 
 
-def _stored(x: NDArray[np.float32], to: Bits, key: int, places: NDArray[np.int64], order: Bits) -> Bits:
+def _stored(x: NDArray[np.float32], to: Bits, key: int | None, places: NDArray[np.int64], order: Bits) -> Bits:
     bits = x.view(np.uint32)
     if to.itemsize == 4:
         return bits
-    random = np.uint32(HALF) if key < 0 else order[(begin(key, places // TURN) + places) % TURN]
+    random = np.uint32(HALF) if key is None else order[(begin(key, places // TURN) + places) % TURN]
     return np.where(np.isnan(x), np.uint32(0x7FC0), (bits + random) >> NARROW)
 
 
@@ -264,6 +244,6 @@ class Update(NamedTuple):
         """Elements start .. end - 1 of what is here."""
         parts, of_state = (self.parts[0], self.parts[-1]), (self.to, self.before, len(self.to[1]) > 0)
         (update if IS_COMPILED else plainly)(
-            start, end, self.drawn.first, self.drawn.keys, order(), halves(), self.rule == "lion", self.scalars, *of_state,
+            start, end, *self.drawn, order(), halves(), self.rule == "lion", self.scalars, *of_state,
             parts, len(self.parts), self.is_rounded, np.float32(self.factor),
         )  # fmt: skip

@@ -7,16 +7,20 @@ whole. A task is some chunks of one parameter, and needs nothing but a thread's 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from runtime.errors import PlanError
 from runtime.plan.optimizer import AdamW, Hyperparameters
 
-from . import adamw, chunks, lean
+from . import adamw, chunks
 from .chunks import Scratch, UpdateLoop
 from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from .rounding import TURN, Drawn, signed
+
+if TYPE_CHECKING:
+    from . import lean
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
 PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
@@ -101,9 +105,14 @@ class SummedGradient:
     def numel(self) -> int:
         return self.parts[0].numel()
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether rounding the sum may change it."""
+        return self.dtype is torch.bfloat16 and self.parts[0].dtype is not torch.bfloat16
+
     def rounded(self, scratch: Scratch) -> torch.Tensor | None:
         """Scratch of the dtype to which the sum is rounded; None where that changes nothing."""
-        return scratch.rounded if self.dtype is torch.bfloat16 and self.parts[0].dtype is not torch.bfloat16 else None
+        return scratch.rounded if self.is_rounded else None
 
 
 def summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
@@ -140,7 +149,7 @@ class Step:
     settings: Hyperparameters
     start_from: ParamState | None = None
     rule: str = "adamw"
-    drawn: lean.Drawn | None = None
+    drawn: Drawn | None = None
 
     def run(self, loop: UpdateLoop, start: int, end: int, chunk: int, own: Scratch) -> None:
         """Elements start .. end - 1, `chunk` at a time."""
@@ -154,39 +163,42 @@ class Step:
 
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
-        if (less := self._less) is not None:
+        if (less := self._less()) is not None:
             return tasks_of(lambda start, end, own: less.run(start, end), self.gradient.numel())
         loop = host_loop()
         return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
 
-    @property
-    def _less(self) -> lean.Update | None:
+    def _less(self) -> "lean.Update | None":
         """The same for an optimizer that keeps less."""
         if self.drawn is None:
             return None
+        from . import lean  # and with it numba, which no other run needs
+
         parts = tuple(map(lean.bits_of, self.gradient.parts))
-        is_rounded = self.gradient.dtype is torch.bfloat16 and self.gradient.parts[0].dtype is not torch.bfloat16
         states = (self.to, self.start_from or self.to)
         to, before = (lean.state_of(of.master.weight, of.master.remainder, of.moments) for of in states)
         by = lean.scalars(self.rule, self.settings.numbers, self.n_updates)
-        return lean.Update(self.rule, self.drawn, by, to, before, parts, is_rounded, self.factor)
+        return lean.Update(self.rule, self.drawn, by, to, before, parts, self.gradient.is_rounded, self.factor)
 
     def on_device(self, kernel: Kernel | None) -> None:
         """All of it by a device's kernel; without one by a processor in its place, on this thread."""
         (gradient,), of, n_elements = self.gradient.parts, self.to.master, self.gradient.numel()
-        if kernel is None and (less := self._less) is not None:
+        if kernel is None and (less := self._less()) is not None:
             return less.run(0, n_elements)
         if kernel is None:
             chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
             return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk, chunk))
         by, keys = adamw.factors(self.settings.numbers, self.n_updates), list[int]()
         if self.drawn is not None:
+            from . import lean
+
+            assert self.drawn.first == 0, "turns of a kernel begin with the parameter"
             by = lean.scalars(self.rule, self.settings.numbers, self.n_updates).tolist()
-            keys = [lean.signed(key) for key in self.drawn.keys]
+            keys = [signed(key) for key in self.drawn.keys]
         moments = self.to.moments[0], self.to.moments[-1]
         tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *moments, gradient]
         for number, parts in enumerate(zip(*(tensor.split(MOST_ELEMENTS) for tensor in tensors), strict=True)):
-            n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // lean.TURN)] if keys else []
+            n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // TURN)] if keys else []
             kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *turn, *keys, self.factor, *by])
         return None
 
@@ -230,7 +242,7 @@ def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
 def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bool:
     """Whether a device's kernel does, on numbers of every size."""
     weight, is_split, gradient, moments, rule, is_drawn = kept
-    keys = None if moments is None else lean.Drawn((2**32 - 5 if is_drawn else -1, 6, 7))
+    keys = None if moments is None else Drawn((2**32 - 5, 6, 7), is_drawn)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(spread: int) -> torch.Tensor:

@@ -11,15 +11,15 @@ import torch
 from runtime.errors import PenstockError
 from runtime.executor import AgreedStop
 from runtime.plan import Kind, Op, Slot, Update
-from runtime.plan.optimizer import Hyperparameters, Schedule
+from runtime.plan.optimizer import AdamW, Hyperparameters, Schedule
 from runtime.plan.workload import Parameter
 
 from .chunks import Scratch
 from .host_state import HostState
-from .lean import Drawn, drawn
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
 from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
+from .rounding import Drawn, drawn
 from .workers import Workers
 
 Alike = tuple[Hyperparameters, Drawn | None]  # of an update
@@ -50,7 +50,7 @@ class Updates:
         self._seed, self._rule = seed, plan.semantics.optimizer.rule
         self.state, self.settings, self.workers = state, settings, workers
         self._alone = Workers(1, Scratch)  # the device's lane has no helpers
-        host_loop()  # compiled now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread
+        self._compile()
         self._device_kernel = None
         if plan.policy.device_blocks:
             block = plan.policy.device_blocks[0]
@@ -69,6 +69,21 @@ class Updates:
         self._n_changes = sum(op.kind in CHANGES for op in plan.ops)
         self._one_at_a_time = threading.Lock()  # of what the lanes that change the state share
         self.forget()
+
+    def _compile(self) -> None:
+        """The host's loop, now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread."""
+        plan, of = self.plan, self.plan.semantics
+        if not of.is_lean:
+            host_loop()
+            return
+        first = dict[torch.dtype, Parameter]()  # of those that the host updates by gradients of a dtype
+        for b, owned in enumerate(self.state.owned):
+            dtype = DTYPE[plan.gradient_dtype(b) if b in plan.policy.device_blocks else plan.host_gradient_dtype(b)]
+            if owned and self.state.param_state(owned[0]).master.weight.device.type == "cpu":
+                first.setdefault(dtype, owned[0])
+        for dtype, p in first.items():
+            gradient = SummedGradient((torch.empty(0, dtype=dtype),), DTYPE[of.gradient_dtype])
+            Step(self.state.param_state(p), gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).on_device(None)
 
     def forget(self) -> None:
         """Begin a run; what one that failed in the middle of a step has left is dropped."""

@@ -1,7 +1,10 @@
 """A run, from a plan to a checkpoint that transformers loads, or one line that says why not."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -32,6 +35,35 @@ def test_a_run_learns_logs_and_leaves_a_model(home):
     succeeded(penstock("report", home / "plan.json", home / "out", "-o", trace))
     names = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"predicted", "measured"}
+
+
+# A user's command; whether anything imported the loops of optimizers that keep less, and whether they are machine code.
+RUN = """
+import sys
+from penstock.cli.main import main
+if sys.argv.pop(1) == "hidden":
+    sys.modules["numba"] = None
+try:
+    main()
+finally:
+    lean = sys.modules.get("runtime.host.lean")
+    print("compiled:", lean and lean.IS_COMPILED)
+"""
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize(
+    ("optimizer", "numba", "said"),
+    [("lion:moments=bf16", "there", True), ("lion:moments=bf16", "hidden", False), ("adamw", "there", None)],
+)
+def test_what_keeps_less_is_compiled_or_said_to_be_slow(home, optimizer, numba, said):
+    """And torch's AdamW has no use for a compiler, which would take memory."""
+    plan = plan_in(home, "--optimizer", optimizer)
+    words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]
+    command, alone = [sys.executable, "-c", RUN, *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=True)
+    assert f"compiled: {said}" in done.stdout
+    assert ("some ten times as long" in done.stderr) == (said is False)
 
 
 @pytest.mark.fast("some")

@@ -1,5 +1,8 @@
 """The host's AdamW, norms and sums in chunks, by several threads: the bits of the plainest code."""
 
+import os
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
-from runtime.host import adamw, chunks, lean, optimizer, updates
+from runtime.host import adamw, chunks, lean, optimizer, rounding, updates
 from runtime.host.chunks import Scratch
 from runtime.host.norms import added, squares_tasks, sum_of_squares
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop, summed
@@ -101,7 +104,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
 LEAN_KINDS = [("adamw", "split", "bf16"), ("adamw", "bf16", "fp32"), ("lion", "fp32", "bf16"), ("lion", "bf16", "bf16")]
 
 
-@pytest.mark.parametrize("n", [1, 300, 2 * lean.TURN + 65])
+@pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
 def test_less_state_is_updated_alike_compiled_interpreted_and_cut(rule, kind, moments, elsewhere, n, monkeypatch):
@@ -118,13 +121,31 @@ def test_less_state_is_updated_alike_compiled_interpreted_and_cut(rule, kind, mo
         for part in pieces if n > cut else pieces[:1]:
             (mine, start_from), keys = (of_part(state, part) for state in (to, before)), (5, 6, 7)
             gradient = SummedGradient(tuple(p[part] for p in parts), torch.bfloat16)
-            drawn = lean.Drawn(keys if kind == "bf16" else (-1, 6, 7), part.start)
+            drawn = rounding.Drawn(keys, kind == "bf16", part.start)
             step = Step(mine, gradient, 0.3, 3, SETTINGS, start_from if elsewhere else None, rule, drawn)
             for task in step.tasks():
                 task(Scratch(1, 1))
         found.append(to.tensors)
     for other in found[1:]:
         assert all(map(equal_but_for_nans_payload, (t.float() for t in found[0]), (t.float() for t in other)))
+
+
+def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
+    """No byte can be written: nothing is kept, and the loop runs."""
+    code = """if 1:
+        import resource
+        from runtime.host.lean import IS_COMPILED, begin
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        print(IS_COMPILED and begin.signatures, begin(5, 6), getattr(begin, "signatures", ()))"""
+    environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"[] {begin_plainly(5 + 6)} [(int64, int64)]")
+
+
+def begin_plainly(x: int) -> int:
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D), (16, 1)):
+        x = (x ^ x >> shift) * factor % 2**32
+    return x % 2**16
 
 
 def of_part(state: ParamState, part: slice) -> ParamState:
@@ -134,11 +155,11 @@ def of_part(state: ParamState, part: slice) -> ParamState:
 
 def test_a_moment_of_bf16_decays_as_it_should_on_average():
     """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all."""
-    assert sorted(lean.order()[: lean.TURN].tolist()) == list(range(lean.TURN)), "some number is likelier than others"
+    assert sorted(lean.order()[: rounding.TURN].tolist()) == list(range(rounding.TURN)), "some number is likelier than others"
     n, settings = 4096, replace(SETTINGS, beta2=0.999)
     state = ParamState(Master(torch.zeros(n)), (torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()))
     for n_updates in range(1, 301):
-        drawn = lean.drawn(0, n_updates, "p", 0, is_master_drawn=False)
+        drawn = rounding.drawn(0, n_updates, "p", 0, is_master_drawn=False)
         for task in Step(state, summed(torch.zeros(n)), 1.0, n_updates, settings, None, "adamw", drawn).tasks():
             task(Scratch(1, 1))
     assert float(state.moments[1].float().mean()) == pytest.approx(0.999**300, rel=2e-3)
