@@ -16,6 +16,7 @@ from planner.lower.arenas import SQUARE_BYTES
 from planner.lower.sheet import Outline
 from planner.lower.waits import NONE
 from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier, Workload
@@ -46,8 +47,16 @@ def update_bytes_per_param(plan: Setup, block: int) -> int:
 
 
 def update_params_per_s(profile: Profile, of: Semantics) -> float:
-    """Parameters that all cores of the host update per second: what was measured of AdamW, times what others take beside it."""
-    return profile.optimizer_params_per_s(profile.host.n_cores) / of.update_ratio
+    """Parameters that all cores of the host update per second. Measured was AdamW; what keeps less is as fast beside it as on one
+    core, where all is arithmetic, until the cores move as many bytes a second as they do for AdamW."""
+    n, measured = profile.host.n_cores, profile.optimizer_params_per_s
+    if not of.is_lean:
+        return measured(n)
+    usual, own = (
+        Optimizer.ADAMW.update_bytes("fp32", of.gradient_dtype),
+        of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype),
+    )
+    return min(n * measured(1) / of.update_ratio, measured(n) * usual / own)
 
 
 def backward_matmuls(m: Matmul) -> int:

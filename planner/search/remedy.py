@@ -125,9 +125,9 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
     yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
-    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:
-        yield "--master bf16", _changed(request, master_dtype="bf16")
     yield from _leaner(request)
+    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # loses small updates
+        yield "--master bf16", _changed(request, master_dtype="bf16")
     yield from _frozen(request)
     if s.sum_groups > 1:
         yield f"--sum-groups {s.ranks}", _changed(request, sum_groups=1)
@@ -141,8 +141,9 @@ def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
     """The first optimizer that keeps so little of what is trained that it fits, with its bytes of a parameter and what it costs."""
     s = request.semantics
     now = s.optimizer.state_bytes(s.master_dtype) + ITEM_BYTES[s.gradient_dtype]
+    own = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # said in --optimizer
     for said in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
-        changed = _changed(request, **optimizing(said, None))
+        changed = _changed(request, **own | optimizing(said, None))
         of = changed.semantics
         n_bytes = of.optimizer.state_bytes(of.master_dtype) + ITEM_BYTES[of.gradient_dtype]
         if n_bytes < now and changed.fits():

@@ -66,21 +66,25 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
 
 
 @pytest.mark.parametrize(
-    ("host_memory", "said"),
+    ("host_memory", "given", "said"),
     [
-        (100 * GB, "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding, about "),
-        (64 * GB, "lion:moments=bf16,master=bf16 (6 bytes"),
+        (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding, about "),
+        (100 * GB, "adamw:master=bf16", "adamw:moments=bf16 (10 bytes a parameter instead of 12; other rounding, about "),
+        (64 * GB, "adamw", "lion:moments=bf16,master=bf16 (6 bytes"),
     ],
 )
-def test_less_optimizer_state_is_named_where_it_fits(host_memory, said):
-    """8 G parameters; and asked for, it does."""
+def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
+    """8 G parameters; and asked for in place of what was, it does."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, host_memory)
-    request = Request(model, Semantics(4096, 16, 1), profile, None, SIZES).resized()
+    plain = Semantics(4096, 16, 1)
+    request = Request(model, replace(plain, **optimizing(given, None)), profile, None, SIZES).resized()
     found = [footprint(frame(model, build_workload(model, request.semantics), request.semantics, Policy()), profile)]
     changes = dict(_changes(request, found))
     (text,) = [text for text in changes if text.startswith("--optimizer")]
     assert text.startswith(f"--optimizer {said}")
-    assert replace(request, semantics=replace(request.semantics, **optimizing(text.split()[1], None))).resized().fits()
+    again = replace(request, semantics=replace(plain, **optimizing(text.split()[1], None))).resized()
+    assert again.fits()
+    assert again.semantics == changes[text].semantics
 
 
 def test_no_change_makes_a_plan_too_long_to_write():
