@@ -351,7 +351,7 @@ def train(
 
     with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop, loss=loss) as session:
         trainer = Trainer(session, step)
-        write_settings(session.settings, file)
+        write_settings(asked, file)
         timeline, _ = trainer.train()
     return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
 

@@ -27,6 +27,7 @@ from runtime.errors import CheckpointError
 from runtime.host.host_state import HostState
 from runtime.plan import Plan, Semantics
 from runtime.plan.objective import Objective
+from runtime.plan.optimizer import Optimizer
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Parameter
 
@@ -256,9 +257,28 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
 _OF_STATE = ("optimizer", "master_dtype", "weight_rounding")  # of the semantics: what is kept, and how it is updated
 
 
+_OF_RULE = ("lr", "beta1", "beta2", "eps")  # of its settings, what no other rule has a use for
+_PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+
+
+def _kept_in_words(of: Mapping[str, Any]) -> str:
+    rounding = f" rounded {'half up' if of['weight_rounding'] == 'half_up' else 'stochastically'}"
+    return f"{of['optimizer']} with {of['master_dtype']} masters{rounding if of['master_dtype'] == 'bf16' else ''}"
+
+
+def _converted_in_words(*states: Mapping[str, Any]) -> str:
+    """What becomes of each part of a state, of which the second is made of the first."""
+    was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
+    found = {
+        part: "dropped" if part not in now else "kept" if now[part] in (was[part], "fp32") else "rounded to bf16" for part in was
+    }
+    return ", ".join(f"its {_PARTS[part]} is {what}" for part, what in found.items())
+
+
 def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:
     """CheckpointError that names the first thing that a state does not share with this run. `converts`: its optimizer may be
-    another, whose state is rounded to what this one keeps, as the words say that are returned."""
+    another, whose state is rounded to what this one keeps, as the words say that are returned; of another rule it has other
+    hyperparameters."""
     words, is_another_rule = None, False
     afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
     for key, value in expected.items():
@@ -266,15 +286,17 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
         if key == "semantics" and isinstance(found, dict):
             found = _as_json(_SEMANTICS_BEFORE) | found
             was, now = ({name: of.get(name) for name in _OF_STATE} for of in (found, value))
-            if was != now and (found | now) == value:
-                old, new = (f"{of['optimizer']} with {of['master_dtype']} masters" for of in (was, now))
+            if was != now and (found | now) == value and was["optimizer"] in [*Optimizer]:
+                old, new = map(_kept_in_words, (was, now))
                 rules = [str(of["optimizer"]).partition(":")[0] for of in (was, now)]
                 if not converts or rules == ["lion", "adamw"]:
                     how = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
                     raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {how}, {afresh}")
-                words = f"{state.path}: the state of {old} becomes that of {new}; what has fewer bits now is rounded to them"
+                words = f"{state.path}: the state of {old} becomes that of {new}: {_converted_in_words(was, now)}"
                 found, is_another_rule = value, rules[0] != rules[1]
-        if found != value and not (key == "optimizer" and is_another_rule):
+        if key == "optimizer" and is_another_rule and isinstance(found, dict):
+            found, value = ({name: said for name, said in of.items() if name not in _OF_RULE} for of in (found, value))
+        if found != value:
             what = f"{_IN_WORDS.get(key, key)}{_difference(found, value)}"
             raise CheckpointError(f"{state.path}: of another {what}; resume as it began, {afresh}")
     return words

@@ -98,7 +98,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
                 refuse_to_recalibrate(recalibrate, Path(path), checked(file, path).plan, device)
             with open_session(settings, file, path, report=report, ranks=ranks, **how) as session:
                 report.stop()
-                return _train(session, file, recalibrate)
+                return _train(session, settings, file, recalibrate)
     except GoneError as error:
         return error.exit_code
     except RanksError:
@@ -118,14 +118,15 @@ def _without_machine_code() -> None:
         del sys.modules["numba"]
 
 
-def _train(session: "Session", file: PlanFile, recalibrate: Path | None) -> int:
-    """Perform the steps and show the outcome; the exit code."""
+def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
+    """Perform the steps and show the outcome; the exit code. What is written is what was given: with a plan of another optimizer
+    it has that one's rate."""
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
     stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
-    write_settings(session.settings, file)
+    write_settings(given, file)
     show_overview(overview(session))
     asked = list[int]()
 

@@ -27,6 +27,7 @@ from runtime.errors import PenstockError, PlanError
 from runtime.plan import Semantics
 from runtime.plan.packed import Base
 from runtime.plan.policy import trained
+from runtime.plan.workload import Dtype
 from runtime.units import GB, parse_bytes, show_bytes, show_count
 
 from .options import AS_JSON, BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
@@ -40,7 +41,7 @@ MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
-MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True, help="Master weights.")
+MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Master weights.  [default: fp32]")
 
 
 @click.command()
@@ -227,11 +228,13 @@ def _profiles(name: str = "") -> list[Profile]:
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
 
-def _part(n_gpus: int, master: str, train: str | None, base: Base | None, optimizer: str | None, **fields: Any) -> Semantics:
+def _part(
+    n_gpus: int, master: Dtype | None, train: str | None, base: Base | None, optimizer: str | None, **fields: Any
+) -> Semantics:
     """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared, or not so."""
     from planner.search.micro_batch import shared_step
 
-    asked = trained(Semantics(master_dtype=master, **fields), train, base, optimizer)  # type: ignore[arg-type]
+    asked = trained(Semantics(**fields), train, base, optimizer, master)
     asked = shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
     if (n := asked.micro_batch) > asked.batch_size:
         raise PlanError(f"--micro-batch {n} is more than the batch of {asked.batch_size}; choose at most that")

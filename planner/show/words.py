@@ -121,7 +121,9 @@ def answer(f: Facts) -> Iterator[Line]:
     yield from verdict(f)
     yield "batch", batch_in_words(f.plan.semantics)
     if f.plan.semantics.is_lean:
-        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: other rounding than torch's AdamW (docs/optimizers.md)"
+        is_other = f.plan.semantics.optimizer.rule != "adamw"
+        what = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
+        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {what} (docs/optimizers.md)"
     yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
     yield "more", "why, what it rests on, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 

@@ -171,10 +171,11 @@ class Semantics:
         return self.micro_batch * self.seq_len
 
 
-def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None) -> Semantics:
-    """The semantics where that is trained, and the rest frozen, by that optimizer."""
+def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None, master: Dtype | None) -> Semantics:
+    """The semantics where that is trained, and the rest frozen, by that optimizer, with such masters."""
     what, said = semantics.train if train is None else parse_train(train), training(train, base)
-    return replace(semantics, **said | optimizing(optimizer, None) | {"train": what})
+    of_master = {} if master is None else {"master_dtype": master}
+    return replace(semantics, **said | of_master | optimizing(optimizer, master) | {"train": what})
 
 
 class Update(StrEnum):

@@ -80,7 +80,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     # 116.8 G parameters: master 4, the weight in it, moments 8, gradient 2 bytes each; 6 GB for the process. The device holds some.
     most = 116.83e9 * 14 + 6e9 - 1.5e12
     assert most - 141e9 < said["short_bytes"]["host"] < most - 70e9
-    assert "--master bf16" in said["smallest_change"]
+    assert "--optimizer adamw:moments=bf16 (10 bytes a parameter" in said["smallest_change"]
     assert "--host-memory 15" in said["smallest_change"]
     assert said["smallest_change"] in result.stderr
     assert result.stderr.count("\n") == 1

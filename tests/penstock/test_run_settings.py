@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -117,9 +116,9 @@ def test_the_settings_in_the_folder_make_the_same_run_again(home):
     written = home / "first" / "run.yaml"
     asked = {"steps": 4, "seed": 5, "out": str(home / "first"), "plan": str(home / "first" / "run-plan.json")}
     read = read_run(file, asked)
-    assert read_run(written, {}) == replace(read, optimizer=replace(read.optimizer, beta2=0.999)), "AdamW's own"
+    assert read_run(written, {}) == read
     fields = yaml.safe_load(written.read_text())
-    assert (fields["steps"], fields["epochs"], fields["seed"], fields["optimizer"]["beta2"]) == (4, None, 5, 0.999)
+    assert (fields["steps"], fields["epochs"], fields["seed"], fields["optimizer"]["beta2"]) == (4, None, 5, None), "as of the plan"
     succeeded(penstock("run", "--config", written, "--out", home / "second"))
     assert weights_sha(home / "first" / "checkpoint-4") == weights_sha(home / "second" / "checkpoint-4") != {}
 

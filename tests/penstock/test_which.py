@@ -15,6 +15,7 @@ from planner.show.compare import COLUMNS
 from planner.show.price import JOB_TITLES
 from runtime.errors import PenstockError
 from runtime.units import parse_count
+from tests.running import one_line, penstock
 
 SMALL = ["qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "2", "--tokens", "3M", "--usd-per-hour", "0.5", "--usd", "4000"]
 
@@ -81,3 +82,8 @@ def test_counts_of_tokens_are_read_or_refused_in_one_line() -> None:
     for text in ("", "0", "-3", "1e9", "M", "9" * 40, "100 MB"):
         with pytest.raises(PenstockError, match="100M"):
             parse_count(text)
+
+
+@pytest.mark.parametrize("command", [("fits", "rtx4090"), ("compare", "qwen3-8b")], ids=lambda command: command[0])
+def test_a_master_and_an_optimizer_that_contradict_are_refused(command: tuple[str, ...]) -> None:
+    one_line(penstock(*command, "--master", "fp32", "--optimizer", "lion:master=bf16"), 2, "leave out --master")

@@ -152,7 +152,14 @@ def test_a_state_from_before_a_choice_is_of_the_default() -> None:
         refuse_another(state, {"semantics": semantics | {"base": "nf4"}})
 
 
-@pytest.mark.parametrize("to", ["adamw:moments=bf16", "lion:moments=bf16,master=bf16"])
+CONVERTED = {
+    "adamw:moments=bf16": ": its master is kept, its first moment is rounded to bf16, its second moment is rounded to bf16",
+    "lion:moments=bf16,master=bf16": "bf16 masters rounded stochastically: its master is rounded to bf16, its first moment is "
+    "rounded to bf16, its second moment is dropped",
+}
+
+
+@pytest.mark.parametrize("to", CONVERTED)
 def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path: Path) -> None:
     """Aloud, one way, and to a run that goes on."""
     policy = Policy(accumulation_group=4)
@@ -162,7 +169,11 @@ def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path:
         refuse_another(state, then.identity)
     words = refuse_another(state, then.identity, converts=True)
     assert words is not None
-    assert f"the state of adamw with fp32 masters becomes that of {LEAN[to]['optimizer']}" in words
+    assert f"the state of adamw with fp32 masters becomes that of {LEAN[to]['optimizer']} with " in words
+    assert words.endswith(CONVERTED[to])
+    other = then.identity | {"optimizer": then.identity["optimizer"] | {"weight_decay": 0.5, "lr": 0.5}}
+    with pytest.raises(CheckpointError, match=r"another optimizer or schedule: (lr|weight_decay) was"):
+        refuse_another(state, other, converts=True)
     put_back(state, then.store.host, then.data)
     for kept, before in zip(state_of(then.store)[:2], state_of(first.store), strict=False):
         assert all(torch.equal(kept[name], before[name].to(kept[name].dtype)) or "master" in to for name in kept)
