@@ -121,8 +121,8 @@ class Track:
         if token is not None:
             self.tokens[self.n_done] = token
         self.n_done += 1
-        for other, position in list(self._asked.items()):
-            if self.n_done > position and self._asked.pop(other, None) is not None:
+        for other in list(self._asked):  # no pairs: while a collection that these may begin runs, lanes ask and leave
+            if self.n_done > self._asked.get(other, self.n_done) and self._asked.pop(other, None) is not None:
                 other._bell.ring()
 
     def wait(self, entry: Entry, turn: int, repetition: int) -> Iterator[object]:
