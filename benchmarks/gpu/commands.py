@@ -5,13 +5,16 @@ Torch is not needed to plan, so plans for a GPU are made beforehand, anywhere.
 
 import importlib.util
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
 CLI = (sys.executable, "-m", "penstock")
 HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
 MOST_FAILURES = 20
+ENDED_S = 25.0  # before its limit a stage of tests is told to end
 TESTS = (
     "tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py",
     "tests/runtime/test_packed_weights.py", "tests/runtime/test_device_norms.py",
@@ -142,40 +146,92 @@ def probe(asked: Asked, note: Note) -> None:
     note("measured", profile=asked.profile.name, n_bytes=asked.profile.stat().st_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A small run: words for `plan` and `run`, its data, and whether a reference is written for it first."""
+
+    data: str
+    plan_words: tuple[str, ...] = ()
+    run_words: tuple[str, ...] = ()
+    refers: bool = False
+
+
+CHATS = [{"prompt": f"How much is {n} and {n}? ", "chosen": f"It is {2 * n}.", "rejected": f"No idea, {n}?"} for n in range(24)]
+RESUMED = {
+    "resumed": Resumed("To be, or not to be, that is the question. " * 200),
+    "resumed-lion": Resumed(
+        "To be, or not to be, that is the question. " * 200,
+        ("--optimizer", "lion:moments=bf16,master=bf16"),
+        ("--packing", "joined"),
+    ),
+    "resumed-pairs": Resumed(
+        "".join(json.dumps(row) + "\n" for row in CHATS),
+        ("--loss", "dpo:beta=0.1", "--optimizer", "adamw:moments=bf16"),
+        refers=True,
+    ),
+}
+
+
 def resumed(asked: Asked, note: Note) -> None:
     """Plan and train a small model by command, once whole and once with a stop between: both write the same bytes."""
+    case = RESUMED[asked.stage]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(TINY_CONFIG | {"num_hidden_layers": 3}))
-        (home / "data.txt").write_text("To be, or not to be, that is the question. " * 200)
+        data = home / ("data.jsonl" if case.data.startswith("{") else "data.txt")
+        data.write_text(case.data)
         plan, machine = home / "plan.json", asked.machine or "h100-sxm"
         sizes = ["--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
-        command(["plan", str(home / "model"), "--machine", machine, "--deterministic", *sizes, "-o", str(plan)])
-        of_run = ["run", str(plan), "--data", str(home / "data.txt"), "--device", asked.device, "--tokenizer", "bytes"]
-        of_run += ["--lr", "1e-3"] + ["--deterministic"] * (asked.device == "cuda")
+        command(["plan", str(home / "model"), "--machine", machine, "--deterministic", *sizes, *case.plan_words, "-o", str(plan)])
+        of_run = [str(plan), "--data", str(data), "--device", asked.device, "--tokenizer", "bytes", *case.run_words]
+        of_run += ["--deterministic"] * (asked.device == "cuda")
         for out, n_steps, *words in (("whole", 6, "--from-scratch"), ("cut", 3, "--from-scratch"), ("cut", 6, "--resume")):
             began_s = time.perf_counter()
-            subprocess.run([*CLI, *of_run, "--out", str(home / out), "--steps", str(n_steps), *words], cwd=ROOT, check=True)
+            of_this = [*of_run, "--out", str(home / out), "--steps", str(n_steps), "--lr", "1e-3", *words]
+            subprocess.run([*CLI, "run", *of_this], cwd=ROOT, check=True)
             note("ran", out=out, n_steps=n_steps, seconds=time.perf_counter() - began_s)
         files = sorted((home / "whole" / "checkpoint-6").glob("*.safetensors"))
         odd = [file.name for file in files if file.read_bytes() != (home / "cut" / "checkpoint-6" / file.name).read_bytes()]
+        if case.refers:  # of the trained model, which then begins where it agrees with its reference
+            _referred(asked, note, home, of_run)
     note("measured", n_files=len(files), n_different=len(odd))
     if odd or not files:
         raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
 
 
+def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:
+    """The reference as a file gives the losses of the one that a run makes for itself."""
+    of_model, said = [*of_run, "--model", str(home / "whole" / "checkpoint-6")], {}
+    subprocess.run([*CLI, "forward", *of_model, "--out", str(home / "reference.safetensors")], cwd=ROOT, check=True)
+    for name in ("base", str(home / "reference.safetensors")):
+        out = home / Path(name).stem
+        words = [*of_model, "--out", str(out), "--steps", "2", "--lr", "1e-3", "--reference", name]
+        subprocess.run([*CLI, "run", *words], cwd=ROOT, check=True)
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        said[name] = [row["loss"] for row in rows if "loss" in row]
+    note("referred", losses=list(said.values()))
+    first, again = said.values()
+    if first != again or not math.isclose(first[0], math.log(2), rel_tol=1e-6):
+        raise CommandError(f"losses {first} with a reference of its own, {again} with the file; both are to begin with ln 2")
+
+
 def tests(asked: Asked, note: Note) -> None:
     """Those that need a GPU, several at a time where pytest-xdist is installed."""
     files = TESTS[1:2] if asked.tiny else TESTS
-    words = [sys.executable, "-m", "pytest", "-q", "-ra", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    words = [sys.executable, "-m", "pytest", "-v", "-ra", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files]
     if not asked.tiny and importlib.util.find_spec("xdist"):
-        words += ["-n", str(max(1, min(8, len(os.sched_getaffinity(0)) // 2)))]
+        words += ["-n", str(max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4)))]
     if importlib.util.find_spec("pytest_timeout"):
         words += ["--timeout", str(int(asked.stage_limit_s * 0.8))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = subprocess.run([*words, f"--junitxml={report}"], cwd=ROOT, check=False)
+        done = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT)
+        with suppress(subprocess.TimeoutExpired):
+            done.wait(max(1.0, asked.stage_limit_s - ENDED_S))
+        if done.poll() is None:  # the names and reasons of what has failed are told as it ends
+            done.send_signal(signal.SIGINT)
+            done.wait()
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = {f"{c.get('classname')}::{c.get('name')}": bad for c in cases for bad in (*c.findall("failure"), *c.findall("error"))}
     for name, bad in list(failed.items())[:MOST_FAILURES]:

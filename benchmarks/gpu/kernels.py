@@ -18,9 +18,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.model.workload import read_model
+from runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
+from runtime.host.rounding import Drawn
 from runtime.layers.kernels import use_kernels
 from runtime.layers.pointwise import Pointwise, fastest
 from runtime.plan import Semantics
+from runtime.plan.optimizer import AdamW
 
 from .stages import Asked, Note
 
@@ -36,10 +39,19 @@ class Shapes:
     measured_s: float  # of one kernel
     sustained_s: float
     loss_tokens: int
+    updated_elements: int
 
 
-FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 10.0, 4096)
-TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 0.2, 32)
+FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 10.0, 4096, 2**28)
+TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 0.2, 32, 2**17)
+BF16 = torch.bfloat16
+KEPT = (
+    Kept(BF16, True, BF16),
+    Kept(BF16, True, BF16, BF16),
+    Kept(BF16, False, BF16, BF16, "adamw", True),
+    Kept(BF16, False, BF16, BF16, "lion", True),
+)
+DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16"}
 
 
 def kernels(asked: Asked, note: Note) -> None:
@@ -78,6 +90,8 @@ def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iter
             size = (n_sequences, seq_len, n_heads, n_kv_heads, head_dim)
             yield f"attention {name} at {seq_len}", lambda name=name, size=size: _attention(name, size, shapes, device, note)
     yield "pointwise", lambda: _pointwise(device, note)
+    for kept in KEPT:
+        yield f"update of {_named(kept)}", lambda kept=kept: _update(kept, shapes, device, note)
     for name in ("eager", "fused"):
         yield f"layer {name}", lambda name=name: _layer(name, config, shapes, device, note)
     yield "sustained", lambda: _sustained(shapes, width, inner, device, note)
@@ -185,6 +199,26 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
         are_heads_shared=is_shared, forward_s=forward_s, backward_s=backward_s, forward_flop_per_s=causal_flop / forward_s,
         backward_flop_per_s=5 / 2 * causal_flop / backward_s,  # five products
     )  # fmt: skip
+
+
+def _named(kept: Kept) -> str:
+    rounded = "" if kept.moments is None else f", {DTYPE_NAMES[kept.moments]} moments{', bf16 master' * kept.is_drawn}"
+    return f"{kept.rule}{rounded}"
+
+
+def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
+    """One parameter's update where its state lies, with a bf16 gradient: bytes are those of its state, read and written."""
+    kernel, n = device_kernel(device, kept), shapes.updated_elements
+    master = torch.randn(n, device=device).to(kept.weight)
+    remainder = torch.zeros(n, dtype=torch.int16, device=device) if kept.is_split else None
+    n_moments = 1 if kept.rule == "lion" else 2
+    moments = tuple(torch.full((n,), 1e-4, device=device).to(kept.moments or torch.float32) for _ in range(n_moments))
+    drawn = None if kept.moments is None else Drawn((5, 6, 7), kept.is_drawn)
+    state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
+    step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, kept.rule, drawn)
+    update_s = _seconds(lambda: step.on_device(kernel), shapes, device)
+    moved_bytes = 2 * sum(tensor.nbytes for tensor in state.tensors) + 2 * n
+    note("update", name=_named(kept), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
 
 
 def _pointwise(device: torch.device, note: Note) -> None:

@@ -37,6 +37,8 @@ STAGES = (
     Stage("facts", 1, 20, "facts:facts"),
     Stage("smoke", 1, 130, "smoke:smoke"),
     Stage("resumed", 1, 110, "commands:resumed", ("datasets",)),
+    Stage("resumed-lion", 1, 110, "commands:resumed", ("datasets",)),
+    Stage("resumed-pairs", 1, 170, "commands:resumed", ("datasets",)),
     Stage("probe", 1, 90, "commands:probe"),
     Stage("tests", 1, 190, "commands:tests", ("pytest", "hypothesis")),
     Stage("kernels", 3, 80, "kernels:kernels"),

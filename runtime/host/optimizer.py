@@ -232,11 +232,12 @@ def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
         kernel = kept.compiled(partial(compiled_kernel, device=device))
         if gives_the_hosts_bits(kernel, device, kept):
             return kernel
-    except (AttributeError, OSError, RuntimeError):  # whatever a compiler makes of its machine
-        pass
+        cause = None
+    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+        cause = error
     raise PlanError(
         f"{kept.rule} on {device.type} does not give the host's bits here; plan with --policy FILE, one with empty device_blocks"
-    )
+    ) from cause
 
 
 def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bool:

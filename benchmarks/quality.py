@@ -1,0 +1,121 @@
+"""What less optimizer state costs in quality: the same runs with each optimizer, from several seeds.
+
+    python -m benchmarks.quality --home FOLDER [--device cuda --machine h100-16core] [--jobs 6] [--layers 3,10] [--steps 1000]
+
+Byte-level Qwen3 models, the demo's of 3 layers and one of 10 (30 M parameters), learn the sources of Python's standard library;
+each tenth file is held out. Runs of a seed begin with the same weights and see the same data in the same order. A run that is in
+FOLDER is not repeated, and a table of all that are there is printed in the end.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, stdev
+
+from demo.demo import CONFIG
+
+OPTIMIZERS = ("adamw", "adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion", "lion:moments=bf16,master=bf16")
+SEEDS, SEQ_LEN, BATCH_SIZE, LR, LAST_STEPS = (0, 1, 2), 256, 16, 1e-3, 50
+HELD_OUT_EVERY, MOST_FILES = 10, 400
+Run = tuple[int, str, int]  # layers, optimizer, seed
+
+
+def main(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--machine", default="cpu-2core", help="whose plan is performed; it moves no bit of what is learned")
+    parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS)
+    parser.add_argument("--layers", default="3,10")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--perform", help=argparse.SUPPRESS)
+    asked = parser.parse_args(words)
+    if asked.perform:
+        n_layers, optimizer, seed = json.loads(asked.perform)
+        perform(asked, (n_layers, optimizer, seed))
+        return 0
+    write_data(asked.home)
+    runs = [(int(n), optimizer, seed) for n in asked.layers.split(",") for seed in SEEDS for optimizer in asked.optimizers]
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        codes = list(pool.map(lambda run: begin(asked.home, run, words), runs))
+    print("\n".join(table(asked.home)))
+    return max(codes)
+
+
+def write_data(home: Path) -> None:
+    """Sources of the standard library, in two folders."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:MOST_FILES]
+    for number, file in enumerate(files):
+        to = home / ("held-out" if number % HELD_OUT_EVERY == 0 else "data") / f"{file.stem}.txt"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_bytes(file.read_bytes())
+
+
+def folder(home: Path, run: Run) -> Path:
+    return home / "-".join(map(str, run)).translate(str.maketrans(":=,", "---"))
+
+
+def begin(home: Path, run: Run, words: list[str]) -> int:
+    """In a process of its own."""
+    to = folder(home, run)
+    if (to / "done.json").exists():
+        return 0
+    with Path(f"{to}.log").open("w") as log:
+        command = [sys.executable, "-m", "benchmarks.quality", *words, "--perform", json.dumps(run)]
+        return subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+
+
+def perform(asked: argparse.Namespace, run: Run) -> None:
+    import penstock
+
+    n_layers, optimizer, seed = run
+    to, model = folder(asked.home, run), asked.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": n_layers}))
+    plan = penstock.plan(model, asked.machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, optimizer=optimizer)
+    settings = {
+        "tokenizer": "bytes", "seed": seed, "evaluation.data": str(asked.home / "held-out"), "evaluation.first": False,
+        "optimizer.schedule.kind": "cosine", "optimizer.schedule.warmup_steps": asked.steps // 20, "optimizer.weight_decay": 0.1,
+        "checkpoint.weights_only": True, "checkpoint.minutes": 0,
+    }  # fmt: skip
+    lr = LR * (0.3 if optimizer.startswith("lion") else 1.0)
+    done = penstock.train(
+        plan, asked.home / "data", out=to, steps=asked.steps, lr=lr, device=asked.device, from_scratch=True, settings=settings
+    )
+    rows = [json.loads(line) for line in (to / "metrics.jsonl").read_text().splitlines()]
+    held_out = [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
+    losses = [each.loss for each in done.metrics]
+    (to / "done.json").write_text(
+        json.dumps({"run": run, "held_out": held_out, "last": mean(losses[-LAST_STEPS:]), "losses": losses, "device": asked.device})
+    )
+
+
+def table(home: Path) -> Iterator[str]:
+    """A row for each model and optimizer: held-out losses by seed, and how far they lie from fp32 state's of the same seed."""
+    done = [json.loads(path.read_text()) for path in home.glob("*/done.json")]
+    found = {tuple(each["run"]): each["held_out"] for each in done}
+    yield "| layers | optimizer | held-out loss by seed | mean | spread of seeds | from fp32 state, by seed |"
+    yield "|---:|---|---|---:|---:|---|"
+    for n_layers in sorted({run[0] for run in found}):
+        for optimizer in dict.fromkeys((*OPTIMIZERS, *(run[1] for run in found))):
+            by_seed = {seed: loss for (n, of, seed), loss in found.items() if (n, of) == (n_layers, optimizer)}
+            if not by_seed:
+                continue
+            whole = {seed: found.get((n_layers, optimizer.partition(":")[0], seed)) for seed in sorted(by_seed)}
+            apart = [f"{by_seed[seed] - of:+.4f}" for seed, of in whole.items() if of is not None]
+            losses = [by_seed[seed] for seed in sorted(by_seed)]
+            spread = f"{stdev(losses):.4f}" if len(losses) > 1 else ""
+            yield (
+                f"| {n_layers} | `{optimizer}` | {', '.join(f'{x:.4f}' for x in losses)} | {mean(losses):.4f} | {spread} "
+                f"| {', '.join(apart)} |"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
