@@ -4,9 +4,9 @@
     python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do
     python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
 
-Give stages, or `first`, `second` and `third` for those of one call of ten minutes; all of them otherwise. Each is a process of
-its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed is tried
-again.
+Give stages, or `first`, `second`, `third` and `fourth` for those of one call of ten minutes; all of them otherwise. Each is a
+process of its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed
+is tried again.
 """
 
 import argparse
@@ -101,6 +101,8 @@ def _perform(asked: Asked, is_to_fail: bool) -> int:
 
 def _see_to_it(stage: Stage, asked: Asked) -> None:
     """SkippedError where what only this stage needs is not there."""
+    if asked.tiny and not stage.in_tiny:
+        raise SkippedError("a tiny run is without it: another of its kind speaks for it")
     if names := missing(stage.needs):
         raise SkippedError(f"not installed: {', '.join(names)}")
     folder = getattr(asked, stage.is_given) if stage.is_given else None

@@ -76,13 +76,13 @@ class Trial:
     def _tried(self, take_step: Step, batch_size: int, micro_batch: int) -> float | None:
         """Tokens per second; None where it does not fit, or not in the time that is left."""
         seq_len, sizes = self.asked.sizes.seq_len, {"batch_size": batch_size, "micro_batch": micro_batch}
-        batches, times_s, loss = random_batches(self.config["vocab_size"], batch_size, seq_len), [], 0.0
+        batches, times_s, losses = random_batches(self.config["vocab_size"], batch_size, seq_len), list[float](), list[float]()
         try:
             for step in range(1 + N_TIMED):
                 batch = batches(step)
                 parts = zip(batch.input_ids.split(micro_batch), batch.targets.split(micro_batch), strict=True)
                 began_s = time.perf_counter()
-                loss = take_step([Batch(*part) for part in parts])
+                losses.append(take_step([Batch(*part) for part in parts]))
                 times_s.append(time.perf_counter() - began_s)
                 if time.monotonic() + times_s[-1] > self.ends_s:
                     break
@@ -92,13 +92,11 @@ class Trial:
         if not times_s[1:]:
             self.note("tried", **sizes, failed="the time is up", warm_up_s=times_s[0])
             return None
-        if loss != loss:
-            raise RuntimeError("the loss is not a number")
         step_s = min(times_s[1:])
         tokens_per_s = batch_size * seq_len / step_s
         self.note(
             "tried", n_layers=self.config["num_hidden_layers"], seq_len=seq_len, **sizes, step_s=step_s, times_s=times_s,
-            tokens_per_s=tokens_per_s, model_flop_per_s=tokens_per_s * self.flop_per_token, loss=loss,
+            tokens_per_s=tokens_per_s, model_flop_per_s=tokens_per_s * self.flop_per_token, losses=losses,
             device_peak_bytes=torch.cuda.max_memory_reserved() if self.asked.device == "cuda" else None,
             host_peak_bytes=host_peak_bytes(),
         )  # fmt: skip

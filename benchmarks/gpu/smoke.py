@@ -27,7 +27,6 @@ from tests.tiny import tiny_config
 from .stages import Asked, Note
 from .training import QUIET_S, batches_of
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3_moe")
 N_STEPS = 3
 # Each after what it must have the bits of: fields of the semantics
 KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -61,23 +60,22 @@ def smoke(asked: Asked, note: Note) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
     if asked.device == "cuda":
         use_same_kernels()
-    failed = []
-    for model_type in MODEL_TYPES[:1] if asked.tiny else MODEL_TYPES:
-        expected: dict[str, dict[str, torch.Tensor]] = {}
-        for kernels, (fields, as_those_of) in KERNELS.items():
-            policies = {"kept whole": KEPT_WHOLE} if as_those_of else {"kept whole": KEPT_WHOLE, **POLICIES}
-            for name, policy in policies.items():
-                case = f"{model_type}, {kernels}, {name}"
-                try:
-                    bits = _trained(model_type, policy, fields, asked.device)
-                    wanted = expected.setdefault(as_those_of or kernels, bits)
-                    odd = [key for key in wanted if not torch.equal(wanted[key], bits[key])]
-                    note("measured", case=case, n_different=len(odd), first_different=odd[:1])
-                except Exception as error:  # the other cases say where the fault is not
-                    traceback.print_exc()
-                    odd = ["all"]
-                    note("failed", case=case, said=f"{type(error).__name__}: {error}"[:300])
-                failed += [case] if odd else []
+    model_type, failed = asked.stage.partition("-")[2], []
+    expected: dict[str, dict[str, torch.Tensor]] = {}
+    for kernels, (fields, as_those_of) in KERNELS.items():
+        policies = {"kept whole": KEPT_WHOLE} if as_those_of else {"kept whole": KEPT_WHOLE, **POLICIES}
+        for name, policy in policies.items():
+            case = f"{model_type}, {kernels}, {name}"
+            try:
+                bits = _trained(model_type, policy, fields, asked.device)
+                wanted = expected.setdefault(as_those_of or kernels, bits)
+                odd = [key for key in wanted if not torch.equal(wanted[key], bits[key])]
+                note("measured", case=case, n_different=len(odd), first_different=odd[:1])
+            except Exception as error:  # the other cases say where the fault is not
+                traceback.print_exc()
+                odd = ["all"]
+                note("failed", case=case, said=f"{type(error).__name__}: {error}"[:300])
+            failed += [case] if odd else []
     if failed:
         raise RuntimeError(f"{len(failed)} cases failed or changed bits, the first: {failed[0]}")
 

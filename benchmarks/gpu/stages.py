@@ -30,15 +30,14 @@ class Stage:
     limit_s: float
     perform: str
     needs: tuple[str, ...] = ()  # packages, beyond those that every stage needs
+    in_tiny: bool = True  # a run with small sizes performs it too
     is_given: str | None = None  # the option that names a folder without which there is nothing to perform
 
 
 STAGES = (
     Stage("facts", 1, 20, "facts:facts"),
-    Stage("smoke", 1, 130, "smoke:smoke"),
+    Stage("smoke-llama", 1, 100, "smoke:smoke"),
     Stage("resumed", 1, 110, "commands:resumed", ("datasets",)),
-    Stage("resumed-lion", 1, 110, "commands:resumed", ("datasets",)),
-    Stage("resumed-pairs", 1, 170, "commands:resumed", ("datasets",)),
     Stage("probe", 1, 90, "commands:probe"),
     Stage("tests", 1, 190, "commands:tests", ("pytest", "hypothesis")),
     Stage("kernels", 3, 80, "kernels:kernels"),
@@ -50,9 +49,13 @@ STAGES = (
     Stage("batch-4", 3, 110, "training:planned"),
     Stage("batch-64", 3, 170, "training:planned"),
     Stage("zero3", 3, 120, "others:zero3", ("deepspeed",)),
+    Stage("smoke-qwen2", 4, 100, "smoke:smoke", in_tiny=False),
+    Stage("smoke-qwen3_moe", 4, 100, "smoke:smoke", in_tiny=False),
+    Stage("resumed-lion", 4, 110, "commands:resumed", ("datasets",), in_tiny=False),
+    Stage("resumed-pairs", 4, 170, "commands:resumed", ("datasets",), in_tiny=False),
 )
 PAGE = Stage("page", 0, 10, "page:page")  # after the others of any call, every time
-CALLS = {"first": 1, "second": 2, "third": 3}
+CALLS = {"first": 1, "second": 2, "third": 3, "fourth": 4}
 
 # What every stage needs, by the name under which it is imported; what pydantic needs too, as its wheels are carried one by one.
 NEEDED = (

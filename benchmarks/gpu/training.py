@@ -3,11 +3,14 @@
 Random weights and tokens: nothing is saved, and only time and memory are looked at.
 """
 
+import gzip
+import json
 import math
 import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from statistics import median
 
 import torch
@@ -62,6 +65,8 @@ def planned(asked: Asked, note: Note) -> None:
     timeline = steps.timeline
     times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
     step_s = median(times_s)
+    with gzip.open(asked.plans / f"{asked.stage}.spans.json.gz", "wt") as file:  # for `planner.predict.recalibrate`
+        json.dump([astuple(span) for span in timeline.spans], file)
     is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
     note(
         "measured", plan=path.name, profile=plan.profile["name"], is_probed=is_probed, **sizes, step_s=step_s, times_s=times_s,

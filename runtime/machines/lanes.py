@@ -99,30 +99,30 @@ class Lanes:
         self.streams.record(end, stream)
         return begin, end
 
-    def timed(self, records: Sequence[tuple[Span, Timers | None]], lane_of: Callable[[int], Lane]) -> list[Span]:
+    def timed(self, records: Sequence[tuple[Span, Timers | None]]) -> list[Span]:
         """The spans of ops, those of streams at the times when they really ran: the host only sees when it issued an op.
 
         Called when all streams have ended. A device tells elapsed time in single precision: to some millionths of a kept step.
         """
-        now = {lane: self._now(stream) for lane, stream in self.streams_of.items()}
+        if self.streams is None or not self.streams_of:
+            return [span for span, _ in records]
+        elapsed_s, (later, at_s) = self.streams.elapsed_s, self._now(self.streams, next(iter(self.streams_of.values())))
 
         def real(span: Span, timers: Timers | None) -> Span:
-            if timers is None or self.streams is None:
+            if timers is None:
                 return span
-            (begin, end), (later, at_s) = timers, now[lane_of(span.op)]
-            start_s = at_s - self.streams.elapsed_s(begin, later)
-            return replace(span, start_s=start_s, end_s=start_s + self.streams.elapsed_s(begin, end))
+            start_s = at_s - elapsed_s(timers[0], later)
+            return replace(span, start_s=start_s, end_s=start_s + elapsed_s(*timers))
 
         return [real(*record) for record in records]
 
-    def _now(self, stream: Stream) -> tuple[Event, float]:
-        """A timer that has been reached, and the host's clock at that time."""
-        assert self.streams is not None
+    def _now(self, streams: CudaStreams, stream: Stream) -> tuple[Event, float]:
+        """A timer that has been reached, and the host's clock then: one for all streams, so that these agree among themselves."""
         looks = []
         for _ in range(N_LOOKS):
-            timer, before_s = self.streams.timer(), time.perf_counter()
-            self.streams.record(timer, stream)
-            self.streams.wait(timer)
+            timer, before_s = streams.timer(), time.perf_counter()
+            streams.record(timer, stream)
+            streams.wait(timer)
             looks.append((time.perf_counter() - before_s, before_s, timer))
         took_s, before_s, timer = min(looks, key=lambda look: look[0])
         return timer, before_s + took_s / 2
