@@ -4,7 +4,7 @@
 
 Byte-level Qwen3 models, the demo's of 3 layers and one of 10 (30 M parameters), learn the sources of Python's standard library;
 each tenth file is held out. Runs of a seed begin with the same weights and see the same data in the same order. A run that is in
-FOLDER is not repeated, and a table of all that are there is printed in the end.
+FOLDER is not repeated; a table of all that are there, finished or not, is printed in the end, or alone with `--jobs 0`.
 """
 
 import argparse
@@ -40,6 +40,9 @@ def main(words: list[str]) -> int:
         n_layers, optimizer, seed = json.loads(asked.perform)
         perform(asked, (n_layers, optimizer, seed))
         return 0
+    if not asked.jobs:
+        print("\n".join(table(asked.home)))
+        return 0
     write_data(asked.home)
     runs = [(int(n), optimizer, seed) for n in asked.layers.split(",") for seed in SEEDS for optimizer in asked.optimizers]
     with ThreadPoolExecutor(asked.jobs) as pool:
@@ -64,8 +67,10 @@ def folder(home: Path, run: Run) -> Path:
 def begin(home: Path, run: Run, words: list[str]) -> int:
     """In a process of its own."""
     to = folder(home, run)
-    if (to / "done.json").exists():
+    if any(to.glob("checkpoint-*")):
         return 0
+    to.mkdir(exist_ok=True)
+    (to / "run.json").write_text(json.dumps(run))
     with Path(f"{to}.log").open("w") as log:
         command = [sys.executable, "-m", "benchmarks.quality", *words, "--perform", json.dumps(run)]
         return subprocess.run(command, stdout=log, stderr=log, check=False).returncode
@@ -85,36 +90,30 @@ def perform(asked: argparse.Namespace, run: Run) -> None:
         "checkpoint.weights_only": True, "checkpoint.minutes": 0,
     }  # fmt: skip
     lr = LR * (0.3 if optimizer.startswith("lion") else 1.0)
-    done = penstock.train(
+    penstock.train(
         plan, asked.home / "data", out=to, steps=asked.steps, lr=lr, device=asked.device, from_scratch=True, settings=settings
-    )
-    rows = [json.loads(line) for line in (to / "metrics.jsonl").read_text().splitlines()]
-    held_out = [row["eval_loss"] for row in rows if "eval_loss" in row][-1]
-    losses = [each.loss for each in done.metrics]
-    (to / "done.json").write_text(
-        json.dumps({"run": run, "held_out": held_out, "last": mean(losses[-LAST_STEPS:]), "losses": losses, "device": asked.device})
     )
 
 
 def table(home: Path) -> Iterator[str]:
-    """A row for each model and optimizer: held-out losses by seed, and how far they lie from fp32 state's of the same seed."""
-    done = [json.loads(path.read_text()) for path in home.glob("*/done.json")]
-    found = {tuple(each["run"]): each["held_out"] for each in done}
-    yield "| layers | optimizer | held-out loss by seed | mean | spread of seeds | from fp32 state, by seed |"
-    yield "|---:|---|---|---:|---:|---|"
+    """A row for each model and optimizer, after as many steps as all its runs have made: training losses by seed, means of the last
+    of these steps, and how far they lie from fp32 state's of the same seed."""
+    found: dict[Run, list[float]] = {}
+    for path in sorted(home.glob("*/metrics.jsonl")):
+        losses = [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
+        found[tuple(json.loads((path.parent / "run.json").read_text()))] = losses
+    yield "| layers | optimizer | steps | loss by seed | mean | spread of seeds | from fp32 state, by seed |"
+    yield "|---:|---|---:|---|---:|---:|---|"
     for n_layers in sorted({run[0] for run in found}):
-        for optimizer in dict.fromkeys((*OPTIMIZERS, *(run[1] for run in found))):
-            by_seed = {seed: loss for (n, of, seed), loss in found.items() if (n, of) == (n_layers, optimizer)}
-            if not by_seed:
-                continue
-            whole = {seed: found.get((n_layers, optimizer.partition(":")[0], seed)) for seed in sorted(by_seed)}
-            apart = [f"{by_seed[seed] - of:+.4f}" for seed, of in whole.items() if of is not None]
-            losses = [by_seed[seed] for seed in sorted(by_seed)]
-            spread = f"{stdev(losses):.4f}" if len(losses) > 1 else ""
-            yield (
-                f"| {n_layers} | `{optimizer}` | {', '.join(f'{x:.4f}' for x in losses)} | {mean(losses):.4f} | {spread} "
-                f"| {', '.join(apart)} |"
-            )
+        n = min(len(losses) for run, losses in found.items() if run[0] == n_layers)
+        last = {run[1:]: mean(losses[max(0, n - LAST_STEPS) : n]) for run, losses in found.items() if run[0] == n_layers}
+        for optimizer in sorted({optimizer for optimizer, _ in last}):
+            of = {seed: loss for (name, seed), loss in last.items() if name == optimizer}
+            whole = {seed: last.get((optimizer.partition(":")[0], seed)) for seed in of}
+            apart = [f"{of[seed] - loss:+.4f}" for seed, loss in whole.items() if loss is not None]
+            spread = f"{stdev(of.values()):.4f}" if len(of) > 1 else ""
+            each = ", ".join(f"{loss:.4f}" for loss in of.values())
+            yield f"| {n_layers} | `{optimizer}` | {n} | {each} | {mean(of.values()):.4f} | {spread} | {', '.join(apart)} |"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Truth:
     memory_bytes_per_s: float = 4e12
     norm_fractions: tuple[float, float] = (0.8, 0.4)  # of that, forward and backward
     eager_fraction: float = 0.6
+    loss_fraction: float = 0.5
     load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock and watts while it works
     made_s: float = 1.2  # that the first run of a shape by cuDNN takes besides
     kernel_s: float = 4e-6
@@ -144,7 +145,8 @@ class FakeGpu(Device):
                     raise DeviceError("No available kernel. Aborting execution.")
                 return work.amount / rates[dtype] / (0.8 if way else 1.0) / clock
             case "memory traffic":
-                fraction = t.norm_fractions[way] if "norm" in work.name else t.eager_fraction if "eager" in work.name else 1.0
+                fractions = {"norm": t.norm_fractions[way], "eager": t.eager_fraction, "loss": t.loss_fraction}
+                fraction = next((of for name, of in fractions.items() if name in work.name), 1.0)
                 return work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
             case "calls":
                 return t.kernel_s

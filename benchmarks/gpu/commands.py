@@ -193,11 +193,11 @@ def resumed(asked: Asked, note: Note) -> None:
             note("ran", out=out, n_steps=n_steps, seconds=time.perf_counter() - began_s)
         files = sorted((home / "whole" / "checkpoint-6").glob("*.safetensors"))
         odd = [file.name for file in files if file.read_bytes() != (home / "cut" / "checkpoint-6" / file.name).read_bytes()]
+        note("measured", n_files=len(files), n_different=len(odd))
+        if odd or not files:
+            raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
         if case.refers:  # of the trained model, which then begins where it agrees with its reference
             _referred(asked, note, home, of_run)
-    note("measured", n_files=len(files), n_different=len(odd))
-    if odd or not files:
-        raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
 
 
 def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:

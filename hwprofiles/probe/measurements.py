@@ -17,6 +17,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 HEAD_DIMS = (64, 128)
 LARGE_BYTES = 768 * MiB  # that one kernel of a GPU reads and writes: far above a cache
+LOGITS = 1024, 131_072  # of a tile of tokens: rows that no multiprocessor holds
 SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
 ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
 REFERENCE, NODES = f"{SEEN}reference.", f"{SEEN}nodes."
@@ -223,3 +224,4 @@ def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterato
     yield Measurement("device.eager_bytes_per_s", eager_calls, less=call_s)
     for way, work in works.norm(*effort.layer[:2]).items():
         yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)
+    yield Measurement("device.loss_bytes_per_s", works.loss(*LOGITS), is_optional=True)

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
+from runtime.compute.losses import row_losses_and_gradients
 from runtime.host import chunks, norms, optimizer
 from runtime.host.memory import DTYPE
 from runtime.plan import Lane
@@ -124,6 +125,19 @@ def norm(n_tokens: int, width: int) -> dict[str, Work]:
         return F.rms_norm(x, (width,), w, 1e-6)
 
     return _passes("memory traffic", "fused norm", operands, call, 2 * n_tokens * width * ITEM_BYTES["bf16"], 2.0)
+
+
+def loss(n_tokens: int, vocab: int) -> Work:
+    """The fused loss between its products, on bf16 logits: bytes as a plan's head counts them (`planner.model.workload`)."""
+
+    def make(device: torch.device, _: int) -> Call:
+        logits_NV = torch.randn(n_tokens, vocab, dtype=torch.bfloat16, device=device)
+        targets_N = torch.randint(vocab, (n_tokens,), device=device)
+        each_N = torch.full((n_tokens,), 1.0, device=device)  # what stands for logits later are numbers of their size
+        return lambda: row_losses_and_gradients(logits_NV, targets_N, each_N)
+
+    amount = n_tokens * vocab * (5 * ITEM_BYTES["bf16"] + 2 * ITEM_BYTES["fp32"])
+    return Work("memory traffic", "fused loss", make, amount=amount, n_bytes=amount // 3)
 
 
 def _passes(

@@ -232,10 +232,10 @@ class _Layout:
         tiles = [Matmul(tile, width, vocab, n_tiles, not trains), *([Matmul(rest, width, vocab, 1, not trains)] if rest else [])]
         narrow = self.item_bytes < FP32
         if semantics.loss == "fused":
-            # Rounded logits, probabilities, and either the wide logits that a CPU makes or the rounded gradient
-            logit_bytes = self.item_bytes + 2 * FP32
-            # Of forward and backward together, a third: the largest logit, probabilities (read twice), the gradient
-            moved_bytes = softmax_bytes = tokens * vocab * (3 * self.item_bytes + FP32 + FP32 + self.item_bytes) // 3
+            # Logits, which become the gradient, probabilities, and wide logits that a CPU makes of narrow ones
+            logit_bytes = self.item_bytes + (2 if narrow else 1) * FP32
+            # Of forward and backward together, a third: the largest logit, probabilities (read three times), the gradient
+            moved_bytes = softmax_bytes = tokens * vocab * (4 * self.item_bytes + FP32 + FP32 + self.item_bytes) // 3
             n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
         else:
             # Live per logit at the peak, in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients,

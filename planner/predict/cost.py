@@ -290,9 +290,11 @@ class CostModel:
         device = self.profile.device
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
+        is_head = isinstance(work, Block) and work.kind is BlockKind.HEAD
+        fused = (device.loss_bytes_per_s if is_head else None) or device.memory_bytes_per_s
         once_s = (
             (work.pointwise_bytes - work.fused_bytes) / eager.value
-            + (work.fused_bytes - work.norm_bytes) / device.memory_bytes_per_s.value
+            + (work.fused_bytes - work.norm_bytes) / fused.value
             + work.norm_bytes / norm.value
         )
         return BACKWARD_POINTWISE * once_s if backward else once_s

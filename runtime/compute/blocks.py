@@ -31,7 +31,7 @@ from runtime.plan import Policy, Semantics
 from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
-from .losses import Extras, LossFunction, known_loss
+from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients
 
 
 class Templates:
@@ -341,27 +341,9 @@ def _within(prefix: str, weights: Weights) -> Weights:
 def _tile_at_once(
     head_VD: torch.Tensor, normed_ND: torch.Tensor, targets_N: torch.Tensor, each_N: torch.Tensor, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A tile's cross entropy and gradients with few passes over its logits: probabilities are made once, and become the gradient,
-    of which each row has its share `each_N`."""
-    logits_NV = nn.functional.linear(normed_ND, head_VD)
-    losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
-    probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
-    gradient_NV = torch.mul(probabilities_NV, each_N.unsqueeze(1), out=logits_NV)  # rounded, in the place of the logits
+    """A tile's cross entropy and gradients with few passes over its logits."""
+    losses_N, gradient_NV = row_losses_and_gradients(nn.functional.linear(normed_ND, head_VD), targets_N, each_N)
     return losses_N.sum(), gradient_NV @ head_VD, gradient_NV.t() @ normed_ND if trains else None
-
-
-def row_losses(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross entropy of each row (N,), 0 where it is not supervised, and the probabilities (N, V); both fp32.
-
-    The loss is log(sum(exp(z - z_max))) + z_max - z_target, of which the first term is -log of the largest probability: no pass
-    over logits of its own, and no logarithm of a probability that is too small for fp32.
-    """
-    largest_N, at_N = logits_NV.max(dim=-1)
-    probabilities_NV = logits_NV.softmax(dim=-1, dtype=torch.float32)
-    of_target_N = logits_NV.gather(1, targets_N.clamp(min=0).unsqueeze(1)).squeeze(1)
-    of_largest_N = probabilities_NV.gather(1, at_N.unsqueeze(1)).squeeze(1)
-    losses_N = (largest_N.float() - of_target_N.float()) - of_largest_N.log()
-    return losses_N.masked_fill(targets_N == UNSUPERVISED, 0.0), probabilities_NV
 
 
 def op_seed(run_seed: int, step: int, micro_batch: int, block: int) -> int:

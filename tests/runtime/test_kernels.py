@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from planner.model.workload import build_workload, fusible
-from runtime.compute.blocks import Templates, row_losses
+from runtime.compute.blocks import Templates
+from runtime.compute.losses import row_losses
 from runtime.errors import PlanError, WorkloadError
 from runtime.layers.kernels import (
     CALL_BY_CALL,
