@@ -1,6 +1,6 @@
 """Weights that are published in few bits, read in bf16 for training whole: FP8 with a scale for each block, and MXFP4.
 
-They have transformers' own values, and are made one weight at a time, MXFP4 one expert at a time.
+They have transformers' own values, and are made one weight at a time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from runtime.errors import CheckpointError
 from runtime.layers.packed_weights import parts, unpack_into
-from runtime.plan.packed import layout
+from runtime.plan.packed import MXFP4_BLOCK, Base, layout
 
 from .tensor_files import Shards
 
-_BLOCKS, _SCALES, _OF_FP8 = "_blocks", "_scales", "_scale_inv"
+BLOCKS, _SCALES, _OF_FP8 = "_blocks", "_scales", "_scale_inv"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -25,10 +25,10 @@ class Dequantised(Mapping[str, Tensor]):
     def __init__(self, folder: Path, stored: Shards) -> None:
         self._folder, self._stored = folder, stored
         self._fp8 = {name for name in stored if f"{name}{_OF_FP8}" in stored}
-        stems = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
+        stems = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
         self._mxfp4 = {stem for stem in stems if f"{stem}{_SCALES}" in stored}
         beside = {f"{name}{_OF_FP8}" for name in self._fp8}
-        beside |= {stem + end for stem in self._mxfp4 for end in (_BLOCKS, _SCALES)}
+        beside |= {stem + end for stem in self._mxfp4 for end in (BLOCKS, _SCALES)}
         self._names = {name: None for name in stored if name not in beside} | dict.fromkeys(sorted(self._mxfp4))
 
     def __contains__(self, name: object) -> bool:
@@ -41,38 +41,22 @@ class Dequantised(Mapping[str, Tensor]):
         return len(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._mxfp4:
-            return self._of_mxfp4(name)
-        return self._of_fp8(name) if name in self._fp8 else self._stored[name]
+        base: Base = "mxfp4" if name in self._mxfp4 else "fp8" if name in self._fp8 else "bf16"
+        if base == "bf16":
+            return self._stored[name]
+        shape = tuple(self._stored[name].shape) if base == "fp8" else mxfp4_shape(self._folder, self._stored, name)
+        packed, out = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8), torch.empty(shape, dtype=torch.bfloat16)
+        read = fp8_parts if base == "fp8" else mxfp4_parts
+        for part, given in zip(parts(packed, shape, base), read(self._folder, self._stored, name, shape), strict=True):
+            part.copy_(given)
+        unpack_into(packed, out, base)
+        return out
 
     def dtypes(self) -> Iterator[tuple[str, str]]:
         """(name, dtype in the format's words) of each tensor, without reading any."""
         made = self._fp8 | self._mxfp4
         yield from ((name, "BF16") for name in sorted(made))
         yield from ((name, dtype) for name, dtype in self._stored.dtypes() if name in self._names and name not in made)
-
-    def _of_fp8(self, name: str) -> Tensor:
-        shape = tuple(self._stored[name].shape)
-        codes, scales = fp8_parts(self._folder, self._stored, name, shape)
-        packed, out = torch.zeros(layout(shape, "fp8").n_bytes, dtype=torch.uint8), torch.empty(shape, dtype=torch.bfloat16)
-        for part, given in zip(parts(packed, shape, "fp8"), (codes, scales), strict=True):
-            part.copy_(given)
-        unpack_into(packed, out, "fp8")
-        return out
-
-    def _of_mxfp4(self, name: str) -> Tensor:
-        """(experts, inputs, outputs), of codes in blocks along the inputs, with a scale each."""
-        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-        blocks, scales = self._stored[name + _BLOCKS], self._stored[name + _SCALES]
-        is_mxfp4 = blocks.dtype is scales.dtype is torch.uint8 and blocks.dim() == 4 and blocks.shape[-1] == 16
-        if not is_mxfp4 or blocks.shape[:-1] != scales.shape:
-            raise _odd(self._folder, name, "MXFP4 in blocks of 32")
-        n_experts, n_rows, n_blocks, _ = blocks.shape
-        out = torch.empty(n_experts, n_blocks * 32, n_rows, dtype=torch.bfloat16)
-        for e in range(n_experts):
-            out[e] = convert_moe_packed_tensors(blocks[e : e + 1], scales[e : e + 1])[0]
-        return out
 
 
 def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -82,6 +66,32 @@ def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tupl
     if not is_fp8 or tuple(codes.shape) != shape or tuple(scales.shape) != layout(shape, "fp8").scales:
         raise _odd(folder, name, "FP8 with a scale for each block of 128 x 128")
     return codes, scales
+
+
+def mxfp4_shape(folder: Path, stored: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    """(experts, inputs, outputs) of a stack whose codes are in blocks along the inputs, with a scale each."""
+    blocks, scales = stored[name + BLOCKS], stored[name + _SCALES]
+    is_mxfp4 = blocks.dtype is scales.dtype is torch.uint8 and blocks.dim() == 4 and blocks.shape[-1] == MXFP4_BLOCK // 2
+    if not is_mxfp4 or blocks.shape[:-1] != scales.shape or blocks.shape[1] % 2:
+        raise _odd(folder, name, "MXFP4 in blocks of 32")
+    n_experts, n_out, n_blocks, _ = blocks.shape
+    return n_experts, n_blocks * MXFP4_BLOCK, n_out
+
+
+def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Codes, flat, and scales of a stack of this shape in its own order: files have it transposed."""
+    if mxfp4_shape(folder, stored, name) != shape:
+        raise _odd(folder, name, f"MXFP4 of {shape}")
+    n_experts, n_in, n_out = shape
+    scales = stored[name + _SCALES].transpose(1, 2)
+    if scales.numel() and int(scales.max()) == 255:
+        raise _odd(folder, name, "numbers: a scale of 255 stands for none")
+    codes = torch.empty(n_experts, n_in // 2, 2, n_out // 2, dtype=torch.uint8)
+    for of, bytes_OI in zip(codes, stored[name + BLOCKS].flatten(2), strict=True):
+        first, second = bytes_OI[0::2], bytes_OI[1::2]  # two outputs, two inputs a byte
+        of[:, 0] = (second << 4).bitwise_or_(first & 0x0F).t()
+        of[:, 1] = (first >> 4).bitwise_or_(second & 0xF0).t()
+    return codes.view(-1), scales
 
 
 def _odd(folder: Path, name: str, form: str) -> CheckpointError:

@@ -5,13 +5,14 @@ the model is in memory at a time.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError
+from runtime.plan.packed import published_as
 from runtime.units import show_bytes
 
 from .adapter_files import FLOATS, read_adapter
@@ -29,8 +30,10 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     CheckpointError."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
-    refuse_quantised(base, read_json(base / "config.json"), ())
-    shards = _outlines(base)
+    config = read_json(base / "config.json")
+    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # of which experts are packed, and stay so
+        refuse_quantised(base, config, ())
+    shards = _outlines(base, (*FLOATS, torch.uint8) if is_mxfp4 else FLOATS)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
     lora, factors = read_adapter(adapter, {name: tuple(outline.shape) for name, outline in outlines.items()})
     refuse_another_base(adapter, lambda: weights_digest(base))
@@ -59,14 +62,14 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
 
 
-def _outlines(base: Path) -> dict[Path, dict[str, Tensor]]:
+def _outlines(base: Path, dtypes: Sequence[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
     """The tensors of each file on the meta device, wide dtypes first, as they are written."""
     outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
         stored = Shards([file])
         found = {name: torch.empty_like(stored[name], device="meta") for name in stored}
         for name, outline in found.items():
-            if outline.dtype not in FLOATS:
+            if outline.dtype not in dtypes:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
             if any(name in other for other in outlines.values()):
                 raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")

@@ -22,7 +22,7 @@ from runtime.files import alone
 from runtime.layers.packed_weights import NF4, pack, parts
 from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
 
-from .dequantised import fp8_parts
+from .dequantised import BLOCKS, fp8_parts, mxfp4_parts
 from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
 from .tensor_files import Shapes, Shards, write_tensors
@@ -33,7 +33,7 @@ _IN_BF16 = "give the model as it was published in bf16"
 # Fields of a quantisation config that name its method
 _METHOD = ("quant_method", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "weight_block_size")
 # Suffixes of the tensors that belong to a packed weight
-_SUFFIX = re.compile(r"(\.(nested_)?(absmax|quant_map)|\.quant_state\..+|_scale_inv)$")
+_SUFFIX = re.compile(r"(\.(nested_)?(absmax|quant_map)|\.quant_state\..+|_scale_inv|_blocks|_scales)$")
 _PACKED = "packed.safetensors"
 
 
@@ -79,7 +79,7 @@ def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, 
 def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
     """The format of a model's weights by its configuration; CheckpointError names a quantisation method that is not read."""
     base = published_as(config)
-    if base is None or base == "mxfp4":
+    if base is None:
         said = config.get("quantization_config") or config.get("compression_config")
         how = {key: said[key] for key in _METHOD if key in said} if isinstance(said, dict) else said
         raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(how)[:120]}, which is not read; {_IN_BF16}")
@@ -105,7 +105,8 @@ class _Published:
         at = scales_at = 0
         for piece, piece_shape in self._pieces[name]:
             of = piece, piece_shape
-            more, more_scales = self._nf4(*of) if self._base == "nf4" else fp8_parts(self._folder, self._stored, *of)
+            read = mxfp4_parts if self._base == "mxfp4" else fp8_parts
+            more, more_scales = self._nf4(*of) if self._base == "nf4" else read(self._folder, self._stored, *of)
             codes[at : at + more.numel()] = more.reshape(-1)
             scales[scales_at : scales_at + more_scales.numel()] = more_scales.reshape(-1)
             at, scales_at = at + more.numel(), scales_at + more_scales.numel()
@@ -114,7 +115,7 @@ class _Published:
     def _pieces_of(self, config: Mapping[str, Any], name: str) -> list[tuple[str, tuple[int, ...]]]:
         """(name, shape) of the stored tensors that a parameter consists of, in order: itself, or its experts' own."""
         shape = self._shapes[name]
-        if name in self._stored:
+        if name in self._stored or self._base == "mxfp4":
             return [(name, shape)]
         pieces = [(piece, tuple(t.shape)) for piece, t in publish(config, name, torch.empty(shape, device="meta"))]
         for piece, piece_shape in pieces:
@@ -127,6 +128,7 @@ class _Published:
     def _refuse_others(self, pieces: set[str]) -> None:
         """CheckpointError where a piece is not packed, or something else is."""
         mark = ".quant_state.bitsandbytes__nf4" if self._base == "nf4" else "_scale_inv"
+        mark = BLOCKS if self._base == "mxfp4" else mark
         for piece in pieces:
             if piece in self._stored and piece + mark not in self._stored:
                 raise CheckpointError(f"{self._folder}: {piece} is not packed in {self._base}, as others are; {_IN_BF16}")

@@ -120,8 +120,8 @@ with_work = together(
     ),
     click.option(
         "--base",
-        type=click.Choice(["bf16", "nf4", "int8", "fp8"]),
-        help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits.  [default: bf16]",
+        type=click.Choice(["bf16", "nf4", "int8", "fp8", "mxfp4"]),
+        help="Storage of frozen weights: in bf16, or quantized to 4 or 8 bits; mxfp4: gpt-oss, as published.  [default: bf16]",
     ),
     click.option(
         "--optimizer",

@@ -107,20 +107,24 @@ def hub_name(name: str | None) -> str | None:
     return HUB_NAMES.get(name) or HUB_FAMILIES[family].format(size.upper())
 
 
+def published(model: Model) -> Base | None:
+    """What a model's weights are published in; None where that is not read."""
+    in_mxfp4 = model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()
+    return "mxfp4" if in_mxfp4 else published_as(model.config)
+
+
 def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
     """What becomes of weights that are published in few bits; None where nothing says so, or frozen weights are to lie as they are
     published."""
-    in_mxfp4 = model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()
-    published = "mxfp4" if in_mxfp4 else published_as(model.config)
-    of = f"the weights of {model.name or 'this model'} are published"
-    if published in ("bf16", base):
+    form, of = published(model), f"the weights of {model.name or 'this model'} are published"
+    if form in ("bf16", base):
         return None
-    if base == "bf16" and published in DEQUANTISED:
-        return f"{of} in {published.upper()}; `run` reads them, and saves its own, in bf16"
+    if base == "bf16" and form in DEQUANTISED:
+        return f"{of} in {form.upper()}; `run` reads them, and saves its own, in bf16"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    beside = f"plan adapters beside them with --train lora --base {published}, or " if published in get_args(Base) else ""
-    stored = str(published or method or "quantised")[:40]
+    beside = f"plan adapters beside them with --train lora --base {form}, or " if form else ""
+    stored = str(form or method or "quantised")[:40]
     return f"{of} as {stored}, which `run` does not read with --base {base}; {beside}make a bf16 copy first"
 
 

@@ -44,6 +44,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "adapters of a vision-language model are not there yet; train it all, or some layers or weights, with --train")
     if semantics.base != "bf16" and semantics.train.lora is None:  # a checkpoint of the whole model would have to be unpacked
         _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
+    if semantics.base == "mxfp4" and model.config.get("model_type") != "gpt_oss":
+        _fail(model, "--base mxfp4: experts of gpt_oss alone are packed so; take nf4, int8 or fp8")
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")

@@ -7,6 +7,7 @@ from typing import Any
 
 from hwprofiles.schema import Profile
 from planner.lower.lower import MOST_ALIKE_GROUPS, plan_ops
+from planner.model.config import published
 from planner.model.workload import build_workload
 from planner.predict.memory import Footprint, footprint, frame, short_of
 from runtime.errors import DoesNotFitError, PlanError
@@ -24,7 +25,7 @@ from .space import leanest, policy_of
 from .trial import Trial
 
 LEANER = ("adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion:moments=bf16,master=bf16")  # each keeps less
-BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights, those that take most first
+BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights published in bf16, those that take most first
 MAX_CHANGES = 3
 MOST_HALVINGS = 8  # of a sequence, or a batch
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
@@ -160,7 +161,9 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
     if s.ranks > 1 or s.sum_groups > 1 or request.fixed is not None or is_tiled:
         return
     said, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
-    for base in [base for base in BASES if s.train.all or base != s.base]:
+    form = published(request.model)
+    bases = BASES if form in ("bf16", None) else ("bf16", form)
+    for base in [base for base in bases if s.train.all or base != s.base]:
         of = replace(request, semantics=replace(s, mlp_tile_tokens=None))
         changed = _changed(of, train=train, base=base, gradient_dtype="fp32")
         if changed.fits():

@@ -1,6 +1,6 @@
-"""Packing and unpacking of frozen weights (nf4, int8, fp8), with torch's own calls.
+"""Packing and unpacking of frozen weights (nf4, int8, fp8, mxfp4), with torch's own calls.
 
-The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8), and
+The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8, mxfp4), and
 the same on a GPU as on the processor: widening codes and looking them up is exact, and every other call is one fp32 product, with
 its rounding to bf16 where that is what it writes. IEEE says what each of the two gives, and without an addition no compiler can
 fuse a product into something that rounds otherwise.
@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
+from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
 
 # The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
 NF4 = torch.tensor(
@@ -27,15 +27,19 @@ _NF4_EDGES = (NF4[:-1] + NF4[1:]) / 2
 _SMALLEST = 1e-38  # that an nf4 block is divided by
 _INT8_LARGEST, _FP8_LARGEST = 127.0, 448.0
 _INT8_STEP = 7.874015718698502e-3  # 1 / 127 as bitsandbytes has it
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # then their negatives
+_E2M1_EDGES = (_E2M1[:-1] + _E2M1[1:]) / 2
+_E2M1_EDGES[1::2] = _E2M1_EDGES[1::2].nextafter(torch.zeros(()))  # of two as near, that with an even code
+_E8M0_BIAS = 127
 
 
 def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a packed weight of this shape: views, the codes flat in nf4 and of the weight's shape else."""
+    """(codes, scales) of a packed weight of this shape: views, codes flat where two share a byte, else of its shape."""
     of = layout(shape, base)
     assert packed.shape == (of.n_bytes,), (packed.shape, shape, base)
-    codes, rest = packed[: of.code_bytes], packed[of.scales_at :].view(torch.float32)
+    codes, rest = packed[: of.code_bytes], packed[of.scales_at :].view(torch.uint8 if base == "mxfp4" else torch.float32)
     scales = rest[: torch.Size(of.scales).numel()].view(of.scales)
-    if base == "nf4":
+    if base in ("nf4", "mxfp4"):
         return codes, scales
     return codes.view(torch.int8 if base == "int8" else torch.float8_e4m3fn).view(shape), scales
 
@@ -44,7 +48,7 @@ def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, T
 def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
     """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32.
 
-    The host waits for nothing, but for a small table once for each device (`prepare`).
+    The host waits for nothing, but for small tables once for each device (`prepare`).
     """
     assert out.is_contiguous()
     assert out.dtype in (torch.bfloat16, torch.float32)
@@ -54,16 +58,22 @@ def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
             _unpack_nf4(codes, scales, out.view(-1))
         case "int8":
             _unpack_int8(codes.flatten(0, -2), scales, out.flatten(0, -2))
+        case "mxfp4":
+            _unpack_mxfp4(codes, scales.flatten(0, -2), out.flatten(0, -2))
         case _:
             for codes_RC, scales_GH, out_RC in _matrices(codes, scales, out):
                 _unpack_fp8(codes_RC, scales_GH, out_RC)
 
 
 @lru_cache
-def prepare(device: torch.device) -> Tensor:
-    """The two numbers that each byte of nf4 stands for, as one of 8 bytes: half as many are looked up."""
-    pairs = torch.stack((NF4.repeat_interleave(16), NF4.repeat(16)), -1)
-    return pairs.view(torch.int64).flatten().to(device)
+def prepare(device: torch.device, base: Base, dtype: torch.dtype) -> list[Tensor]:
+    """The two numbers that each byte of nf4 or mxfp4 stands for, as one of their bytes: half as many are looked up. Then, of mxfp4,
+    what each scale does: 2^-127, which is subnormal, to 2^127; the last, 255, means no number, and is not read."""
+    codes, wide = NF4 if base == "nf4" else torch.cat((_E2M1, -_E2M1)), torch.float32 if base == "nf4" else dtype
+    pair = codes.repeat_interleave(16), codes.repeat(16)
+    pairs = torch.stack(pair if base == "nf4" else pair[::-1], -1).to(wide)
+    powers = [] if base == "nf4" else [torch.exp2(torch.arange(256.0, dtype=torch.float64) - _E8M0_BIAS).to(dtype).to(device)]
+    return [pairs.view(torch.int64 if wide is torch.float32 else torch.int32).flatten().to(device), *powers]
 
 
 def _scratch(out: Tensor) -> Tensor:
@@ -71,7 +81,7 @@ def _scratch(out: Tensor) -> Tensor:
 
 
 def _unpack_nf4(codes: Tensor, scales: Tensor, out_N: Tensor) -> None:
-    wide, pairs = _scratch(out_N), prepare(out_N.device)
+    wide, (pairs,) = _scratch(out_N), prepare(out_N.device, "nf4", torch.float32)
     for at in range(0, len(out_N), UNPACK_CHUNK_ELEMENTS):
         part = out_N[at : at + UNPACK_CHUNK_ELEMENTS]
         n = len(part)
@@ -99,6 +109,21 @@ def _unpack_fp8(codes_RC: Tensor, scales_GH: Tensor, out_RC: Tensor) -> None:
             blocks.mul_(scale)
 
 
+def _unpack_mxfp4(codes: Tensor, scales_GC: Tensor, out_RC: Tensor) -> None:
+    (pairs, powers), n_columns, scratch = prepare(out_RC.device, "mxfp4", out_RC.dtype), out_RC.shape[1], None
+    for rows in _chunks_of_rows(out_RC, MXFP4_BLOCK):
+        part, of = out_RC[rows], scales_GC[rows.start // MXFP4_BLOCK : rows.stop // MXFP4_BLOCK].reshape(-1)
+        n, at = part.numel() // 2, rows.start * n_columns // 2
+        if scratch is None:  # the first is the largest
+            scratch = torch.empty(n + 2 * len(of), dtype=torch.int32, device=part.device)
+        indices, wide, power = scratch[:n], scratch[n:][: len(of)], scratch[n + len(of) :].view(part.dtype)[: len(of)]
+        indices.copy_(codes[at : at + n])
+        torch.index_select(pairs, 0, indices, out=part.view(-1).view(pairs.dtype))
+        wide.copy_(of)
+        torch.index_select(powers, 0, wide, out=power)
+        part.view(-1, MXFP4_BLOCK, n_columns).mul_(power.view(-1, 1, n_columns))
+
+
 @torch.no_grad()
 def pack(weight: Tensor, base: Base) -> Tensor:
     """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite.
@@ -113,10 +138,12 @@ def pack(weight: Tensor, base: Base) -> Tensor:
             _pack_nf4(weight.reshape(-1), codes, scales)
         case "int8":
             _pack_int8(weight.flatten(0, -2), codes.flatten(0, -2), scales)
+        case "mxfp4":
+            _pack_mxfp4(weight.flatten(0, -2), codes, scales.flatten(0, -2))
         case _:
             for weight_RC, codes_RC, scales_GH in _matrices(weight, codes, scales):
                 _pack_fp8(weight_RC, codes_RC, scales_GH)
-    if not bool(scales.isfinite().all()):
+    if not bool(scales.isfinite().all()) or (base == "mxfp4" and not bool(weight.isfinite().all())):
         n = weight.numel() - int(weight.isfinite().sum())
         raise ValueError(f"{n} of its {weight.numel()} numbers are not finite and cannot be packed as {base}")
     return packed
@@ -139,6 +166,19 @@ def _pack_int8(weight_RC: Tensor, codes_RC: Tensor, scales_R: Tensor) -> None:
         scales_R[rows] = wide.abs().amax(1)
         factor = _INT8_LARGEST / scales_R[rows, None]
         codes_RC[rows] = (wide * factor.masked_fill(factor.isinf(), 0.0)).round_()
+
+
+def _pack_mxfp4(weight_RC: Tensor, codes: Tensor, scales_GC: Tensor) -> None:
+    """By OCP's specification: a scale is the power of two in the largest number by that in the largest code."""
+    n_columns, edges = weight_RC.shape[1], _E2M1_EDGES.to(weight_RC.device)
+    _, powers = prepare(weight_RC.device, "mxfp4", torch.float32)
+    for rows in _chunks_of_rows(weight_RC, MXFP4_BLOCK):
+        wide, at = weight_RC[rows].float().unflatten(0, (-1, MXFP4_BLOCK)), rows.start // MXFP4_BLOCK
+        scale = (wide.abs().amax(1).frexp().exponent + (_E8M0_BIAS - 3)).clamp_(0, 254)  # 6 is 3/4 of 2^3
+        code = torch.bucketize(wide.abs() / powers[scale][:, None], edges, out_int32=True).to(torch.uint8)
+        code = (code | wide.signbit() << 3).view(-1, 2)
+        codes[rows.start * n_columns // 2 :][: len(code)] = code[:, 0] | code[:, 1] << 4
+        scales_GC[at : at + len(scale)] = scale
 
 
 def _pack_fp8(weight_RC: Tensor, codes_RC: Tensor, scales_GH: Tensor) -> None:

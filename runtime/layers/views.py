@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from runtime.host.memory import Arenas
+from runtime.host.memory import DTYPE, Arenas
 from runtime.plan import Op, Plan, Slot
 from runtime.plan.packed import layout
 from runtime.plan.workload import SLOT_ALIGN_BYTES
@@ -27,8 +27,9 @@ class Views:
         self._blocks = plan.workload.blocks
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
         self._plan = plan
-        if plan.semantics.base == "nf4":  # the first to be unpacked shall not wait for it
-            prepare(arenas.raw(Slot("weights", 0)).device)
+        if plan.semantics.base in ("nf4", "mxfp4"):  # the first to be unpacked shall not wait for it
+            of = plan.semantics
+            prepare(arenas.raw(Slot("weights", 0)).device, of.base, DTYPE[of.compute_dtype])
         self._width = self._blocks[-1].parameters[-1].shape[1]  # of the output matrix
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:

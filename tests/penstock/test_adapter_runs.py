@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from runtime.plan.train import TARGETS
+from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model
 from tests.running import lines_of, make_home, one_line, penstock, plan_in, succeeded, train, weights_in
 from tests.tiny import tiny_config
@@ -204,3 +205,27 @@ def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
     assert found[0] == found[1]
     said = penstock("plan", home / "packed", "--machine", "cpu-2core", "--batch-size", "1", "--seq-len", "32", *LORA).stderr
     assert "plan adapters beside them with --train lora --base nf4" in said
+
+
+def test_gpt_oss_in_mxfp4_trains_as_a_bf16_copy_of_it(home):
+    """Its experts are streamed as they are published. A merged model's are what they were, and transformers and PEFT load it."""
+    published(home, "gpt_oss")
+    for model, base in (("few", "mxfp4"), ("bf16", "bf16")):
+        plan = plan_in(home, *LORA, "--base", base, name=f"{model}.json", model=model)
+        assert ("dequantise" in plan.read_text()) == (model == "few")
+        shutil.rmtree(home / "again", ignore_errors=True)
+        found = resumed_alike(home, plan) if model == "few" else trained(home, plan, out="copy")
+        if model == "few":
+            streamed = shutil.copytree(found, home / "streamed")
+    assert files(found).keys() == files(streamed).keys()
+    assert files(found)["adapter_model.safetensors"] == files(streamed)["adapter_model.safetensors"]
+    succeeded(penstock("merge", home / "few", streamed, "--out", home / "merged"))
+    before, after = (load_file(home / folder / "model.safetensors") for folder in ("few", "merged"))
+    assert {name.split(".")[-2] for name in before if not before[name].equal(after[name])} == {*TARGETS[:4]}
+    merged, report = AutoModelForCausalLM.from_pretrained(home / "merged", output_loading_info=True, dtype=torch.float32)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), streamed)
+    theirs = unmerged.merge_and_unload().state_dict()  # outputs differ by more where a token's experts do
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # ours is bf16

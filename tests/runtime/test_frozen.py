@@ -101,7 +101,13 @@ PACKED = [
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("model_type", "base", "on_device"),
-    [("llama", "nf4", False), ("gemma2", "int8", True), ("qwen3_moe", "fp8", False), ("qwen2", "nf4", True)],
+    [
+        ("llama", "nf4", False),
+        ("gemma2", "int8", True),
+        ("qwen3_moe", "fp8", False),
+        ("qwen2", "nf4", True),
+        ("gpt_oss", "mxfp4", False),
+    ],
 )
 def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, base: str, on_device: bool) -> None:
     overrides = (("num_hidden_layers", 3), ("tie_word_embeddings", on_device))

@@ -1,9 +1,9 @@
-"""Packed base weights (NF4, INT8, FP8): the bits of bitsandbytes and transformers, and the bytes that plans book."""
+"""Packed base weights (NF4, INT8, FP8, MXFP4): the bits of bitsandbytes and transformers, and the bytes that plans book."""
 
 from collections import Counter
 from contextlib import contextmanager, suppress
 from itertools import product
-from math import prod
+from math import copysign, frexp, prod
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from runtime.layers import packed_weights as room
 from runtime.layers.packed_weights import NF4, pack, parts, prepare, unpack_into
 from runtime.plan.packed import (
     FP8_BLOCK,
+    MXFP4_BLOCK,
     NF4_BLOCK,
     UNPACK_BYTES_PER_ELEMENT,
     UNPACK_CHUNK_ELEMENTS,
@@ -31,7 +33,7 @@ from tests.training import same_bits as same
 with suppress(ModuleNotFoundError):  # which a GPU's machine need not have; tests that need it fail there
     from bitsandbytes import functional as bnb
 
-BASES = ("nf4", "int8", "fp8")
+BASES = ("nf4", "int8", "fp8", "mxfp4")
 DTYPES = st.sampled_from((torch.bfloat16, torch.float32))
 ODD = (0.0, -0.0, 1e-45, -1e-39, 3e-38, 1e-6, 1.0, -448.0, 3.3e38)
 EDGES = ((NF4[:-1] + NF4[1:]) / 2).tolist()  # between two codes: whichever is taken must be theirs
@@ -153,18 +155,63 @@ def test_fp8_has_the_bits_of_transformers(weight):
         assert same(unpacked(packed, weight.shape, "fp8", dtype), expected)
 
 
+def published_mxfp4(codes, scales, shape):
+    """(blocks, scales) as files have them, (.., outputs, inputs), by a loop over single numbers."""
+    _, n_in, n_out = shape
+    numbers = torch.stack((codes & 15, codes >> 4), -1).view(-1, n_in, n_out).transpose(1, 2)  # one code each
+    numbers = numbers.reshape(-1, n_out, n_in // MXFP4_BLOCK, MXFP4_BLOCK // 2, 2)
+    return numbers[..., 0] | numbers[..., 1] << 4, scales.view(-1, n_in // MXFP4_BLOCK, n_out).transpose(1, 2)
+
+
+stacks = st.tuples(st.integers(1, 3), st.sampled_from((32, 96)), st.sampled_from((2, 6, 64)))
+
+
+@given(shape=stacks, size=st.sampled_from((64, 300, UNPACK_CHUNK_ELEMENTS)), seed=st.integers(0, 99), dtype=DTYPES)
+@example(shape=(1, 8192, 32), size=UNPACK_CHUNK_ELEMENTS, seed=0, dtype=torch.bfloat16)  # every scale with every code
+def test_mxfp4_has_the_bits_of_transformers(shape, size, seed, dtype):
+    packed = torch.zeros(layout(shape, "mxfp4").n_bytes, dtype=torch.uint8)
+    codes, scales = parts(packed, shape, "mxfp4")
+    codes.random_(256, generator=torch.Generator().manual_seed(seed))
+    scales.view(-1).copy_((torch.arange(scales.numel()) + seed) % 255)
+    with chunks_of(size):
+        found = unpacked(packed, shape, "mxfp4", dtype)
+    expected = convert_moe_packed_tensors(*published_mxfp4(codes, scales, shape), dtype=dtype)
+    assert same(found, expected)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@given(weight=weights(stacks, odd=(*ODD[:8], 3.3e37, *(1.0 + e for e in (0.25, 0.75, 1.25, 1.5)))), size=st.sampled_from((64, 300)))
+def test_mxfp4_is_packed_to_the_nearest_and_once_for_good(weight, size):
+    with chunks_of(size):
+        packed = pack(weight, "mxfp4")
+        found = unpacked(packed, weight.shape, "mxfp4", torch.float32)
+    assert same(unpacked(pack(found, "mxfp4"), weight.shape, "mxfp4", torch.float32), found), (
+        "of an unpacked weight nothing is lost"
+    )
+    columns = weight.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
+    packed_columns = found.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
+    for column, ours in zip(columns, packed_columns, strict=True):
+        largest = max(map(abs, column))
+        scale = 2.0 ** max(frexp(largest)[1] - 3, -127)
+        for number, mine in zip(column, ours, strict=True):
+            codes = sorted(range(8), key=lambda code: (abs(E2M1[code] - abs(number) / scale), code % 2))
+            assert mine == copysign(E2M1[codes[0]] * scale, number)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_a_weight_that_is_not_finite_is_refused_in_one_line(base):
     for number, dtype in product((float("nan"), -float("inf")), (torch.bfloat16, torch.float16, torch.float32)):
-        weight = torch.randn(130, 192).to(dtype)
+        weight = torch.randn(160, 192).to(dtype)
         weight[129, 5] = weight[0, 191] = number
-        with pytest.raises(ValueError, match=rf"^2 of its 24960 numbers are not finite and cannot be packed as {base}$"):
+        with pytest.raises(ValueError, match=rf"^2 of its 30720 numbers are not finite and cannot be packed as {base}$"):
             pack(weight, base)
 
 
 @given(shape=blocky | narrow, base=st.sampled_from(BASES))
 def test_parts_begin_at_multiples_of_256_bytes_and_apart(shape, base):
-    if base == "nf4" and prod(shape) % NF4_BLOCK:
+    if (base == "nf4" and prod(shape) % NF4_BLOCK) or (base == "mxfp4" and (shape[-2] % MXFP4_BLOCK or shape[-1] % 2)):
         return
     of, packed = layout(shape, base), torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8)
     codes, scales = parts(packed, shape, base)
@@ -179,15 +226,17 @@ def test_parts_begin_at_multiples_of_256_bytes_and_apart(shape, base):
 def test_a_large_weight_takes_what_its_format_says():
     shape = (4096, 14336)
     per_element = {base: layout(shape, base).n_bytes / prod(shape) for base in BASES}
-    assert per_element == {"nf4": 0.5625, "int8": 1 + 4 / 14336, "fp8": 1 + 4 / FP8_BLOCK**2}
-    assert UNPACK_CHUNK_ELEMENTS * 4 + prepare(torch.device("cpu")).nbytes == UNPACK_SCRATCH_BYTES
+    assert per_element == {"nf4": 0.5625, "int8": 1 + 4 / 14336, "fp8": 1 + 4 / FP8_BLOCK**2, "mxfp4": 0.5 + 1 / MXFP4_BLOCK}
+    nf4, mxfp4 = (sum(t.nbytes for t in prepare(torch.device("cpu"), base, torch.float32)) for base in ("nf4", "mxfp4"))
+    assert UNPACK_CHUNK_ELEMENTS * 4 + nf4 == UNPACK_SCRATCH_BYTES > UNPACK_CHUNK_ELEMENTS * (2 + 8 / MXFP4_BLOCK) + mxfp4
 
 
 def test_only_matrices_of_projections_and_experts_are_packed():
     found = {
-        ("self_attn.q_proj.weight", (64, 64)): BASES,
+        ("self_attn.q_proj.weight", (64, 64)): BASES[:3],
         ("mlp.down_proj.weight", (33, 63)): ("int8", "fp8"),
         ("mlp.experts.gate_up_proj", (4, 64, 32)): BASES,
+        ("mlp.experts.down_proj", (4, 48, 32)): BASES[:3],
         ("mlp.experts.gate_up_proj_bias", (4, 64)): (),
         ("mlp.gate.weight", (4, 64)): (),
         ("self_attn.q_proj.bias", (64,)): (),
@@ -222,7 +271,7 @@ class Counting(TorchDispatchMode):
 @pytest.mark.parametrize("shape", [(1024, 256), (4, 256, 256)])
 def test_unpacking_costs_what_the_planner_books(base, shape):
     packed, out = pack(torch.randn(shape), base), torch.empty(shape, dtype=torch.bfloat16)
-    prepare(out.device)
+    prepare(out.device, base, out.dtype)
     n_chunks = 4
     with chunks_of(prod(shape) // n_chunks), Counting() as counted:
         unpack_into(packed, out, base)
@@ -237,7 +286,7 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_packs_and_unpacks_to_the_processors_bits(base, dtype):
-    weight = torch.randn(3, 200, 192) * torch.logspace(-40, 30, 200)[:, None]
+    weight = torch.randn(3, 224, 192) * torch.logspace(-40, 30, 224)[:, None]
     packed = pack(weight, base)
     assert same(pack(weight.cuda(), base).cpu(), packed)
     out = torch.empty(weight.shape, dtype=dtype, device="cuda")

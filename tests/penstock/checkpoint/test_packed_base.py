@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import OlmoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.checkpoint import disk
 from penstock.checkpoint import packed_base as cache_of
@@ -22,6 +23,7 @@ from runtime.layers.packed_weights import pack
 from runtime.plan.workload import Model
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused
+from tests.penstock.checkpoint.test_dequantised import in_mxfp4
 from tests.runtime.test_packed_weights import unpacked
 from tests.tiny import tiny_config
 
@@ -255,6 +257,28 @@ def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
     folder, shapes = published(tmp_path / "model", tensors), {GATE_UP: (1, 448, 128)}
     said = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))
     assert "gate_proj.weight ends within a block" in said
+
+
+# -- published in mxfp4 -----------------------------------------------------------------------------------------------
+
+
+def test_mxfp4_experts_unpack_to_the_bits_of_transformers(tmp_path):
+    shape, config = (3, 64, 96), {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    stored = in_mxfp4(GATE_UP, shape, 0)
+    blocks, scales = stored.values()
+    read = packed_base(published(tmp_path / "model", stored), config, {GATE_UP: shape}, "mxfp4", tmp_path)
+    assert torch.equal(unpacked(read(GATE_UP), shape, "mxfp4"), convert_moe_packed_tensors(blocks, scales))
+    others = {
+        "is not in numbers: a scale of 255": stored | {f"{GATE_UP}_scales": scales + (scales == scales.max()) * (255 - scales)},
+        "is not in MXFP4 of (3, 64, 96)": in_mxfp4(GATE_UP, (3, 96, 64), 0),
+        "no tensor model.layers.0.mlp.experts.gate_up_proj_scales": {f"{GATE_UP}_blocks": blocks},
+        "down_proj is packed too": stored | in_mxfp4(GATE_UP.replace("gate_up", "down"), shape, 0),
+        "gate_up_proj is not packed in mxfp4": {GATE_UP: random(shape)},
+    }
+    for i, (said, tensors) in enumerate(others.items()):
+        folder = published(tmp_path / str(i), tensors)
+        assert said in refused(lambda: packed_base(folder, config, {GATE_UP: shape}, "mxfp4", tmp_path)(GATE_UP))  # noqa: B023
+    assert "plan with --base mxfp4" in refused(lambda: packed_base(tmp_path / "model", config, {GATE_UP: shape}, "nf4", tmp_path))
 
 
 # -- what is not read -------------------------------------------------------------------------------------------------
