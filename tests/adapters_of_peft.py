@@ -1,6 +1,7 @@
 """Adapters beside tiny models: saved by PEFT, written by us, and computed by hand."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
-from runtime.plan.train import TARGETS, Lora
+from runtime.plan.train import EXPERTS, TARGETS, Lora
 
 from .real_layers import hf_model
 from .tiny import EXPERT_TYPES, tiny_config
@@ -27,7 +28,7 @@ def model_of(model_type: str = "llama", dtype: torch.dtype = torch.float32, **ov
 
 def lora_of(model_type: str) -> Lora:
     """Of models with experts PEFT takes the names of an MLP for those of the experts."""
-    return Lora(rank=4, alpha=6.0, targets=ATTENTION if model_type in EXPERT_TYPES else TARGETS)
+    return Lora(rank=4, alpha=6.0, targets=(*ATTENTION, EXPERTS) if model_type in EXPERT_TYPES else TARGETS)
 
 
 def factors_of(model: Any, lora: Lora = LORA) -> dict[str, Tensor]:
@@ -38,7 +39,29 @@ def factors_of(model: Any, lora: Lora = LORA) -> dict[str, Tensor]:
         if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in lora.targets:
             factors[f"{name}.lora_A.weight"] = torch.randn(lora.rank, module.in_features) / 8
             factors[f"{name}.lora_B.weight"] = torch.randn(module.out_features, lora.rank) / 8
+    for name, module, stack in stacks_of(model) if EXPERTS in lora.targets else ():
+        n_experts, n_in, n_out = stack.shape if module.is_transposed else stack.transpose(1, 2).shape
+        factors[f"{name}.lora_A.weight"] = torch.randn(lora.rank * n_experts, n_in) / 8
+        factors[f"{name}.lora_B.weight"] = torch.randn(n_out, lora.rank * n_experts) / 8
     return factors
+
+
+def stacks_of(model: Any) -> Iterator[tuple[str, Any, Tensor]]:
+    """(what PEFT calls the adapter, the experts, their weight) of each stack."""
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            yield from ((f"{name}.base_layer", module, module.gate_up_proj), (name, module, module.down_proj))
+
+
+def with_deltas(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Any:
+    """A copy whose experts are merged, one after the other: experts of A are outermost, those of B innermost."""
+    model = copy.deepcopy(model)
+    for name, module, stack in stacks_of(model) if EXPERTS in lora.targets else ():
+        a, b = factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"]
+        for e, weight in enumerate(stack.data):
+            delta = lora.scale * (b[:, e :: len(stack)] @ a[e * lora.rank :][: lora.rank])
+            weight.copy_((delta.T if module.is_transposed else delta) + weight.float())
+    return model
 
 
 def write_adapter(folder: Path, lora: Lora, factors: dict[str, Tensor], base: str | None = None) -> Path:
@@ -69,11 +92,10 @@ def logits_with(model: Any, lora: Lora, factors: dict[str, Tensor]) -> Tensor:
         a, b = factors[f"{name}.lora_A.weight"], factors[f"{name}.lora_B.weight"]
         return lambda _, inputs, output: output + lora.scale * (inputs[0] @ a.T @ b.T)
 
-    hooks = [
-        module.register_forward_hook(beside(name)) for name, module in model.named_modules() if f"{name}.lora_A.weight" in factors
-    ]
+    model = with_deltas(model, lora, factors)
+    for name, module in model.named_modules():
+        if f"{name}.lora_A.weight" in factors and not name.endswith("experts"):
+            module.register_forward_hook(beside(name))
     with torch.no_grad():
         logits: Tensor = model(TOKENS).logits
-    for hook in hooks:
-        hook.remove()
     return logits

@@ -8,6 +8,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ def build(config: dict, semantics: Semantics, dtype: torch.dtype) -> torch.nn.Mo
 def put_adapters(model: torch.nn.Module, lora) -> None:
     """An adapter for each target, in the order in which a layer has them.
 
-    Where a model has experts only attention has adapters.
+    Where a model has experts only attention has adapters, and they, where they are named.
     """
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
     for layer in model.model.layers:
@@ -110,6 +111,33 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
             for name, child in list(part.named_children()):
                 if name in lora.targets and isinstance(child, torch.nn.Linear):
                     setattr(part, name, Adapted(child, lora.rank, lora.alpha / lora.rank))
+        if "experts" in lora.targets and hasattr(layer.mlp, "experts"):
+            adapt_experts(layer.mlp.experts, lora.rank, lora.alpha / lora.rank)
+
+
+def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
+    """One expert after the other, by autograd; under the names that PEFT gives."""
+    first, dtype = torch.nn.Module(), experts.down_proj.dtype
+    for holder, weight in ((first, experts.gate_up_proj), (experts, experts.down_proj)):
+        n_experts, n_in, n_out = weight.shape if experts.is_transposed else weight.transpose(1, 2).shape
+        holder.lora_A = torch.nn.Linear(n_in, rank * n_experts, bias=False, dtype=dtype)
+        holder.lora_B = torch.nn.Linear(rank * n_experts, n_out, bias=False, dtype=dtype)
+    experts.base_layer, own = first, experts.forward
+
+    def product(x, weight, offs, bias=None, is_transposed=False):
+        of = experts if weight is experts.down_proj else first
+        a, b = of.lora_A.weight.view(len(offs), rank, -1), of.lora_B.weight.view(-1, rank, len(offs))
+        found = []
+        for e, rows in enumerate(x.tensor_split(offs[:-1].tolist())):
+            one = weight[e] if is_transposed else weight[e].t()
+            found.append(torch.add(rows @ one, (rows @ a[e].t()) @ b[:, :, e].t().contiguous(), alpha=scale))
+        return torch.cat(found) if bias is None else torch.cat(found) + bias
+
+    def forward(*args, **kwargs):
+        with mock.patch("transformers.integrations.moe._grouped_linear", product):
+            return own(*args, **kwargs)
+
+    experts.forward = forward
 
 
 class Adapted(torch.nn.Module):

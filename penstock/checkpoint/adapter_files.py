@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`.
 
-Tensors have our names after the prefix `base_model.model.`: the factors A (rank, in) and B (out, rank) of each projection, in fp32.
+Tensors have our names after the prefix `base_model.model.`: the factors A (rank, in) and B (out, rank) of each projection, in fp32;
+of a layer's E experts those of two stacks, A (E rank, in) and B (out, rank E).
 Adapters of the same projections in every layer are read, with one rank and one alpha; other options of PEFT are refused by name.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError, PlanError
-from runtime.plan.train import TARGETS, Lora, checked_lora
+from runtime.plan.train import EXPERTS, STACK, TARGETS, Lora, checked_lora
 from runtime.units import on_one_line
 
 from .model_files import read_json
@@ -33,7 +34,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and 
 
 _WEIGHT = re.compile(rf"(model\.layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
 
-_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules")
+_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # as `target_parameters` names them
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters")
 _SAID = ("r", "lora_alpha", "target_modules")  # of these: PEFT's defaults would be another adapter
 # Options that do not change the computation. Every other option of PEFT must be off, or have its default.
 _IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_config", "loftq_config", "peft_version", "revision")
@@ -54,7 +56,8 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     """
     from peft import LoraConfig
 
-    found = {_target(name.rpartition(".lora_")[0]) for name in factors}
+    modules = {name.rpartition(".lora_")[0] for name in factors}
+    found = {_target(module.removesuffix(".base_layer")) for module in modules}
     assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -63,7 +66,8 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=[*found],
+        target_modules=[*found - {EXPERTS}],
+        target_parameters=[*_STACKS] if EXPERTS in found else None,
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
     del fields["runtime_config"]  # of a process, not of an adapter
@@ -79,10 +83,13 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     if not path.is_file():
         pickled = f"its tensors are pickled ({PICKLED_FILE}) and could run code; save it as {TENSOR_FILE}"
         raise CheckpointError(f"{folder}: {pickled if (folder / PICKLED_FILE).exists() else f'no {TENSOR_FILE}; copy it again'}")
+    stored = Shards([path])
+    stacks = {name: shape for name, shape in parameters.items() if STACK.search(name)}
     weights = {m[1]: shape for name, shape in parameters.items() if len(shape) == 2 and (m := _WEIGHT.fullmatch(name))}
     try:
         config = _read_config(folder)
         targets = {_target(module) for module in weights if check_target_module_exists(config, module)}
+        targets |= {EXPERTS} if _adapts_experts(folder, config, stacks) else set()
         lora = checked_lora(rank=config.r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=[*targets])
     except (PlanError, TypeError, re.error) as error:  # the last two: target_modules that are no names and no pattern
         raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
@@ -91,7 +98,12 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         if _target(module) in targets:
             factor = f"{PREFIX}{module}.lora_"
             expected |= {f"{factor}A.weight": (lora.rank, n_in), f"{factor}B.weight": (n_out, lora.rank)}
-    stored = Shards([path])
+    for name, (n_experts, *sides) in stacks.items() if EXPERTS in targets else ():
+        factor = f"{PREFIX}{stack_factors(name)}.lora_"
+        n_in = next(reversed(stored[f"{factor}A.weight"].shape), 0)  # a stack may have inputs before outputs, or after
+        n_out = sides[sides[0] == n_in]
+        expected |= {f"{factor}A.weight": (n_experts * lora.rank, sum(sides) - n_out)}
+        expected |= {f"{factor}B.weight": (n_out, lora.rank * n_experts)}
     for name in sorted(expected.keys() ^ stored.keys()):
         problem = f"no tensor {name}" if name in expected else f"{on_one_line(name, 160)} is no factor of its target_modules"
         wanted = f"both factors of the same projections in every layer, of {', '.join(TARGETS)}"
@@ -105,6 +117,22 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     return lora, {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
 
 
+def stack_factors(stack: str) -> str:
+    """What the names of the factors of a stack of experts begin with: PEFT nests those of the two stacks."""
+    module, _, last = stack.rpartition(".")
+    return module if last == "down_proj" else f"{module}.base_layer"
+
+
+def _adapts_experts(folder: Path, config: "LoraConfig", stacks: Iterable[str]) -> bool:
+    """Whether the adapter is of experts, too: of both stacks of every layer; CheckpointError if of others."""
+    said = config.target_parameters or []
+    found = {name: [t for t in said if f".{name}".endswith(f".{t}")] for name in stacks}
+    if said and ({t for each in found.values() for t in each} != {*said} or not all(found.values())):
+        problem = f"target_parameters is {json.dumps(said)[:120]}, not computed here, but {' and '.join(_STACKS)}"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem} of a model that has them; {_INSTEAD}")
+    return bool(said)
+
+
 def _read_config(folder: Path) -> "LoraConfig":
     """The configuration; CheckpointError for options that are not computed here."""
     from peft import LoraConfig
@@ -115,7 +143,8 @@ def _read_config(folder: Path) -> "LoraConfig":
     for key, value in {"peft_type": None, **fields}.items():
         if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
             raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
-    if lacking := [key for key in _SAID if fields.get(key) is None]:
+    said = [key for key in _SAID if key != "target_modules" or not fields.get("target_parameters")]
+    if lacking := [key for key in said if fields.get(key) is None]:
         raise CheckpointError(f"{path}: {lacking[0]}: missing; copy it again")
     return LoraConfig(**{key: fields[key] for key in _READ if key in fields})
 

@@ -36,6 +36,8 @@ class Conversion:
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
         self.own = self._model.state_dict(keep_vars=True)
+        # Whether experts' stacks are (experts, inputs, outputs), and not (experts, outputs, inputs)
+        self.is_transposed = any(getattr(part, "is_transposed", False) for part in self._model.modules())
 
     def published(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """A module's weight under the names, and in the forms, of its files; of experts, one after the other."""

@@ -52,6 +52,12 @@ class Dequantised(Mapping[str, Tensor]):
         unpack_into(packed, out, base)
         return out
 
+    def outline(self, name: str) -> Tensor:
+        """The tensor on the meta device, not read."""
+        if name in self._mxfp4:
+            return torch.empty(mxfp4_shape(self._folder, self._stored, name), dtype=torch.bfloat16, device="meta")
+        return self._stored.outline(name)
+
     def dtypes(self) -> Iterator[tuple[str, str]]:
         """(name, dtype in the format's words) of each tensor, without reading any."""
         made = self._fp8 | self._mxfp4

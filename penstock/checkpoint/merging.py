@@ -4,21 +4,27 @@ W + alpha/rank B A in fp32 for each target, rounded once to the dtype in which W
 the model is in memory at a time.
 """
 
+import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError
 from runtime.plan.packed import published_as
+from runtime.plan.train import STACK, Lora
 from runtime.units import show_bytes
 
-from .adapter_files import FLOATS, read_adapter
+from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, read_adapter, stack_factors
 from .checkpoint import refuse_another_base
+from .conversion import conversion_of
+from .dequantised import Dequantised
 from .disk import new_folder
-from .model_files import INDEX_FILE, TOKENIZER_FILES, read_json, refuse_quantised, weight_files, weights_digest
+from .model_files import INDEX_FILE, TOKENIZER_FILES, publish, read_json, refuse_quantised, weight_files, weights_digest
 from .tensor_files import Shards, write_new, write_tensors
 
 PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
@@ -31,20 +37,28 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
     config = read_json(base / "config.json")
-    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # of which experts are packed, and stay so
+    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # of which experts alone are packed
         refuse_quantised(base, config, ())
-    shards = _outlines(base, (*FLOATS, torch.uint8) if is_mxfp4 else FLOATS)
+    stacks = _stacks(config, adapter)
+    stays = is_mxfp4 and not stacks  # packed; experts with an adapter are bf16 from here on
+    shards = _outlines(base, stays)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
-    lora, factors = read_adapter(adapter, {name: tuple(outline.shape) for name, outline in outlines.items()})
+    lora, factors = read_adapter(adapter, {name: tuple(o.shape) for name, o in outlines.items()} | stacks)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
+    if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
+        raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter is of; give the weights of this model")
 
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
-        stored = Shards([source])
+        stored = _stored(source, stays)
         for name, outline in shards[source].items():
-            is_adapted = f"{name.removesuffix('.weight')}.lora_A.weight" in factors
-            yield from _merged(adapter, stored, factors, name, lora.scale) if is_adapted else (stored[name],)
+            if name in pieces:
+                yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
+            elif f"{name.removesuffix('.weight')}.lora_A.weight" in factors:
+                yield from _merged(adapter, stored, factors, name, lora.scale)
+            else:
+                yield stored[name]
             n_done_bytes += outline.nbytes
             on_tensor(name, n_done_bytes, n_bytes)
 
@@ -57,17 +71,25 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
         # The last is that without which nothing loads a folder that is not whole
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
-                write_new(folder / name, [(base / name).read_bytes()])
+                write_new(
+                    folder / name,
+                    [_unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()],
+                )
     n_merged = len(factors) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
 
 
-def _outlines(base: Path, dtypes: Sequence[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
+def _stored(file: Path, stays: bool) -> Shards | Dequantised:
+    """The tensors of a file: as they are, or unpacked where they are packed."""
+    return Shards([file]) if stays else Dequantised(file.parent, Shards([file]))
+
+
+def _outlines(base: Path, stays: bool) -> dict[Path, dict[str, Tensor]]:
     """The tensors of each file on the meta device, wide dtypes first, as they are written."""
-    outlines: dict[Path, dict[str, Tensor]] = {}
+    outlines, dtypes = dict[Path, dict[str, Tensor]](), (*FLOATS, torch.uint8) if stays else FLOATS
     for file in weight_files(base):
-        stored = Shards([file])
-        found = {name: torch.empty_like(stored[name], device="meta") for name in stored}
+        stored = _stored(file, stays)
+        found = {name: stored.outline(name) for name in stored}
         for name, outline in found.items():
             if outline.dtype not in dtypes:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
@@ -77,16 +99,74 @@ def _outlines(base: Path, dtypes: Sequence[torch.dtype]) -> dict[Path, dict[str,
     return outlines
 
 
+def _unpacked(path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int) -> bytes:
+    """The content of a model's file, where its experts are bf16 and were packed."""
+    if path.name == INDEX_FILE:
+        weight_map = {name: file.name for file, shard in shards.items() for name in shard}
+        return json.dumps({"metadata": {"total_size": n_bytes}, "weight_map": weight_map}, indent=2).encode()
+    if path.name != "config.json":
+        return path.read_bytes()
+    return json.dumps({key: value for key, value in read_json(path).items() if key != "quantization_config"}, indent=2).encode()
+
+
+def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the stacks of experts that a model's modules have, by name; none where the adapter is of none."""
+    if not (adapter / CONFIG_FILE).is_file() or not read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES).get("target_parameters"):
+        return {}
+    return {name: tuple(weight.shape) for name, weight in conversion_of(config).own.items() if STACK.search(name)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What a stored tensor has of a stack of experts."""
+
+    stack: str
+    swaps: bool  # whether its matrices have inputs before outputs
+    outputs: Tensor  # of each matrix in it, as they are counted through all experts
+
+
+def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) -> dict[str, _Piece]:
+    """The stored tensors that are of stacks of experts, by name."""
+    found = {}
+    for stack, (n_experts, *sides) in stacks.items():
+        swaps = conversion_of(config).is_transposed
+        numbers = torch.arange(n_experts * sides[swaps], dtype=torch.int32).view(n_experts, -1).unsqueeze(1 if swaps else 2)
+        for name, piece in publish(config, stack, numbers.expand(n_experts, *sides)):
+            ids = piece[..., 0, :] if swaps else piece[..., 0]
+            found[name] = _Piece(stack, swaps, ids.reshape(-1, ids.shape[-1]).clone())
+    return found
+
+
 # o rows of a weight, i columns, r rank of its adapter
 
 
-def _merged(adapter: Path, stored: Shards, factors: Mapping[str, Tensor], name: str, scale: float) -> Iterator[Tensor]:
+def _merged(
+    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, scale: float
+) -> Iterator[Tensor]:
     """A weight with its adapter, some rows at a time."""
     module = name.removesuffix(".weight")
     weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
     n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
     for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):
         merged_oi = (rows_or @ a_ri).mul_(scale).add_(rows_oi).to(weight_oi.dtype)
-        if not all(end.isfinite() for end in merged_oi.aminmax()):
-            raise CheckpointError(f"{adapter}: with it {name} is not finite in {weight_oi.dtype}; train the adapter again")
-        yield merged_oi
+        yield _finite(adapter, name, merged_oi)
+
+
+def _merged_experts(
+    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, lora: Lora, piece: _Piece
+) -> Iterator[Tensor]:
+    """A tensor of experts with their adapters, one expert at a time."""
+    weight, of = stored[name], stack_factors(piece.stack)
+    a, b = factors[f"{of}.lora_A.weight"], factors[f"{of}.lora_B.weight"]
+    n_out, n_experts = b.shape[0], b.shape[1] // lora.rank
+    a_eri, b_ore = a.view(n_experts, lora.rank, -1), b.view(n_out, lora.rank, n_experts)
+    for matrix, rows in zip(weight.view(-1, *weight.shape[-2:]), piece.outputs.long(), strict=True):
+        e = int(rows[0]) // n_out
+        delta_oi = (b_ore[rows % n_out, :, e] @ a_eri[e]).mul_(lora.scale)
+        yield _finite(adapter, name, (delta_oi.t() if piece.swaps else delta_oi).add(matrix).to(weight.dtype))
+
+
+def _finite(adapter: Path, name: str, merged: Tensor) -> Tensor:
+    if not all(end.isfinite() for end in merged.aminmax()):
+        raise CheckpointError(f"{adapter}: with it {name} is not finite in {merged.dtype}; train the adapter again")
+    return merged

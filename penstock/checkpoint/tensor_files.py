@@ -57,6 +57,10 @@ class Shards(Mapping[str, Tensor]):
         self._n_read_bytes += tensor.nbytes
         return tensor
 
+    def outline(self, name: str) -> Tensor:
+        """The tensor on the meta device."""
+        return torch.empty_like(self[name], device="meta")
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 

@@ -233,6 +233,7 @@ class _Player:
         out, (rows, all_rows) = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False), self.share
         n_weights = sum(prod(shapes[weight]) for weight in weights)
         how, moved_bytes, scratch_bytes, matmuls = Call.POINTWISE, 0, None, list[Matmul]()
+        n_calls, n_adapter = _CALLS.get(call.name, 1), 0
         if call.name in fused.LIBRARY:
             step = fused.LIBRARY[call.name](tape, reads, call.shapes, n_weights, sum(prod(shapes[w]) for w in learns))
             tape.held = ()
@@ -252,7 +253,16 @@ class _Player:
             how, matmuls, scratch_bytes = Call.PRODUCT if call.weights else Call.POINTWISE, _matmuls(call, not learns), 0
         elif call.name == "_grouped_mm":
             how = Call.OVERWRITTEN if call.makes[0] in self.overwritten else Call.GROUPED
-            matmuls, scratch_bytes = _grouped(call, not learns), 0
+            matmuls, scratch_bytes = _grouped(call.shapes, not learns), 0
+            if rank := self.linear(weights[0], False).rank if weights else 0:  # `runtime/layers/adapters.py`
+                (n_rows, k), (n_experts, *_, n) = call.shapes[:2]
+                n_adapter = n_experts * rank * (k + n)
+                matmuls += _grouped([[n_rows, k], [n_experts, k, rank]], False)
+                matmuls += _grouped([[n_rows, rank], [n_experts, rank, n]], False)
+                beside, saves, n_calls = [Tensor(n_rows * rank, tape.item_bytes)], [reads[0], *saves], 5
+                # Experts of B put outermost; and the second product added to what the experts made
+                moved_bytes = (2 * n_experts * rank * n + 3 * n_rows * n) * tape.item_bytes
+                scratch_bytes = (n_rows * (rank + max(k, n)) + 2 * n_experts * rank * n) * tape.item_bytes
         else:
             n_moved = (call.moved[0] - n_weights) * rows // all_rows + n_weights if rows < all_rows else call.moved[0]
             moved_bytes = n_moved * tape.item_bytes + call.moved[1] * rows // all_rows
@@ -260,15 +270,14 @@ class _Player:
             scratch_bytes = 0 if call.name == "add" else None
             if call.name == "mul" and len(wide) > 1:  # one of the factors is also made in the wider precision
                 scratch_bytes = 2 * out.n_elements * rows // all_rows * max(wide)
-        n_calls = _CALLS.get(call.name, 1)
         step = tape.step(
             reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), saves=saves, beside=beside,
             saves_out=requires and bool(made) and call.makes[0] in call.saves, moved_bytes=moved_bytes, scratch_bytes=scratch_bytes,
             call=how, matmuls=matmuls, n_calls=n_calls, differentiable=requires and out.floating,
-            weight_elements=n_weights, trained=sum(prod(shapes[w]) for w in learns),
+            weight_elements=n_weights + n_adapter, trained=sum(prod(shapes[w]) for w in learns) + n_adapter,
         )  # fmt: skip
         tape.held = ()
-        for i, tensor in zip(call.makes, (step, *beside), strict=bool(made)):
+        for i, tensor in zip(call.makes, (step, *beside), strict=False):
             self.there[i], self.requires[i] = tensor, tensor is step and requires and out.floating
 
     def _at(self, i: int) -> Tensor:
@@ -297,8 +306,8 @@ def _matmuls(call: Called, frozen: bool) -> list[Matmul]:
     return [Matmul(m, k, n, prod(batch), frozen and bool(call.weights))]
 
 
-def _grouped(call: Called, frozen: bool) -> list[Matmul]:
+def _grouped(shapes: Sequence[Sequence[int]], frozen: bool) -> list[Matmul]:
     """Rows spread over experts as evenly as whole rows allow; an expert without rows computes nothing."""
-    (n_rows, k), (n_experts, *_, n) = call.shapes[:2]
+    (n_rows, k), (n_experts, *_, n) = shapes[:2]
     rows, left = divmod(n_rows, n_experts)
     return [Matmul(m, k, n, count, frozen) for m, count in ((rows, n_experts - left), (rows + 1, left)) if m and count]

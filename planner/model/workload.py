@@ -6,7 +6,7 @@ compute is read off outlines (`outline.py`) that were recorded of transformers' 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.objective import CROSS_ENTROPY
-from runtime.plan.train import TARGETS, Train
+from runtime.plan.train import EXPERTS, STACK, TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload, has_towers
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
@@ -44,6 +44,11 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "adapters of a vision-language model are not there yet; train it all, or some layers or weights, with --train")
     if semantics.base != "bf16" and semantics.train.lora is None:  # a checkpoint of the whole model would have to be unpacked
         _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
+    lora = semantics.train.lora
+    if lora is not None and EXPERTS in lora.targets and (lora.dropout or lora.rank % 8):
+        _fail(
+            model, "adapters of experts: PEFT has them without dropout, and a GPU's products of a rank that 8 divides; change that"
+        )
     if semantics.base == "mxfp4" and model.config.get("model_type") != "gpt_oss":
         _fail(model, "--base mxfp4: experts of gpt_oss alone are packed so; take nf4, int8 or fp8")
     for part in ("norm", "loss", "pointwise"):
@@ -76,8 +81,13 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= found.n_layers:
         _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
-    if missing and train.lora is not None and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
-        _fail(model, f"experts cannot have adapters, and nothing else is called {missing[0]}; leave it out")
+    if (
+        missing
+        and missing[0] != EXPERTS
+        and train.lora is not None
+        and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]
+    ):
+        _fail(model, f"nothing is called {missing[0]} but experts, whose adapters are called experts; leave it out")
     if missing or not trained:
         _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
 
@@ -148,6 +158,8 @@ class _Part:
 
     def rank(self, name: str) -> int:
         """Of the adapter beside the product of that name; 0: it has none."""
+        if STACK.search(name):
+            return self.train.rank(EXPERTS)
         stands = not (self.has_experts and name.startswith("mlp."))
         return self.train.rank(name.rpartition(".")[2]) if stands else 0
 
@@ -183,7 +195,7 @@ class _Layout:
         return Block(
             name="layer",
             kind=BlockKind.LAYER,
-            parameters=tuple(_with_adapters([Parameter(n, tuple(s)) for n, s in outline.parameters.items()], of)),
+            parameters=tuple(_with_adapters(outline, of)),
             matmuls=tuple(tape.matmuls),
             attention=_attention(outline.attention, self.n_sequences, self.semantics.seq_len),
             pointwise_bytes=tape.pointwise_bytes,
@@ -277,9 +289,16 @@ class _Layout:
         )
 
 
-def _with_adapters(parameters: Sequence[Parameter], of: _Part) -> Iterator[Parameter]:
+def _with_adapters(outline: Outline, of: _Part) -> Iterator[Parameter]:
     """A layer's own weights, frozen or not; then the two factors beside each that has an adapter."""
+    parameters = [Parameter(n, tuple(s)) for n, s in outline.parameters.items()]
     yield from (replace(p, frozen=p.name not in of.trained) for p in parameters)
+    for call in outline.calls:
+        if call.name == "_grouped_mm" and call.weights and (rank := of.rank(name := call.weights[0])):
+            n_experts, n_in, n_out = call.shapes[1]
+            at = name.rpartition(".")[0] + ("" if name.endswith(".down_proj") else ".base_layer")  # as PEFT nests them
+            yield Parameter(f"{at}.lora_A.weight", (n_experts * rank, n_in))
+            yield Parameter(f"{at}.lora_B.weight", (n_out, rank * n_experts))
     for p in parameters:
         name, _, last = p.name.rpartition(".")
         if last == "weight" and len(p.shape) == 2 and (rank := of.rank(name)):

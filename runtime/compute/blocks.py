@@ -18,7 +18,7 @@ from torch.func import functional_call
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
-from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
+from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from runtime.layers.apart import supports_documents
 from runtime.layers.documents import attending, embed_packed
 from runtime.layers.kernels import fused_norm, use_kernels
@@ -299,7 +299,7 @@ class Templates:
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Until the context ends the model is what it was before it got them."""
-        found = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear)]
+        found = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
         for part in found:
             part.is_aside = True
         try:

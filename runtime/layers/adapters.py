@@ -1,32 +1,58 @@
-"""Adapters (LoRA): a frozen linear layer plus a trained low-rank product.
+"""Adapters (LoRA): a frozen linear layer plus a trained low-rank product; or all experts of a layer, each plus its own.
 
 y = x W^T + b + s (dropout(x) A^T) B^T, of a frozen weight W, and never merged with it: rounded after the frozen product, after the
 narrow one, and once more for the sum. It is one node of autograd, which keeps what the adapter's gradients need, and one call of a
 library, so that what is remembered of a layer's forward holds both results.
 """
 
-# N rows, I numbers of each that go in, O that come out, R rank
+# N rows, I numbers of each that go in, O that come out, R rank, E experts
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations.moe import grouped_mm_experts_forward
 
 from runtime.errors import WorkloadError
 from runtime.plan.train import ADAPTERS, Lora
 
 from .documents import LIBRARY
 
+# As PEFT nests adapters of two parameters of one module: the experts' own are of the last of their two stacks
+FACTORS_OF_EXPERTS = [f"{part}{factor}.weight" for part in ("", "base_layer.") for factor in ADAPTERS]
+
 
 def adapt(module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], lora: Lora) -> None:
     """Put adapters of these shapes, by their names behind the prefix, into a module. WorkloadError where one does not fit."""
-    for name in dict.fromkeys(name.rsplit(".", 2)[0] for name in shapes):
+    for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in shapes):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
-        linear = getattr(module.get_submodule(parent), child, None)
-        found = [shapes.get(f"{name}.{factor}.weight") for factor in ADAPTERS]
-        if not isinstance(linear, nn.Linear) or found != [(lora.rank, linear.in_features), (linear.out_features, lora.rank)]:
+        part: Any = getattr(module.get_submodule(parent), child, None)
+        if child == "experts":
+            found = {factor: shapes.get(f"{name}.{factor}", ()) for factor in FACTORS_OF_EXPERTS}
+            fits = found == _sizes_of_experts(part, lora.rank)
+        else:
+            found = {factor: shapes.get(f"{name}.{factor}.weight", ()) for factor in ADAPTERS}
+            sizes = [(lora.rank, part.in_features), (part.out_features, lora.rank)] if isinstance(part, nn.Linear) else None
+            fits = [*found.values()] == sizes
+        if not fits:
             raise WorkloadError(f"{name}: no adapter of the plan's sizes fits beside it; make the plan again")
-        setattr(module.get_submodule(parent), child, AdaptedLinear(linear, lora))
+        if isinstance(part, nn.Linear):
+            setattr(module.get_submodule(parent), child, AdaptedLinear(part, lora))
+        else:
+            AdaptedExperts(part, found, lora)
+
+
+def _sizes_of_experts(experts: Any, rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the factors of a layer's experts, by name; none of what transformers does not compute as experts."""
+    if not hasattr(experts, "is_transposed"):
+        return {}
+    sizes = []
+    for weight in (experts.down_proj, experts.gate_up_proj):
+        n_experts, n_in, n_out = (weight if experts.is_transposed else weight.transpose(1, 2)).shape
+        sizes += [(n_experts * rank, n_in), (n_out, rank * n_experts)]
+    return dict(zip(FACTORS_OF_EXPERTS, sizes, strict=True))
 
 
 def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -42,7 +68,7 @@ def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, 
 class Factor(nn.Module):
     """A matrix of an adapter, under the name that files give it. No `nn.Linear`: transformers would initialise that."""
 
-    def __init__(self, shape: tuple[int, int], like: Tensor) -> None:
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
@@ -98,6 +124,65 @@ class _Adapted(torch.autograd.Function):
         return towards, towards_dropped, None, None, da_RI, db_OR, None
 
 
+class AdaptedExperts(nn.Module):
+    """Adapters of a layer's experts; what is not beside their last stack is in here, under the name of `base_layer`."""
+
+    def __init__(self, experts: nn.Module, shapes: dict[str, tuple[int, ...]], lora: Lora) -> None:
+        """Put them into the module of experts, whose products they join. Its weights stay what they are."""
+        super().__init__()
+        like = experts.get_parameter("down_proj")
+        experts.base_layer = self
+        for name, shape in shapes.items():
+            part, _, factor = name.removesuffix(".weight").rpartition(".")
+            setattr(experts.get_submodule(part), factor, Factor(shape, like))
+        self.scale, self.is_aside = lora.scale, False
+        own: Any = grouped_mm_experts_forward
+        joined = FunctionType(own.__code__, own.__globals__ | {"_grouped_linear": partial(self._product, experts)}, own.__name__)
+        experts.forward = MethodType(joined, experts)
+
+    def _product(
+        self, experts: Any, x_NI: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+    ) -> Tensor:
+        """One of the two products of all experts, in place of transformers' own."""
+        weight_EIO = weight if is_transposed else weight.transpose(-2, -1)
+        of: Any = experts if weight is experts.down_proj else self
+        factors = of.lora_A.weight, of.lora_B.weight
+        if self.is_aside:
+            y_NO = F.grouped_mm(x_NI, weight_EIO, offs=offs)
+        else:
+            y_NO = _AdaptedStack.apply(x_NI, weight_EIO, offs, *factors, self.scale)  # type: ignore[no-untyped-call]
+        return y_NO if bias is None else y_NO.add_(bias)
+
+
+class _AdaptedStack(torch.autograd.Function):
+    """The same for the products of all experts at once, of rows that are sorted by expert: `offs` says where each one's end."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        y_NO, h_NR = torch.ops.penstock.adapted_stack(x_NI, weight_EIO, offs, a, b, scale)
+        ctx.scale = scale
+        ctx.save_for_backward(x_NI, weight_EIO, offs, a, b, h_NR)
+        return y_NO  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_EIO, offs, a, b, h_NR = ctx.saved_tensors
+        gradient_NO, grouped = gradients[0], partial(F.grouped_mm, offs=offs)
+        a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
+        dh_NR = grouped(gradient_NO, b_EOR).mul_(ctx.scale)
+        db_EOR = grouped(gradient_NO.t(), h_NR).mul_(ctx.scale)
+        towards_NI = None
+        if ctx.needs_input_grad[0]:
+            towards_NI = grouped(gradient_NO, weight_EIO.transpose(1, 2)).add_(grouped(dh_NR, a_ERI))
+        da, db = grouped(dh_NR.t(), x_NI).view_as(a), db_EOR.permute(1, 2, 0).reshape(b.shape)
+        return towards_NI, None, None, da, db, None
+
+
+def factors_of_stack(a: Tensor, b: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
+    """(E, R, I) and (E, O, R) of the factors of a stack: a view, and a copy, for in B experts are innermost."""
+    return a.view(n_experts, -1, a.shape[1]), b.view(b.shape[0], -1, n_experts).permute(2, 0, 1).contiguous()
+
+
 def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -111,6 +196,14 @@ def _adapted_linear(
     return y, h
 
 
+def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
+    y_NO, h_NR = F.grouped_mm(x_NI, weight_EIO, offs=offs), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
+    return y_NO.add_(F.grouped_mm(h_NR, b_EOR.transpose(1, 2), offs=offs), alpha=scale), h_NR
+
+
+LIBRARY.define("adapted_stack(Tensor x, Tensor weight, Tensor offs, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
+LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")
 LIBRARY.define(
     "adapted_linear(Tensor x, Tensor dropped, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)"
 )

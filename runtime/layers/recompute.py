@@ -22,7 +22,7 @@ from .views import Shelf
 
 # Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
 # sequences are one call (documents.py), and so is a product with its adapter (adapters.py).
-PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm", "adapted_linear"})
+PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm", "adapted_linear", "adapted_stack"})
 FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")) | {
     "_scaled_dot_product_flash_attention_for_cpu",
     "attention_by_document",

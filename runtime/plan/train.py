@@ -14,15 +14,20 @@ from .packed import Base
 from .workload import FILE, OF_LAYER, Dtype, Natural
 
 # The projections that adapters may be added to, in the order in which layers have them
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TARGETS: tuple[Target, ...] = get_args(Target)
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
+EXPERTS: Target = "experts"  # both stacks of a layer's experts; not unless it is said
+TARGETS: tuple[Target, ...] = get_args(Target)[:-1]
+STACK = re.compile(r"(?:^|\.)mlp\.experts\.(?:gate_up_proj|down_proj)$")  # weights of all experts of a layer
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank)."""
+    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank).
+
+    Of a stack of E experts A is (E rank, in), the experts one after the other; B (out, rank E), where they are innermost.
+    """
 
     rank: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
@@ -141,4 +146,4 @@ def checked_lora(**given: object) -> Lora:
         first = error.errors()[0]
         where, found = ".".join(map(str, first["loc"])), on_one_line(str(first["input"]), 60)
         raise PlanError(f"an adapter's {where} is {found}; {first['msg'].lower()}") from None
-    return replace(lora, targets=tuple(target for target in TARGETS if target in lora.targets))
+    return replace(lora, targets=tuple(target for target in (*TARGETS, EXPERTS) if target in lora.targets))

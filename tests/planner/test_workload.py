@@ -162,6 +162,8 @@ TRAINED = {
 def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
     """Some ways to train a part of a layer, with kernels that are fused and without."""
     ways = [{"train": train} for name, train in TRAINED.items() if "drop" not in name or case[0] not in EXPERT_TYPES]
+    if case[0] in EXPERT_TYPES:
+        ways.append({"train": Train(lora=Lora(rank=8, targets=("q_proj", "experts")))})
     return [*ways, ways[0] | fused(case[0])]
 
 

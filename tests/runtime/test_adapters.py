@@ -1,5 +1,6 @@
 """LoRA adapters: formula, roundings and training of PEFT's, whatever is kept of a forward and wherever they are."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -104,12 +105,47 @@ def test_a_new_adapter_does_nothing_yet_and_is_drawn_as_pefts() -> None:
     assert all(same_bits(begun[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])  # inputs before outputs in a stack, and after
+def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str) -> None:
+    """Outputs and gradients in fp32: of stacks to which `get_delta_weight` is added, and ours, which never make a delta."""
+    config, lora = tiny_config(model_type, num_hidden_layers=1), Lora(rank=8, alpha=12.0, targets=("experts",))
+    theirs = hf_model(config, dtype=torch.float32).requires_grad_(False)
+    theirs.set_experts_implementation("grouped_mm")
+    experts = copy.deepcopy(theirs.model.layers[0].mlp.experts)
+    of_peft = LoraConfig(r=8, lora_alpha=12, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    theirs = get_peft_model(theirs, of_peft)
+    factors = {n: p for n, p in theirs.named_parameters() if p.requires_grad}
+    torch.manual_seed(0)
+    for p in factors.values():
+        nn.init.normal_(p, std=0.2)
+    named = {n.replace(".default.", ".").partition(".mlp.experts.")[2]: p.detach() for n, p in factors.items()}
+    adapt(nn.ModuleDict({"experts": experts}), "l.", {f"l.experts.{n}": tuple(p.shape) for n, p in named.items()}, lora)
+    experts.load_state_dict(named, strict=False)
+    outer = theirs.base_model.model.model.layers[0].mlp.experts
+    x, ids = torch.randn(40, config["hidden_size"]), torch.randint(experts.num_experts - 1, (40, 2))  # the last one has no rows
+    shares, gradient = torch.rand(40, 2), torch.randn(40, config["hidden_size"])
+
+    def outcome(module: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        into = x.clone().requires_grad_()
+        y = module(into, ids, shares)
+        return [y, *torch.autograd.grad(y, [into, *parameters], gradient)]
+
+    wrapped = [outer.get_parameter(name.replace(".weight", ".default.weight")) for name in named]
+    found = outcome(experts, [experts.get_parameter(name) for name in named])
+    torch.testing.assert_close(found, outcome(outer, wrapped), rtol=1e-4, atol=1e-5)
+    before = experts.base_layer.is_aside, experts(x, ids, shares)
+    experts.base_layer.is_aside = True
+    assert not torch.allclose(before[1], without := experts(x, ids, shares))
+    assert torch.equal(without, outer.base_layer.base_layer(x, ids, shares))
+
+
 def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
     layer = nn.ModuleDict({"q_proj": nn.Linear(8, 16), "norm": nn.LayerNorm(8)})
     for shapes in (
         {"l.q_proj.lora_A.weight": (4, 9), "l.q_proj.lora_B.weight": (16, 4)},
         {"l.q_proj.lora_A.weight": (4, 8)},
         {"l.norm.lora_A.weight": (4, 8), "l.norm.lora_B.weight": (8, 4)},
+        {"l.experts.lora_A.weight": (8, 8), "l.experts.lora_B.weight": (8, 8)},
     ):
         with pytest.raises(WorkloadError, match="no adapter of the plan's sizes"):
             adapt(layer, "l.", shapes, LORA)
@@ -118,7 +154,8 @@ def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("case", cases(("llama", "gemma2", "qwen3_moe", "gpt_oss")), ids="-".join)
 def test_a_replay_of_adapters_saves_what_the_plan_says(case: Case) -> None:
-    how = {"train": Train(lora=replace(LORA, dropout=0.3, targets=TARGETS[:4]))}
+    of_experts = replace(LORA, rank=8, targets=("q_proj", "experts"))
+    how = {"train": Train(lora=of_experts if case[0] in EXPERT_TYPES else replace(LORA, dropout=0.3, targets=TARGETS[:4]))}
     for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
         for saved in (Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS):
             ours = block.recompute(saved)

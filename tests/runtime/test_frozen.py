@@ -13,7 +13,7 @@ from runtime.plan import Kind, Policy, Semantics, Update, saves
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved, Workload, aligned_elements
 from tests.strategies import policies
-from tests.tiny import MODEL_TYPES, STRUCTURES, families, tiny_config
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, STRUCTURES, families, tiny_config
 from tests.training import (
     LEAN,
     asked,
@@ -111,7 +111,8 @@ PACKED = [
 )
 def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, base: str, on_device: bool) -> None:
     overrides = (("num_hidden_layers", 3), ("tie_word_embeddings", on_device))
-    semantics = semantics_of(model_type, train=LORA, base=base, gradient_dtype="fp32" if on_device else "bf16")
+    train = Train(lora=Lora(rank=8, targets=("q_proj", "experts"))) if model_type in EXPERT_TYPES else LORA
+    semantics = semantics_of(model_type, train=train, base=base, gradient_dtype="fp32" if on_device else "bf16")
     check_all(model_type, semantics, PACKED, overrides, on_device)
 
 

@@ -21,9 +21,11 @@ from penstock.checkpoint.merging import merge
 from penstock.checkpoint.model_files import INDEX_FILE
 from penstock.checkpoint.tensor_files import Shards
 from runtime.errors import CheckpointError
+from runtime.plan.train import Lora
 from tests import checkpoints
 from tests.accidents import forked_to_die
-from tests.adapters_of_peft import LORA, TOKENS, factors_of, lora_of, model_of, write_adapter
+from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, lora_of, model_of, with_deltas, write_adapter
+from tests.penstock.checkpoint.test_dequantised import published
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
 
@@ -38,7 +40,12 @@ def folders(tmp_path: Path, model_type: str = "llama", dtype: torch.dtype = torc
 
 
 def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]:
-    """All at once: W + s B A in fp32, rounded once."""
+    """All at once: W + s B A in fp32, rounded once; experts under the names that transformers saves them by."""
+    factors = {name.removeprefix(PREFIX): factor for name, factor in load_file(adapter / TENSOR_FILE).items()}
+    if any(".experts." in name for name in factors):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        with_deltas(model, Lora(4, 4 * scale, targets=("experts",)), factors).save_pretrained(adapter / "plain")
+        base = adapter / "plain"
     weights, factors = weights_in(base), load_file(adapter / TENSOR_FILE)
     for name, weight in weights.items():
         module = PREFIX + name.removesuffix(".weight")
@@ -68,6 +75,19 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dty
         torch.testing.assert_close(loaded(TOKENS).logits, by_peft(TOKENS).logits, **tolerance)
         before = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
         assert (loaded(TOKENS).logits - before).abs().max() > 0.1
+
+
+def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
+    published(tmp_path, "gpt_oss")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    adapter = write_adapter(tmp_path / "adapter", lora := Lora(4, 6.0, targets=ATTENTION), factors_of(model, lora))
+    merge(tmp_path / "few", adapter, tmp_path / "out")
+    before, after = weights_in(tmp_path / "few"), weights_in(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert {name.split(".")[-2] for name in before if not before[name].equal(after[name])} == {*ATTENTION}
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    assert loaded.model.layers[0].mlp.experts.down_proj.equal(model.model.layers[0].mlp.experts.down_proj)
 
 
 @pytest.mark.parametrize("shard", [SHARD, "1GB"], ids=["shards", "one-file"])
