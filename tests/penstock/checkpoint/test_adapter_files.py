@@ -17,7 +17,7 @@ from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, 
 from runtime.plan.train import TARGETS, Lora
 from tests import checkpoints
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, logits_with, lora_of, model_of, peft_saved, write_adapter
-from tests.tiny import MODEL_TYPES
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
@@ -74,9 +74,11 @@ def test_adapters_of_every_type_and_beginning_are_read(tmp_path: Path, model_typ
     shapes = shapes_of(model)
     init = (True, False, "gaussian", "orthogonal")[MODEL_TYPES.index(model_type) % 4]
     targets, left_out = ["v_proj", "q_proj", "k_proj"], ["k_proj"]
-    expected = peft_saved(tmp_path, model, target_modules=targets, init_lora_weights=init, exclude_modules=left_out)
+    stacks = {"target_parameters": ["experts.down_proj", "mlp.experts.gate_up_proj"]} if model_type in EXPERT_TYPES else {}
+    expected = peft_saved(tmp_path, model, target_modules=targets, init_lora_weights=init, exclude_modules=left_out, **stacks)
     lora, factors = read_adapter(tmp_path, shapes)
-    assert lora == Lora(4, 6.0, 0.0, ("q_proj", "v_proj"))
+    assert lora == Lora(4, 6.0, 0.0, ("q_proj", "v_proj", *(("experts",) if stacks else ())))
+    assert factors.keys() == expected.keys()
     assert all(torch.equal(factors[name], factor) for name, factor in expected.items())
 
 
@@ -106,7 +108,7 @@ def set_config(folder: Path, **changes: Any) -> None:
 NOT_COMPUTED: dict[str, Any] = {
     **{"use_dora": True, "use_rslora": True, "bias": "all", "task_type": "SEQ_CLS", "peft_type": "IA3"},
     **{"rank_pattern": {"q_proj": 8}, "layers_to_transform": [0], "modules_to_save": ["lm_head"]},
-    **{"init_lora_weights": "pissa", "a key\nof tomorrow": "on"},
+    **{"init_lora_weights": "pissa", "target_parameters": ["mlp.experts.down_proj"], "a key\nof tomorrow": "on"},
 }
 
 
