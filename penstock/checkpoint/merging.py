@@ -71,10 +71,8 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
         # The last is that without which nothing loads a folder that is not whole
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
-                write_new(
-                    folder / name,
-                    [_unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()],
-                )
+                whole = _unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()
+                write_new(folder / name, [whole])
     n_merged = len(factors) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
 
@@ -132,8 +130,12 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
         swaps = conversion_of(config).is_transposed
         numbers = torch.arange(n_experts * sides[swaps], dtype=torch.int32).view(n_experts, -1).unsqueeze(1 if swaps else 2)
         for name, piece in publish(config, stack, numbers.expand(n_experts, *sides)):
-            ids = piece[..., 0, :] if swaps else piece[..., 0]
-            found[name] = _Piece(stack, swaps, ids.reshape(-1, ids.shape[-1]).clone())
+            matrices, n_out = piece if piece.dim() > 2 else piece[None], sides[swaps]
+            for is_turned, ids in ((False, matrices[..., 0]), (True, matrices[..., 0, :])):
+                if bool((ids // n_out == ids[:, :1] // n_out).all() and (ids.diff() > 0).all()):
+                    found[name] = _Piece(stack, is_turned, ids.long())
+            if name not in found:
+                raise CheckpointError(f"{name}: experts stored so are not merged with adapters; merge with PEFT's merge_and_unload")
     return found
 
 
@@ -160,7 +162,7 @@ def _merged_experts(
     a, b = factors[f"{of}.lora_A.weight"], factors[f"{of}.lora_B.weight"]
     n_out, n_experts = b.shape[0], b.shape[1] // lora.rank
     a_eri, b_ore = a.view(n_experts, lora.rank, -1), b.view(n_out, lora.rank, n_experts)
-    for matrix, rows in zip(weight.view(-1, *weight.shape[-2:]), piece.outputs.long(), strict=True):
+    for matrix, rows in zip(weight.view(-1, *weight.shape[-2:]), piece.outputs, strict=True):
         e = int(rows[0]) // n_out
         delta_oi = (b_ore[rows % n_out, :, e] @ a_eri[e]).mul_(lora.scale)
         yield _finite(adapter, name, (delta_oi.t() if piece.swaps else delta_oi).add(matrix).to(weight.dtype))

@@ -134,11 +134,9 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
     alike = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
     if not alike or factors.keys() != {name for name in owned if is_adapter(name)}:
         raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
-    if odd := [name for name, factor in factors.items() if factor.shape != owned[name].shape]:
-        raise CheckpointError(
-            f"{folder}: {odd[0]} is {tuple(factors[odd[0]].shape)}, not {owned[odd[0]].shape}; give this model's adapter"
-        )
     for name, factor in factors.items():
+        if factor.shape != owned[name].shape:
+            raise CheckpointError(f"{folder}: {name} is {tuple(factor.shape)}, not {owned[name].shape}; give this model's adapter")
         store.host.set_weight(owned[name], factor)
     for block in range(len(store.plan.workload.blocks)):
         store.host.settle(block)

@@ -46,9 +46,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
     lora = semantics.train.lora
     if lora is not None and EXPERTS in lora.targets and (lora.dropout or lora.rank % 8):
-        _fail(
-            model, "adapters of experts: PEFT has them without dropout, and a GPU's products of a rank that 8 divides; change that"
-        )
+        _fail(model, "adapters of experts have no dropout, as PEFT's, and a rank that 8 divides, as a GPU's products; change that")
     if semantics.base == "mxfp4" and model.config.get("model_type") != "gpt_oss":
         _fail(model, "--base mxfp4: experts of gpt_oss alone are packed so; take nf4, int8 or fp8")
     for part in ("norm", "loss", "pointwise"):
@@ -81,12 +79,8 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= found.n_layers:
         _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
-    if (
-        missing
-        and missing[0] != EXPERTS
-        and train.lora is not None
-        and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]
-    ):
+    is_said = missing and train.lora is not None and missing[0] != EXPERTS
+    if is_said and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
         _fail(model, f"nothing is called {missing[0]} but experts, whose adapters are called experts; leave it out")
     if missing or not trained:
         _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")

@@ -77,8 +77,8 @@ HOME = {
     "scipy": {"planner/bounds/integer.py"},
     "numba": {"runtime/compiled.py"},
     "transformers": {
-        *(f"runtime/layers/{name}.py" for name in ("documents", "kernels", "meta_models", "split")),
-        *(f"penstock/checkpoint/{name}.py" for name in ("conversion", "dequantised")),
+        *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "meta_models", "split")),
+        "penstock/checkpoint/conversion.py",
         *(f"penstock/data/{name}.py" for name in ("chat", "tokenizer", "documents")),
     },
     "safetensors": {"penstock/checkpoint/tensor_files.py"},

@@ -72,9 +72,9 @@ def test_what_peft_saved_is_read_however_targets_are_given(tmp_path: Path, targe
 def test_adapters_of_every_type_and_beginning_are_read(tmp_path: Path, model_type: str) -> None:
     model = model_of(model_type)
     shapes = shapes_of(model)
-    init = (True, False, "gaussian", "orthogonal")[MODEL_TYPES.index(model_type) % 4]
-    targets, left_out = ["v_proj", "q_proj", "k_proj"], ["k_proj"]
     stacks = {"target_parameters": ["experts.down_proj", "mlp.experts.gate_up_proj"]} if model_type in EXPERT_TYPES else {}
+    init = True if stacks else (True, False, "gaussian", "orthogonal")[MODEL_TYPES.index(model_type) % 4]
+    targets, left_out = ["v_proj", "q_proj", "k_proj"], ["k_proj"]
     expected = peft_saved(tmp_path, model, target_modules=targets, init_lora_weights=init, exclude_modules=left_out, **stacks)
     lora, factors = read_adapter(tmp_path, shapes)
     assert lora == Lora(4, 6.0, 0.0, ("q_proj", "v_proj", *(("experts",) if stacks else ())))
