@@ -111,7 +111,7 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
             for name, child in list(part.named_children()):
                 if name in lora.targets and isinstance(child, torch.nn.Linear):
                     setattr(part, name, Adapted(child, lora.rank, lora.alpha / lora.rank))
-        if "experts" in lora.targets and hasattr(layer.mlp, "experts"):
+        if "experts" in lora.targets and "experts" in dict(layer.mlp.named_children()):
             adapt_experts(layer.mlp.experts, lora.rank, lora.alpha / lora.rank)
 
 

@@ -46,11 +46,11 @@ def adapt(module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], lo
 
 def _sizes_of_experts(experts: Any, rank: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the factors of a layer's experts, by name; none of what transformers does not compute as experts."""
-    if not hasattr(experts, "is_transposed"):
+    if (is_transposed := getattr(experts, "is_transposed", None)) is None:
         return {}
     sizes = []
     for weight in (experts.down_proj, experts.gate_up_proj):
-        n_experts, n_in, n_out = (weight if experts.is_transposed else weight.transpose(1, 2)).shape
+        n_experts, n_in, n_out = (weight if is_transposed else weight.transpose(1, 2)).shape
         sizes += [(n_experts * rank, n_in), (n_out, rank * n_experts)]
     return dict(zip(FACTORS_OF_EXPERTS, sizes, strict=True))
 
