@@ -16,17 +16,23 @@ else:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiled(function: F) -> F:
+def compiled(function: F, **options: Any) -> F:
     """In machine code, kept between processes where a folder can be written. No operation on floats is reordered or fused."""
     if not IS_COMPILED:
         return function
     try:
-        found = numba.njit(cache=True, nogil=True)(function)
+        found = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no folder to keep it in
-        return cast(F, numba.njit(nogil=True)(function))
+        return cast(F, numba.njit(nogil=True, **options)(function))
     kept = vars(found)["_cache"]
     kept.load_overload, kept.save_overload = map(_if_the_disk_lets, (kept.load_overload, kept.save_overload))
     return cast(F, found)
+
+
+def compiled_bare(function: F) -> F:
+    """The same of one that takes no memory: then nobody counts references to its arrays, at each access, which takes the event loop
+    ten times as long as all else that it does."""
+    return compiled(function, _nrt=False, forceinline=True)
 
 
 def _if_the_disk_lets(access: Callable[..., Any]) -> Callable[..., Any]:

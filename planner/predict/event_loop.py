@@ -6,8 +6,8 @@ same again. Functions here are compiled (`runtime/compiled.py`).
 
 from typing import Any, NamedTuple
 
-from runtime.compiled import compiled
-from runtime.plan.region import fill
+from runtime.compiled import compiled_bare
+from runtime.plan.region import Filling, fill
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
 MAX_CYCLE = 8  # steps, or repetitions, of a rhythm; longer ones are averaged
@@ -60,6 +60,8 @@ class State(NamedTuple):
     step_ends_s: Any
     n_steps: Any  # one number: steps done
     is_changed: Any  # one number: which ops share has changed
+    sharing: Any  # the lanes of these
+    filling: Filling
     ended: Any  # step and repetition that has just ended
     n_turns: Any  # repetitions performed, at a stretch, of the step that is performed
     is_rough: Any  # some repetitions were skipped that were not quite the same
@@ -71,7 +73,7 @@ class State(NamedTuple):
     span_end_s: Any
 
 
-@compiled
+@compiled_bare
 def run_step(of: Ops, s: State) -> bool:
     """Advance until one more step is done, and everything that can start at that moment has started. False: it never is, for no op
     can end, or one needs what the machine has none of."""
@@ -90,7 +92,7 @@ def run_step(of: Ops, s: State) -> bool:
     return _share(of, s)
 
 
-@compiled
+@compiled_bare
 def _start(of: Ops, s: State) -> None:
     """Begin the next op of every idle lane whose waits are over."""
     for lane in range(len(s.at)):
@@ -112,25 +114,23 @@ def _start(of: Ops, s: State) -> None:
                 s.is_changed[0] = 1
 
 
-@compiled
+@compiled_bare
 def _share(of: Ops, s: State) -> bool:
     """Give every op at work its fair speed; an op whose speed changes keeps what it has done. False: one would stand still."""
     if not s.is_changed[0]:
         return True
     s.is_changed[0] = 0
-    n_resources = len(of.capacity)
-    sharing = [0] * 0
+    n_resources, n = len(of.capacity), 0
     for lane in range(len(s.at)):
         op = s.current[lane]
         if op != IDLE and s.is_working[lane] and of.is_sharing[op]:
-            sharing.append(lane)
-    draws = [0.0] * (len(sharing) * n_resources)
-    for i in range(len(sharing)):
-        for r in range(n_resources):
-            draws[i * n_resources + r] = of.draws[s.current[sharing[i]] * n_resources + r]
-    speeds = fill(len(sharing), draws, of.capacity)
-    for i in range(len(sharing)):
-        lane, speed = sharing[i], speeds[i]
+            for r in range(n_resources):
+                s.filling.draws[n * n_resources + r] = of.draws[op * n_resources + r]
+            s.sharing[n] = lane
+            n += 1
+    fill(n, s.filling, of.capacity)
+    for i in range(n):
+        lane, speed = s.sharing[i], s.filling.speeds[i]
         if speed <= 0:
             return False
         if speed != s.speed[lane]:
@@ -139,7 +139,7 @@ def _share(of: Ops, s: State) -> bool:
     return True
 
 
-@compiled
+@compiled_bare
 def _next_event(of: Ops, s: State) -> bool:
     """Jump to the next end of an overhead or of an op. False: there is none."""
     soonest_s, n = 0.0, 0
@@ -168,7 +168,7 @@ def _next_event(of: Ops, s: State) -> bool:
     return True
 
 
-@compiled
+@compiled_bare
 def _finish(of: Ops, s: State, lane: int, op: int) -> None:
     """The op of a lane is done."""
     step, turn, repeats = s.step[lane], s.turn[lane], of.repeat_first <= op < of.repeat_end
@@ -203,7 +203,7 @@ def _finish(of: Ops, s: State, lane: int, op: int) -> None:
         s.n_steps[0] += 1
 
 
-@compiled
+@compiled_bare
 def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
     """A repetition has ended: if as an earlier one did, so will those that follow, as long as no lane is beyond them."""
     n_lanes, n_kept = len(s.at), MAX_CYCLE + 1
@@ -250,7 +250,7 @@ def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
         _skip(of, s, step, (turn - MAX_CYCLE) % n_kept, n_left // MAX_CYCLE, MAX_CYCLE)
 
 
-@compiled
+@compiled_bare
 def _skip(of: Ops, s: State, step: int, before: int, n_cycles: int, n_cycle: int) -> None:
     """Jump over a number of cycles, each like that from repetition `before` to now."""
     if n_cycles <= 0:

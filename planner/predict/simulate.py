@@ -16,7 +16,7 @@ from planner.lower.waits import Column
 from runtime.compiled import floats, integers
 from runtime.errors import PlanError
 from runtime.plan import Lane, Plan, Repeat
-from runtime.plan.region import Demand, Region, capacity_of, draws
+from runtime.plan.region import Demand, Filling, Region, capacity_of, draws
 from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .event_loop import IDLE, MAX_CYCLE, N_WHERE, Ops, State, run_step
@@ -132,8 +132,8 @@ class Simulator:
         return State(
             none(n), none(n), none(n), none(n, IDLE), none(n), zeros(n), zeros(n), floats([1.0] * n), zeros(1),
             none(self.n_ops), none(steps, of.n_performed), zeros(steps * n), zeros(steps), none(1), none(1),
-            none(2, IDLE), none(1), none(1), zeros(turns), none(turns * n * N_WHERE), zeros(turns * n),
-            zeros(turns * n), zeros(steps * of.n_spans), zeros(steps * of.n_spans),
+            none(n), Filling.of(n, len(of.capacity)), none(2, IDLE), none(1), none(1), zeros(turns),
+            none(turns * n * N_WHERE), zeros(turns * n), zeros(turns * n), zeros(steps * of.n_spans), zeros(steps * of.n_spans),
         )  # fmt: skip
 
     def _moment(self, s: State, n_done: int) -> Moment:

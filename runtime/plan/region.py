@@ -10,9 +10,9 @@ the two directions of a link are slower together than one after the other.
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from runtime.compiled import compiled, floats
+from runtime.compiled import compiled_bare, floats, integers
 
 
 class Resource(StrEnum):
@@ -54,8 +54,10 @@ class Region:
 @lru_cache(maxsize=65536)
 def shares(uses: tuple[Uses, ...], region: Region) -> tuple[float, ...]:
     """Max-min fair speeds, as fractions of full speed, of ops that draw `uses` at full speed."""
-    drawn = [draw for use in uses for draw in draws(use, region)]
-    return tuple(fill(len(uses), floats(drawn), floats(capacity_of(region))))
+    on = Filling.of(len(uses), len(region.capacity))
+    on.draws[:] = [draw for use in uses for draw in draws(use, region)]
+    fill(len(uses), on, floats(capacity_of(region)))
+    return tuple(map(float, on.speeds))
 
 
 def capacity_of(region: Region) -> list[float]:
@@ -69,44 +71,60 @@ def draws(uses: Uses, region: Region) -> list[float]:
     return [of.get(resource, 0.0) for resource, _ in region.capacity]
 
 
-@compiled
-def fill(n: int, draws: Any, capacity: Any) -> list[float]:
-    """Max-min fair speeds of n ops by progressive filling. `draws`: of each op on each resource, op by op."""
+class Filling(NamedTuple):
+    """What the filling of a number of ops writes on: taken once, as memory would take longer than what is computed in it."""
+
+    draws: Any  # of each op on each resource at full speed, op by op
+    speeds: Any
+    is_rising: Any
+    drawn: Any
+    left: Any
+    load: Any
+
+    @staticmethod
+    def of(n: int, n_resources: int) -> "Filling":
+        sizes = {"draws": n * n_resources, "speeds": n, "drawn": n * n_resources, "left": n_resources, "load": n_resources}
+        return Filling(**{name: floats([0.0] * size) for name, size in sizes.items()}, is_rising=integers([0] * n))
+
+
+@compiled_bare
+def fill(n: int, on: Filling, capacity: Any) -> None:
+    """Max-min fair speeds of n ops by progressive filling."""
     n_resources = len(capacity)
-    speeds, is_rising, left = [0.0] * n, [True] * n, [0.0] * n_resources
-    load, drawn = [0.0] * n_resources, [0.0] * (n * n_resources)
     for r in range(n_resources):
-        left[r] = capacity[r]
+        on.left[r] = capacity[r]
         n_drawers = 0
         for i in range(n):
-            n_drawers += draws[i * n_resources + r] > 0
+            n_drawers += on.draws[i * n_resources + r] > 0
         for i in range(n):
-            draw = draws[i * n_resources + r]
-            drawn[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
+            draw = on.draws[i * n_resources + r]
+            on.drawn[i * n_resources + r] = min(draw, capacity[r]) if n_drawers == 1 else draw
+    for i in range(n):
+        on.is_rising[i] = 1
     level = 0.0  # the common speed of all that still rise
     n_rising = n
     while n_rising:
         rise = 1.0 - level
         for r in range(n_resources):
-            load[r] = 0.0
+            on.load[r] = 0.0
             for i in range(n):
-                if is_rising[i]:
-                    load[r] += drawn[i * n_resources + r]
-            if load[r] > 0:
-                rise = min(rise, left[r] / load[r])
+                if on.is_rising[i]:
+                    on.load[r] += on.drawn[i * n_resources + r]
+            if on.load[r] > 0:
+                rise = min(rise, on.left[r] / on.load[r])
         level += rise
         for i in range(n):
-            if is_rising[i]:
-                speeds[i] = level
+            if on.is_rising[i]:
+                on.speeds[i] = level
         for r in range(n_resources):
-            if load[r] > 0:
+            if on.load[r] > 0:
                 # The resource that set this rise counts as full whatever rounding left of it.
-                if left[r] / load[r] <= rise * (1 + 1e-12):
+                if on.left[r] / on.load[r] <= rise * (1 + 1e-12):
                     for i in range(n):
-                        is_rising[i] = is_rising[i] and drawn[i * n_resources + r] <= 0
-                left[r] = max(0.0, left[r] - rise * load[r])
+                        if on.drawn[i * n_resources + r] > 0:
+                            on.is_rising[i] = 0
+                on.left[r] = max(0.0, on.left[r] - rise * on.load[r])
         n_rising = 0
         if level < 1.0 - 1e-12:
             for i in range(n):
-                n_rising += is_rising[i]
-    return speeds
+                n_rising += on.is_rising[i]
