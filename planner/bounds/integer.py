@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from .facets import Array
 
 INFEASIBLE = 2  # scipy's status
 MOST_NODES = 2000  # of the solver's tree: a limit in seconds would make the answer depend on the machine
+# What HiGHS tries at first for good solutions takes longer than its tree of these small programs: half of a search. Versions that
+# do not know one of these warn, and try it.
+FIRST_TRIED = ("feasibility_jump", "rens", "rins", "root_reduced_cost")
+OPTIONS = {"mip_rel_gap": 1e-4, "node_limit": MOST_NODES} | {f"mip_heuristic_run_{name}": False for name in FIRST_TRIED}
 
 
 @dataclass(slots=True)
@@ -46,13 +51,13 @@ class Program:
         `integers` the bound of the linear program, which is lower."""
         values, columns = ([n for row in self.rows for n in of(row)] for of in (dict.values, dict.keys))
         matrix = csr_array((values, columns, np.cumsum([0, *map(len, self.rows)])), (len(self.rows), len(self.cost)))
-        with _nothing_printed():
+        with _nothing_printed(), warnings.catch_warnings(action="ignore"):
             found = milp(
                 np.array(self.cost),
                 constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
                 integrality=np.array(self.integer) * integers,
-                options={"mip_rel_gap": 1e-4, "node_limit": MOST_NODES},
+                options=OPTIONS,
             )
         if found.status == INFEASIBLE:
             return None
