@@ -3,7 +3,7 @@
 import ctypes
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -30,8 +30,11 @@ class Program:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     integer: list[int] = field(default_factory=list)
-    rows: list[dict[int, float]] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
+    # Of the rows: variables, their coefficients, and where each row ends
+    columns: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    ends: list[int] = field(default_factory=lambda: [0])
 
     def variable(self, low: float, high: float, integer: bool = True, cost: float = 0.0) -> int:
         """A new variable's number."""
@@ -43,18 +46,31 @@ class Program:
 
     def at_most(self, row: Mapping[int, float], limit: float) -> None:
         """row @ x <= limit."""
-        self.rows.append(dict(row))
+        self.columns += row
+        self.values += row.values()
+        self.ends.append(len(self.columns))
         self.limits.append(limit)
+
+    def at_most_each(self, rows: Array, limits: Array) -> None:
+        """The same of rows as a matrix."""
+        of, columns = rows.nonzero()
+        self.ends += (len(self.columns) + np.searchsorted(of, np.arange(1, len(rows) + 1))).tolist()
+        self.columns += columns.tolist()
+        self.values += rows[of, columns].tolist()
+        self.limits += limits.tolist()
+
+    @property
+    def matrix(self) -> csr_array:
+        """The rows."""
+        return csr_array((self.values, self.columns, self.ends), (len(self.limits), len(self.cost)))
 
     def solve(self, integers: bool = True) -> tuple[float, list[float]] | None:
         """The dual bound, and the best solution found (all at their lowest if none was); None where there can be none. Without
         `integers` the bound of the linear program, which is lower."""
-        values, columns = ([n for row in self.rows for n in of(row)] for of in (dict.values, dict.keys))
-        matrix = csr_array((values, columns, np.cumsum([0, *map(len, self.rows)])), (len(self.rows), len(self.cost)))
         with _nothing_printed(), warnings.catch_warnings(action="ignore"):
             found = milp(
                 np.array(self.cost),
-                constraints=LinearConstraint(matrix, -np.inf, np.array(self.limits)),
+                constraints=LinearConstraint(self.matrix, -np.inf, np.array(self.limits)),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
                 integrality=np.array(self.integer) * integers,
                 options=OPTIONS,
@@ -83,28 +99,27 @@ class Rows:
         found[1 + number] = 1.0
         return found
 
-    def at_least(self, number: int, quantity: Array) -> None:
-        """variable >= quantity."""
-        (numbers,) = quantity[1:].nonzero()
-        row = dict(zip(numbers.tolist(), (quantity[1 + numbers] / self.scale).tolist(), strict=True))
-        row[number] = row.get(number, 0.0) - 1.0
-        self.program.at_most(row, -float(quantity[0]) / self.scale)
+    def at_least(self, numbers: int | Sequence[int], quantities: Array) -> None:
+        """variable >= quantity, of each of some quantities, which may have a variable each."""
+        rows = quantities[:, 1:] / self.scale
+        rows[np.arange(len(rows)), numbers] -= 1.0
+        self.program.at_most_each(rows, -quantities[:, 0] / self.scale)
 
-    def longest(self, quantities: Iterable[Array]) -> Array:
+    def longest(self, quantities: Array | Sequence[Array]) -> Array:
         number, found = self.program.variable(0, inf, integer=False), np.zeros(self.width)
-        for quantity in quantities:
-            self.at_least(number, quantity)
+        self.at_least(number, np.array(quantities))
         found[1 + number] = self.scale
         return found
 
     def positive(self, quantities: Array) -> Array:
         """Row by row. A row without positive coefficients is at most zero, as variables are not negative, and needs no variable."""
         found = np.zeros_like(quantities)
-        for i, quantity in enumerate(quantities):
-            if not np.any(quantity[1:]):
-                found[i, 0] = max(0.0, quantity[0])
-            elif np.any(quantity > 0):
-                found[i] = self.longest([quantity])
+        is_constant = ~quantities[:, 1:].any(axis=1)
+        found[is_constant, 0] = np.maximum(0.0, quantities[is_constant, 0])
+        others = np.flatnonzero(~is_constant & (quantities > 0).any(axis=1))
+        numbers = [self.program.variable(0, inf, integer=False) for _ in others]
+        found[others, 1 + np.array(numbers, dtype=np.int64)] = self.scale
+        self.at_least(numbers, quantities[others])
         return found
 
 

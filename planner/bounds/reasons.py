@@ -4,7 +4,7 @@ They are inequalities about quantities that are numbers, for a policy, or affine
 The largest of several quantities is a number (`Numbers`), or a variable of an integer program (`integer.py`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ UPDATED = "updates that the next forward waits for"
 class Algebra(Protocol):
     """The largest of some quantities."""
 
-    def longest(self, quantities: Iterable[Array]) -> Array:
+    def longest(self, quantities: Array | Sequence[Array]) -> Array:
         """A quantity that is at least each of them, and no larger than it must be."""
 
     def positive(self, quantities: Array) -> Array:
@@ -42,8 +42,8 @@ class Algebra(Protocol):
 class Numbers:
     """Of a policy, whose quantities are numbers."""
 
-    def longest(self, quantities: Iterable[Array]) -> Array:
-        found: Array = np.max(np.stack(list(quantities)), axis=0)
+    def longest(self, quantities: Array | Sequence[Array]) -> Array:
+        found: Array = np.max(np.array(quantities), axis=0)
         return found
 
     def positive(self, quantities: Array) -> Array:

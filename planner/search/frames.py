@@ -4,11 +4,13 @@ from dataclasses import replace
 from functools import cache, partial
 
 from planner.bounds.bounds import policy_bounds
-from planner.bounds.work import Works
+from planner.bounds.work import Work, Works
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
 from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model, Workload
+
+from .space import Family
 
 
 class Frames:
@@ -21,12 +23,14 @@ class Frames:
         self.needs = cache(lambda policy: footprint(self.of(policy), self.profile))
         # Seconds below which no step of the policy is
         self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.of(policy), self.works)))
+        self.of_family: dict[Family, list[Work]] = {}  # work of the last that was asked for: of steps not clipped, and clipped
         self._peaks = cache(self._peaks_of)
 
     def forget(self) -> None:
         """All but numbers."""
         self.of.cache_clear()
         self.works = Works(self.cost)
+        self.of_family.clear()
 
     def peaks(self, policy: Policy) -> tuple[int, int]:
         """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""

@@ -86,11 +86,15 @@ class Relaxation:
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
-        works = [self._work(lean, choices, groups, width, clipped=step == choices.clipped_step) for step in steps]
+        of_family = self._frames.of_family
+        if family not in of_family:  # other buffers are asked of the last one, as a rule
+            of_family.clear()
+            of_family[family] = [self._work(lean, choices, groups, width, step == choices.clipped_step) for step in steps]
+        works = of_family[family]
         rows = Rows(choices.program, width, max(float(works[0]["total"][:, 0].sum()), 1e-12))
         for step, work in zip(steps, works, strict=True):
-            for _, _, quantity in reasons(self._subject(choices, family, gradient_slots, groups, work, rows), facets, rows):
-                rows.at_least(step, quantity)
+            subject = self._subject(choices, family, gradient_slots, groups, work, rows)
+            rows.at_least(step, np.array([quantity for _, _, quantity in reasons(subject, facets, rows)]))
         choices.together(lacking)
         choices.within_memory()
         return choices, rows.scale

@@ -3,8 +3,10 @@
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from planner.bounds.integer import Program
 from planner.predict.cost import CostModel
 from planner.search.choices import Choices
 from planner.search.frames import Frames
@@ -47,17 +49,16 @@ def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
 
 def peaks(choices: Choices, policy: Policy) -> list[float]:
     """The least that the rows for device and host can be of this policy, in shares of what the machine has."""
-    program = choices.program
-    n_rows = len(program.rows)
+    program, n_rows = choices.program, len(choices.program.limits)
     choices.within_memory()
-    rows, limits = program.rows[-2:], program.limits[-2:]
-    program.rows, program.limits = program.rows[n_rows:-2], program.limits[n_rows:-2]
     for variable, value in as_chosen(choices, policy).items():
         program.low[variable] = program.high[variable] = value
+    *rows, device, host = program.matrix.toarray()
     found = []
-    for row, limit in zip(rows, limits, strict=True):
-        program.cost = [row.get(variable, 0.0) for variable in range(len(program.cost))]
-        solution = program.solve()
+    for row, limit in zip((device, host), program.limits[-2:], strict=True):
+        least = Program(row.tolist(), program.low, program.high, program.integer)
+        least.at_most_each(np.array(rows[n_rows:]), np.array(program.limits[n_rows:-2]))
+        solution = least.solve()
         assert solution is not None
         found.append(solution[0] + 1 - limit)
     return found

@@ -5,6 +5,7 @@ import sys
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +42,7 @@ def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
     points = (
         sum(c * x for c, x in zip(program.cost, point, strict=True))
         for point in product(range(4), repeat=n)
-        if all(sum(a * point[i] for i, a in row.items()) <= limit for row, limit in zip(program.rows, program.limits, strict=True))
+        if np.all(program.matrix @ point <= program.limits)
     )
     best, found = min(points, default=None), program.solve()
     assert (found is None) == (best is None)
