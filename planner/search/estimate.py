@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
 
-from planner.bounds.bounds import busy_s
 from runtime.plan import Kind, Op, Policy, Setup, Update
 from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
@@ -28,9 +27,6 @@ from .space import (
 )
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
-# Where a step is bound by more than its busiest lane by this, uploads that come again for every group may be worth more than what
-# is saved of activations: then one block in eight, or in four, has its weights on the device before memory goes to anything else.
-MORE_THAN_BUSY, RESIDENT_PARTS = 1.02, (8, 4)
 # Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
 MOST_LEAVING = 12
 FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
@@ -68,9 +64,6 @@ class Greedy:
                 leaves |= not has_all
                 if has_all:
                     break  # what boundaries on the host would make room for is there
-                if filled is not None and group < n and self.frames.bound_s(filled) > MORE_THAN_BUSY * self.lanes_s(filled):
-                    others = (self._filled(group, spills, len(self.workload.blocks) // part)[0] for part in RESIDENT_PARTS)
-                    found |= dict.fromkeys(filter(None, others))
         for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
             away = self._leaving(saved)
             if not away:
@@ -104,17 +97,8 @@ class Greedy:
             if each == 1 or each < len(away):
                 yield dict(islice(away.items(), None, None, each))
 
-    def lanes_s(self, policy: Policy) -> float:
-        """No step is shorter than the ops of its busiest lane, one after the other."""
-        return max(busy_s(self.frames.of(policy), self.cost).values())
-
     def _filled(
-        self,
-        group: int,
-        spills: bool,
-        n_resident: int = 0,
-        away: Mapping[int, Way] = MappingProxyType({}),
-        stay: Sequence[int] = (),
+        self, group: int, spills: bool, away: Mapping[int, Way] = MappingProxyType({}), stay: Sequence[int] = ()
     ) -> tuple[Policy | None, bool]:
         """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
@@ -126,11 +110,7 @@ class Greedy:
         blocks = [b for b in range(len(self.workload.blocks)) if b not in stay]
         blocks.sort(key=lambda b: -b if in_one_group else b * GOLDEN % 1.0)
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
-        resident = tuple(sorted(blocks[:n_resident]))
-        of_group = Policy(
-            accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled, resident_blocks=resident
-        )
-        of_group = with_ways(of_group, away)
+        of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
         leans = (replace(of_group, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
         lean = next((lean for lean in leans if self.frames.needs(lean).fits), None)
@@ -148,8 +128,7 @@ class Greedy:
         plan = replace(lean, policy=policy)
         needs = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
-        more = set(policy.resident_blocks).difference(lean.policy.resident_blocks)
-        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in more)
+        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in policy.resident_blocks)
         return sum(needs.values()) + resident_bytes + of.context_bytes.value <= of.memory_bytes.value
 
     def _upgrades(self, lean: Policy) -> Iterator[_Upgrade]:
@@ -177,7 +156,7 @@ def halves(n: int) -> Iterator[int]:
 def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
     """The policy with the first n upgrades; beyond the last one, weights of the first of these blocks stay on the device."""
     saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # a layer's last one counts
-    resident = tuple(sorted(blocks[: max(len(lean.resident_blocks), n - len(upgrades))]))
+    resident = tuple(sorted(blocks[: max(0, n - len(upgrades))]))
     return replace(with_ways(lean, {b: Way(what) for b, what in saved.items()}), resident_blocks=resident)
 
 
