@@ -63,7 +63,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
         found = read_data(
-            settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report, pairs=None
+            settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report, objective=None
         )
         assert isinstance(found, MapStyleData)
         parts, about = found.parts, found.words()

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,27 @@ import numpy as np
 
 from penstock.settings import DataSettings
 from runtime.errors import DataError
+from runtime.plan.objective import CROSS_ENTROPY, Objective, Of
 
 from .chat import ChatTemplate
 from .documents import Reader, kept_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
-from .formats import COLUMNS, PREFERENCE, format_of, is_preference, not_understood, renamed, shown
+from .formats import COLUMNS, NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED, format_of, is_of, not_understood, renamed, shown
 from .given import Given
 from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
 RunData = MapStyleData | Stream | Given  # the batches of a run, by the number of the step
+BRINGS = {UNPAIRED: ("label",), ROLLOUTS: ("advantage", "old")}  # extras of a batch, by the format of rows
 Report = Callable[[str], None]  # told in words what goes on
+
+
+def needed(objective: Objective) -> str | None:
+    """The format of rows that a loss asks for; None: that of any data."""
+    if {*BRINGS[ROLLOUTS]} <= {*objective.extras}:
+        return ROLLOUTS
+    return {Of.PAIRS: PREFERENCE, Of.ANSWERS: UNPAIRED}.get(objective.of)
 
 
 def unheard(words: str) -> None:
@@ -47,14 +55,14 @@ def read_data(
     preferred: tuple[str, ...] = TRAIN,
     report: Report = unheard,
     run: Path | None = None,
-    pairs: bool | None = False,
+    objective: Objective | None = CROSS_ENTROPY,
 ) -> RunData:
     """The training data that a run asks for, for a model of `vocab_size` token ids.
 
     `cache` is a folder in which tokens are kept for the next run; `run`, or else the folder that `cache` is in, is written by the
     run and is no data. `by_document`: whether the model can attend to each document of a sequence alone. `preferred`: which splits
-    of a folder, where the settings name none. `pairs`: whether each sample is a pair of sequences, of rows of preferences; None: if
-    rows are such. DataError names the file, and the line or row.
+    of a folder, where the settings name none. `objective`: the loss, which may ask for rows of its own; None: whatever rows are.
+    DataError names the file, and the line or row.
     """
     if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
@@ -63,11 +71,13 @@ def read_data(
     tokenizer, shuffle_seed = read_tokenizer(model_folder), seed if settings.shuffle else None
     sets = list[PackedSet]()
     for part in settings.parts:
-        reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred, pairs)
-        shape = Shape(_packing(part, reader, by_document), seq_len, tokenizer.end_id, part.too_long, part.unsupervised)
+        reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred, objective)
+        group = 1 if objective is None or objective.of is not Of.ANSWERS else objective.rows_each // 2
+        packing = _packing(part, reader, by_document)
+        shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group)
         if settings.streaming:
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
-            fingerprint = _fingerprint(content, reader.identity, asdict(shape), part.shuffle_buffer, batch_size, shuffle_seed)
+            fingerprint = _fingerprint(content, reader.identity, shape.identity, part.shuffle_buffer, batch_size, shuffle_seed)
             return Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
         sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report))
     shares = shares_of(weights, [len(each.sequences) for each in sets])
@@ -81,11 +91,11 @@ def reader_of(
     vocab_size: int,
     run: Path,
     preferred: tuple[str, ...] = TRAIN,
-    pairs: bool | None = False,
+    objective: Objective | None = CROSS_ENTROPY,
 ) -> Reader:
     """How a data set is read for a model of `vocab_size` token ids; of each file only the first row was looked at. `run`: the
-    folder that the run writes to, which is no data. `preferred`: which splits, where the settings name none. `pairs`: as
-    `read_data` has it."""
+    folder that the run writes to, which is no data. `preferred`: which splits, where the settings name none.
+    `objective`: as `read_data` has it."""
     if tokenizer.end_id >= vocab_size:
         advice = "reading bytes needs 257; else use the tokenizer of this model"
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {vocab_size} token ids; {advice}")
@@ -101,10 +111,15 @@ def reader_of(
     if where and (gone := [name for name in columns.values() if name not in theirs]):
         raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
     first, format = renamed(found, columns), str(settings.format)
-    if pairs or (pairs is None and (format == PREFERENCE or (format == "auto" and is_preference(first)))):
-        format = _preferences(format, [(where, found), *firsts], columns)
+    of_rows = (
+        format if format in NEEDED else next((k for k in (PREFERENCE, ROLLOUTS) if format == "auto" and is_of(k, first)), None)
+    )
+    if (kind := needed(objective) if objective is not None else of_rows) is not None:
+        format = _needed(kind, format, [(where, found), *firsts], columns)
     elif format == PREFERENCE:
         raise not_understood(where, {"chosen", "rejected"})
+    elif format in NEEDED:
+        raise DataError(f"--format {format}: rows of {NEEDED[format][0]}; plan with --loss for that, or leave it out")
     elif format == "auto":
         format = format_of(first, where, columns) if where else "text"
         for there, row in firsts:
@@ -112,8 +127,8 @@ def reader_of(
                 advice = "give files of different columns each a --data of its own, or say --format"
                 raise DataError(f"{there}: columns of {other}, and those of {where} are of {format}; {advice}")
     prompt = first.get("prompt") if isinstance(first, dict) else None
-    is_text = format == "text" or (format == "prompt-completion" and isinstance(prompt, str))
-    is_text = is_text or (format == PREFERENCE and isinstance(first["chosen"], str))
+    is_text = format == "text" or (format in ("prompt-completion", UNPAIRED) and isinstance(prompt, str))
+    is_text = is_text or format == ROLLOUTS or (format == PREFERENCE and isinstance(first["chosen"], str))
     if format != "text" and files.path.is_dir():
         files = files.rows_only()
     if not where and not any(file.kind == "text" for file in files.files):
@@ -121,18 +136,17 @@ def reader_of(
     return Reader(files, columns, format, ChatTemplate(tokenizer), vocab_size, is_text)
 
 
-def _preferences(format: str, firsts: Iterable[tuple[str, Any]], columns: dict[str, str]) -> str:
-    """The format of pairs; DataError where a file has others, or another was said."""
-    if format not in ("auto", PREFERENCE):
-        raise DataError(f"--format {format}: the plan's loss is of pairs, of rows with chosen and rejected; leave it out")
+def _needed(kind: str, format: str, firsts: Iterable[tuple[str, Any]], columns: dict[str, str]) -> str:
+    """The format that a loss asks for; DataError where a file has another, or that was said."""
+    loss, names = NEEDED[kind]
+    if format not in ("auto", kind):
+        raise DataError(f"--format {format}: the plan's loss is of {kind} rows, with {' and '.join(names)}; leave it out")
     for where, row in firsts:
-        if not is_preference(own := renamed(row, columns)):
+        if not is_of(kind, own := renamed(row, columns)):
             found = shown(own) if isinstance(own, dict) else "none"
-            advice = "name yours with --columns chosen=COLUMN, or choose another --loss or --format"
-            raise DataError(
-                f"{where or 'the data'}: its columns are {found}, and a loss of pairs needs chosen and rejected; {advice}"
-            )
-    return PREFERENCE
+            advice = f"name yours with --columns {names[0]}=COLUMN, or choose another --loss or --format"
+            raise DataError(f"{where or 'the data'}: its columns are {found}, and {loss} needs {' and '.join(names)}; {advice}")
+    return kind
 
 
 def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str, Any]]:
@@ -150,11 +164,11 @@ def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str
 
 
 def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
-    if reader.format == PREFERENCE:
+    if reader.format in NEEDED:
         if settings.packing not in ("auto", "one") or settings.streaming or settings.too_long == "split":
             odd = "streaming" if settings.streaming else f"packing {settings.packing}, too_long {settings.too_long}"
-            raise DataError(f"{odd}: the halves of a pair are a sequence each, whole or cut, read before training; leave it out")
-        return "pairs"
+            raise DataError(f"{odd}: each answer is a sequence, whole or cut, read before training; leave it out")
+        return {PREFERENCE: "pairs", UNPAIRED: "answers", ROLLOUTS: "one"}[reader.format]
     if settings.packing == "documents" and not by_document:
         raise DataError("packing documents: this model cannot attend to each document of a sequence alone; choose one or joined")
     if settings.packing != "auto":
@@ -173,8 +187,8 @@ def _packed(reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cac
     if not len(sequences):
         raise DataError(f"{_about(reader)}: nothing to learn in it ({in_words(counts)}); {WANTED}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
-    fingerprint = _fingerprint(content, reader.identity, asdict(shape), segments)
-    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint)
+    fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)
+    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, BRINGS.get(reader.format, ()))
 
 
 def _fingerprint(*of: Any) -> str:

@@ -23,16 +23,18 @@ from runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parsed, rows_of
-from .formats import PREFERENCE, Chat, Completion, document, pair, renamed
+from .formats import NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, pair, renamed, rollouts
 from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]
+_Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...]]
 Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each column
 MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundred times the memory of the text
 DOCUMENTS_AT_ONCE = 100  # in memory until they are written
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
 _SAID = ("problem", "dropped")  # what is wrong with a row, and the roles that its template drops
+BROUGHT = "brought"  # numbers of a row for its loss: a label; or an advantage, and the log-probability of each learned token
 _VERSION = 3  # of what a row becomes; tokens of another version are made again
 
 tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a killed run would leave behind
@@ -59,7 +61,7 @@ class Reader:
         """The columns of a document: its ids, edges of the runs that are learned, counts, where it was read, what is said of it."""
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
         of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_SAID, Value("string"))
-        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all})
+        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, BROUGHT: List(Value("float64"))})
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
         """Documents as they are asked for, of the files in this order. The library keeps its state, by file and row."""
@@ -71,12 +73,16 @@ class Reader:
     def __call__(self, rows: Columns) -> Columns:
         """The documents of some rows, at least one each, of a bad row an empty one; DataError for tokens that the model has not."""
         places = list(zip(rows["file"], rows["row"], strict=True))
+        names = ("ids", "learned", *_COUNTS, *_SAID, BROUGHT)
+        if self.format == ROLLOUTS:
+            given = [one for place, value in zip(places, rows["value"], strict=True) for one in self._given(value, *place)]
+            return {name: [values[column] for values in given] for column, name in enumerate(names)}
         found = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
         try:
             texts = [text for _, (text, _), *_ in found]  # only documents have the tokens that a tokenizer puts around them
             backend = self.template.tokenizer.backend
             encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
-            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, _ in found]
+            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in found]
         except BaseException as error:
             if not is_of_library(error):
                 raise
@@ -84,37 +90,49 @@ class Reader:
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         made = [
-            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in own), *said)
-            for (place, one, _, said), encoding, own in zip(found, encoded, alone, strict=True)
+            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in own), *said, brought)
+            for (place, one, _, said, brought), encoding, own in zip(found, encoded, alone, strict=True)
         ]
-        names = ("ids", "learned", *_COUNTS, *_SAID)
         return {name: [values[column] for values in made] for column, name in enumerate(names)}
 
-    def _read(self, value: Any, file: int, row: int) -> list[tuple[Rendered, list[str], tuple[str | None, str | None]]]:
-        """The documents of a row, with the first of them its messages and the roles that the template drops; what is wrong."""
+    def _given(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
+        """The documents of a row of tokens, in the order of `features`."""
         where = self.files.where(file, row)
         try:
             given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
-            if self.format != PREFERENCE:
-                return self._rendered(document(given, self.format, where), where)
-            halves = [self._rendered(half, where) for half in pair(given, where)]
-            if any(len(half) > 1 for half in halves):
-                raise DataError(f"{where}: the model's chat template writes its answers apart; give pairs of one answer each")
-            return [*halves[0], *halves[1]]
+            found = rollouts(given, self.vocab_size, where)
         except DataError as error:
-            return [(("", []), [], (str(error), None))]
+            return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
+        counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in found]
+        return [(*of, file, row, 0, None, None, brought) for *of, brought in counted]
 
-    def _rendered(self, said: Chat | Completion, where: str) -> list[tuple[Rendered, list[str], tuple[str | None, str | None]]]:
-        """The documents of a conversation or a text."""
+    def _read(self, value: Any, file: int, row: int) -> list[_Read]:
+        """The documents of a row, with the first of them its messages and the roles that the template drops; what is wrong; what
+        the row brings."""
+        where = self.files.where(file, row)
+        try:
+            given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            if self.format not in NEEDED:
+                return self._rendered(document(given, self.format, where), where)
+            answers = [answer(given, where)] if self.format == UNPAIRED else [(half,) for half in pair(given, where)]
+            rendered = [self._rendered(said, where, *label) for said, *label in answers]
+            if any(len(of_one) > 1 for of_one in rendered):
+                raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
+            return [document for of_one in rendered for document in of_one]
+        except DataError as error:
+            return [(("", []), [], (str(error), None), ())]
+
+    def _rendered(self, said: Chat | Completion, where: str, *brought: float) -> list[_Read]:
+        """The documents of a conversation or a text, with what its row brings."""
         if isinstance(said, Completion) is not self.is_text:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
         if isinstance(said, Completion):
             text = said.prompt + said.completion  # the end token comes after it
-            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None))]
+            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None), brought)]
         rendered = self.template.render(said, where)
         roles = self.template.dropped(said, rendered)
         first = [message["content"] for message in said.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
-        return [(one, *(([], (None, None)) if i else first)) for i, one in enumerate(rendered)]
+        return [(one, *(([], (None, None)) if i else first), brought) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Its ids, the edges of runs that are learned, and the counts of its tokens, of those that are learned, and of targets."""
@@ -158,6 +176,7 @@ class Documents:
     def __init__(self, dataset: Dataset, files: DataFiles, kept: str = "") -> None:
         self.files, self.kept, column = files, kept, dataset.data.column  # `kept`: where its tokens are, in words
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
+        self._brought = column(BROUGHT)
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
         self.n_own = int(column("n_own").to_numpy().sum())  # tokens of conversations' messages by themselves
         places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])
@@ -186,6 +205,10 @@ class Documents:
         """(n, 2): first and one past the last of each run of tokens that are learned."""
         return np.asarray(self._columns[1][document].values).astype(np.int64).reshape(-1, 2)
 
+    def brought(self, document: int) -> npt.NDArray[np.float64]:
+        """The numbers that its row brings for a loss."""
+        return np.asarray(self._brought[document].values)
+
     def where(self, document: int) -> str:
         """How a person finds it."""
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
@@ -205,7 +228,7 @@ def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Calla
             yield example
 
     disable_progress_bars()
-    made_by = [content_hash, reader.identity, _COUNTS, _SAID, tokenizers.__version__, transformers.__version__]
+    made_by = [content_hash, reader.identity, list(reader.features), tokenizers.__version__, transformers.__version__]
     fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
     options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:

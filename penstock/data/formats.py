@@ -8,12 +8,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from runtime.errors import DataError
 from runtime.units import on_one_line
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
+Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each of its tokens
 T = TypeVar("T")
+LEAST_STD = 1e-4  # added to that of a group's rewards, as TRL does
+MOST_LOGP = 1e-3  # of a token: what rounding may make of 0
 EXAMPLE = '{"text": "..."}'
 # Required columns of each format, and an example row; a row with the columns of two formats has the first one.
 _FORMATS = {
@@ -24,9 +29,17 @@ _FORMATS = {
     "text": (("text",), EXAMPLE),
     "question-answer": (("question", "answer"), '{"question": "...", "answer": "..."}'),
 }
-PREFERENCE = "preference"
+PREFERENCE, UNPAIRED, ROLLOUTS = "preference", "unpaired-preference", "rollouts"
 _PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
-_BESIDES = ("input", "system", "history", "tools", "chosen", "rejected")
+_GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
+_ANSWER = '{"prompt": "...", "completion": "...", "label": true}, or prompt and completion as lists of messages'
+# Columns of what a loss asks for by itself, and how rows that lack them are refused
+NEEDED = {
+    PREFERENCE: ("a loss of pairs", ("chosen", "rejected")),
+    UNPAIRED: ("KTO", ("prompt", "completion", "label")),
+    ROLLOUTS: ("GRPO", ("prompt_ids", "completion_ids", "logprobs")),
+}
+_BESIDES = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
 COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_BESIDES)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
@@ -91,9 +104,58 @@ def pair(row: object, where: str) -> tuple[Chat | Completion, Chat | Completion]
         raise DataError(f"{where}: {error}; each row is {_PAIR}{columns}") from None
 
 
-def is_preference(columns: object) -> bool:
-    """Whether a row has these columns of preferences."""
-    return isinstance(columns, dict) and {"chosen", "rejected"} <= columns.keys()
+def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
+    """A row of one answer, and 1 if that is desirable, 0 if not; DataError names the place of a row that does not fit."""
+    fields, columns = (row, f"; its columns are {shown(row)}") if isinstance(row, dict) else ({}, "")
+    try:
+        prompt, label = fields.get("prompt"), fields.get("label")
+        if not (prompt.strip() if isinstance(prompt, str) else prompt):
+            raise ValueError('an empty "prompt"')
+        kind: Any = str if isinstance(prompt, str) else list
+        said = _half(fields, _value(fields, "prompt", kind), _value(fields, "completion", kind), "completion")
+        if not isinstance(label, int) or label not in (0, 1):
+            raise ValueError('a "label" that is neither true nor false')
+        return said, float(label)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; each row is {_ANSWER}{columns}") from None
+
+
+def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
+    """The completions of a row, a group of them to one prompt, with advantages as GRPO has them where the row has rewards;
+    DataError names the place of a row that does not fit."""
+    try:
+        fields = row if isinstance(row, dict) else {}
+        prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS][1])
+        kind = "rewards" if fields.get("advantages") is None else "advantages"
+        numbers = _numbers(_value(fields, kind, list), kind)
+        if not len(completions) == len(logps) == len(numbers) > (kind == "rewards"):
+            raise ValueError(f'completions, "logprobs" and "{kind}" of other numbers than each other, or a group of too few')
+        if kind == "rewards":
+            numbers = (numbers - numbers.mean()) / (numbers.std(ddof=1) + LEAST_STD)
+        for ids, of_ids in zip(completions, logps, strict=True):
+            if not isinstance(ids, list) or not isinstance(of_ids, list) or not len(ids) == len(of_ids) > 0:
+                raise ValueError('a completion that is empty, or has not one of "logprobs" for each of its tokens')
+            if _numbers(of_ids, "logprobs").max() > MOST_LOGP:
+                raise ValueError('"logprobs" above 0')
+        for i in [*prompt, *(i for ids in completions for i in ids)]:
+            if type(i) is not int or not 0 <= i < n_ids:
+                raise ValueError(f"a token {str(i)[:20]}, and the model knows 0 to {n_ids - 1}")
+        if not prompt:
+            raise ValueError('an empty "prompt_ids"')
+        return [(prompt, ids, float(a), of_ids) for ids, a, of_ids in zip(completions, numbers, logps, strict=True)]
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; each row is {_GROUP}, or with advantages") from None
+
+
+def _numbers(found: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if not all(type(number) in (int, float) and np.isfinite(number) for number in found):
+        raise ValueError(f'"{name}" that are no finite numbers')
+    return np.array(found, dtype=np.float64)
+
+
+def is_of(format: str, columns: object) -> bool:
+    """Whether a row has the columns of preferences, or of what else a loss asks for by itself."""
+    return isinstance(columns, dict) and set(NEEDED[format][1]) <= columns.keys()
 
 
 def shown(columns: Iterable[object]) -> str:

@@ -1,7 +1,8 @@
 """Packing: documents as segments of sequences, and sequences as rows of a batch.
 
 `joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit (first fit). `one`: a
-sequence each; `pairs`: so, too, a chosen answer and then the rejected one. A segment is (document, first token, one past the last).
+sequence each; `pairs`: so, too, a chosen answer and then the rejected one; `answers`: so, too, each answer of a group, and then its
+prompt with the answer before it in the group. A segment is (document, first token, one past the last).
 
 Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a sequence's last
 position is not, nor is padding. Where documents are packed whole, neither is the last position of each.
@@ -9,10 +10,11 @@ position is not, nor is padding. Where documents are packed whole, neither is th
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from runtime.batch import UNSUPERVISED, Batch
@@ -22,7 +24,7 @@ from .documents import Array, Documents
 
 # B sequences of a batch, T positions of a sequence
 OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fullest is closed
-Packing = Literal["joined", "documents", "one", "pairs"]
+Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
 Row = tuple[Array, Array, tuple[int, ...]]  # ids_T, targets_T, and the tokens of each document that attends to itself alone
 Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
@@ -37,16 +39,23 @@ class Shape:
     pad_id: int
     too_long: Literal["cut", "split", "skip", "refuse"]
     unsupervised: Literal["refuse", "skip"]
+    group: int = 1  # answers
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what becomes of documents."""
+        return {name: value for name, value in asdict(self).items() if name != "group" or self.packing == "answers"}
 
     @property
     def rows_each(self) -> int:
         """Of a batch, that a sample takes."""
-        return 2 if self.packing == "pairs" else 1
+        return {"pairs": 2, "answers": 2 * self.group}.get(self.packing, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`. A pair's two are a row each."""
+    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`. A pair's two are a row each, a group's
+    answers two rows each."""
 
     segments: Array
     first: Array
@@ -73,6 +82,10 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
     if shape.packing == "joined":
         return _joined(documents, order, shape.seq_len), counts
     pieces = list(_pieces(documents, order, shape, counts))
+    if shape.packing == "answers":
+        n = len(pieces) // shape.group
+        counts["skipped"] += len(pieces) - n * shape.group  # no whole group
+        return Sequences(np.array(pieces[: n * shape.group], dtype=np.int64).reshape(-1, 3), np.arange(n + 1) * shape.group), counts
     packed = [[piece] for piece in pieces] if shape.packing == "one" else _first_fit(pieces, shape.seq_len)
     segments = np.array([segment for sequence in packed for segment in sequence], dtype=np.int64).reshape(-1, 3)
     return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
@@ -164,7 +177,7 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
 def row_of(documents: Documents, segments: Iterable[Sequence[int]], shape: Shape) -> Row:
     """Segments one after another, and the target of each position that has one."""
     ids_T, targets_T = np.full(shape.seq_len, shape.pad_id), np.full(shape.seq_len, UNSUPERVISED)
-    at, lengths, is_joined = 0, list[int](), shape.packing == "joined"
+    at, lengths, is_joined = 0, list[int](), shape.packing in ("joined", "answers")
     for document, start, stop in segments:
         n = stop - start
         ids_T[at : at + n] = documents.ids(document)[start:stop]
@@ -179,14 +192,39 @@ def row_of(documents: Documents, segments: Iterable[Sequence[int]], shape: Shape
 
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
-    """The rows of a sample: one of all its segments, or of a pair one of each half."""
-    return [row_of(documents, of, shape) for of in ([segments] if shape.rows_each == 1 else [[one] for one in segments])]
+    """The rows of a sample: one of all its segments, or of a pair one of each half, of a group two of each answer."""
+    match shape.packing:
+        case "pairs":
+            of_rows: list[list[Sequence[int]]] = [[one] for one in segments]
+        case "answers":
+            of_rows = [of for i, one in enumerate(segments) for of in ([one], _mismatched(documents, one, segments[i - 1], shape))]
+        case _:
+            of_rows = [[*segments]]
+    return [row_of(documents, of, shape) for of in of_rows]
+
+
+def _mismatched(documents: Documents, own: Sequence[int], other: Sequence[int], shape: Shape) -> list[Sequence[int]]:
+    """The prompt of a document with the answer of another, as much of it as there is room for."""
+    end, (d, begin, stop) = int(documents.runs(own[0])[0, 0]), (other[0], int(documents.runs(other[0])[0, 0]), other[2])
+    return [(own[0], 0, end), (d, begin, min(stop, begin + shape.seq_len - end))]
 
 
 def batch_of(rows: Iterable[Row], by_document: bool) -> Batch:
     """The rows of a step; `by_document`: documents attend to themselves alone."""
     ids_BT, targets_BT, lengths = zip(*rows, strict=True)
     return Batch(torch.from_numpy(np.stack(ids_BT)), torch.from_numpy(np.stack(targets_BT)), lengths if by_document else None)
+
+
+def extras_of(brings: Sequence[str], brought: Sequence[npt.NDArray[np.float64]], batch: Batch) -> dict[str, torch.Tensor]:
+    """What documents bring to a batch for its loss, by name: of an answer to each of its two rows."""
+    firsts = torch.tensor([of[0] for of in brought], dtype=torch.float32)
+    if "label" in brings:
+        return {"label": firsts.repeat_interleave(2)}
+    old_BT = torch.zeros(batch.targets.shape)
+    for old_T, targets_T, of in zip(old_BT, batch.targets, brought, strict=True):
+        is_learned = targets_T != UNSUPERVISED
+        old_T[is_learned] = torch.tensor(of[1 : 1 + int(is_learned.sum())], dtype=torch.float32)
+    return {"advantage": firsts, "old": old_BT}
 
 
 def in_words(counts: Counts) -> str:

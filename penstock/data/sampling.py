@@ -25,7 +25,7 @@ from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, row_of, rows_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, extras_of, in_words, pack, row_of, rows_of
 
 Position = dict[str, Any]  # where a step begins, as JSON can hold it
 SHARES = 1000  # samples of a round in which weights are whole numbers
@@ -45,6 +45,7 @@ class PackedSet:
     counts: Counts
     about: str  # the data set and how it is read, for the user
     fingerprint: str
+    brings: tuple[str, ...] = ()  # extras that its documents have for a loss
 
 
 @dataclass(slots=True, eq=False)
@@ -89,12 +90,14 @@ class MapStyleData:
 
     def of(self, samples: Sequence[tuple[int, int]]) -> Batch:
         """Some samples, each (set, sequence in it), as a batch."""
-        chosen = ((self.parts[k], sequence) for k, sequence in samples)
-        rows = (row for part, i in chosen for row in rows_of(part.documents, part.sequences[i], part.shape))
+        chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
+        rows = (row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape))
         batch = batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
-        if not self.references:
-            return batch
-        return replace(batch, extras={"reference": torch.cat([self.references[k][i] for k, i in samples])})
+        extras = {"reference": torch.cat([self.references[k][i] for k, i in samples])} if self.references else {}
+        if brings := self.parts[0].brings:
+            brought = [part.documents.brought(d) for part, segments in chosen for d, _, _ in segments]
+            extras |= extras_of(brings, brought, batch)
+        return replace(batch, extras=extras)
 
     def position(self, step: int) -> Position:
         """The sample with which that step begins."""
@@ -109,10 +112,11 @@ class MapStyleData:
         said, cut = dict[str, str](), list[str]()
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
             of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
-            full = np.diff(part.sequences.segments[:, 1:]).sum() / (n * self.rows_each * seq_len)
-            what = "pairs of sequences of" if self.rows_each > 1 else "of"
+            segments, packing = part.sequences.segments, part.shape.packing
+            full = np.diff(segments[:, 1:]).sum() / ((n if self.rows_each == 1 else len(segments)) * seq_len)
+            what = {"pairs": "pairs of sequences of", "answers": f"groups of {part.shape.group} answers, in"}.get(packing, "of")
             said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
-            said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {part.shape.packing}"
+            said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
             if of:
                 fraction = share / len(self._turns)
                 said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"

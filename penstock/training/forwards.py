@@ -18,7 +18,8 @@ def log_probabilities(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Of each sample's sequences the log-probability of its targets, summed, and how many tokens these are, (n_samples, sequences
-    of each) fp64 and int64, of the weights as they are, without dropout; and the extras that samples bring.
+    of each) fp64 and int64, of the weights as they are, without dropout; and the extras that samples bring. For a loss of tokens
+    with a reference those of each position, fp32, in place of the sum.
 
     `sample(i)`: a batch of one. All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
@@ -34,8 +35,8 @@ def log_probabilities(
     brought = [sample(i).extras for i in range(n_samples)]
     extras = {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
     of_each = (n_samples, len(sample(0).input_ids))
-    n = of_each[0] * of_each[1]
-    return torch.cat(sums)[:n].view(of_each), torch.cat(n_tokens)[:n].view(of_each), extras
+    found = [torch.cat(of)[: of_each[0] * of_each[1]] for of in (sums, n_tokens)]
+    return found[0].view(*of_each, *found[0].shape[1:]), found[1].view(of_each), extras
 
 
 def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[Plan, int, Batches]:

@@ -157,7 +157,7 @@ def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bo
         preferred=HELD_OUT if held_out else TRAIN,
         report=report,
         run=Path(settings.out),
-        pairs=rows_each > 1,
+        objective=semantics.objective,
     )
 
 
@@ -189,7 +189,7 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
         return None
     tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
     of = tokenizer, _vocab_size(plan), Path(settings.out)
-    readers = [reader_of(part, *of, pairs=plan.semantics.objective.rows_each > 1) for part in settings.data.parts]
+    readers = [reader_of(part, *of, objective=plan.semantics.objective) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
-from penstock.data.data import Report, RunData, unheard
+from penstock.data.data import BRINGS, Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData, Stream
 from penstock.settings import RunSettings
 from runtime.batch import Batch
@@ -43,7 +44,7 @@ def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folde
     if maps and _is_base(settings) and plan.semantics.ranks > 1:
         raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
     if maps and not _is_base(settings):
-        put_reference(Path(settings.reference or ""), _key(plan) | _of_weights(settings, folder), maps)
+        put_reference(Path(settings.reference or ""), plan, maps, _of_weights(settings, folder))
 
 
 def refer_to_base(
@@ -65,7 +66,7 @@ def refer_to_base(
             write_reference(path, settings, folder, store, maps, report, stop)
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
-    put_reference(path, _key(plan), maps)  # the run's own, whatever folder a resumed one is given
+    put_reference(path, plan, maps)  # the run's own, whatever folder a resumed one is given
 
 
 def _is_base(settings: RunSettings) -> bool:
@@ -122,9 +123,10 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def put_reference(path: Path, key: dict[str, str], sets: Iterable[MapStyleData]) -> None:
-    """Give each set of data the log-probabilities that a file holds of it; CheckpointError where they are others', or damaged."""
-    fields, tensors = read_tensors(path)
+def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Give each set of data the log-probabilities that a file holds of it; CheckpointError where they are others', or damaged.
+    `more`: what its key has to hold besides the plan's."""
+    key, (fields, tensors) = _key(plan) | dict(more), read_tensors(path)
     try:
         found = json.loads(fields.get("key", ""))
     except ValueError:
@@ -137,13 +139,15 @@ def put_reference(path: Path, key: dict[str, str], sets: Iterable[MapStyleData])
     if _digest(tensors) != fields.get("sha256"):
         raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {_HOW}")
     for data in sets:
-        data.references = [*_of_parts(path, data, tensors)]
+        data.references = [*_of_parts(path, data, tensors, plan)]
 
 
-def _of_parts(path: Path, data: MapStyleData, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+def _of_parts(path: Path, data: MapStyleData, tensors: dict[str, torch.Tensor], plan: Plan) -> Iterator[torch.Tensor]:
+    by_token = plan.semantics.objective.has_token_reference
     for part in data.parts:
-        found, shape = tensors.get(f"logps.{part.fingerprint}"), (len(part.sequences), part.shape.rows_each)
-        if found is None or tuple(found.shape) != shape or found.dtype != torch.float64:
+        found, dtype = tensors.get(f"logps.{part.fingerprint}"), torch.float32 if by_token else torch.float64
+        shape = [len(part.sequences), part.shape.rows_each, plan.semantics.seq_len][: 2 + by_token]
+        if found is None or list(found.shape) != shape or found.dtype != dtype:
             raise CheckpointError(f"{path}: holds nothing of this data, template and length ({part.about[:80]}); {_HOW}")
         yield found
 
@@ -151,7 +155,8 @@ def _of_parts(path: Path, data: MapStyleData, tensors: dict[str, torch.Tensor]) 
 def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
     """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
     used = [data, held_out if objective.has_first_pass else None]
-    for other in (name for name in objective.extras if name != REFERENCE):
+    brought = (REFERENCE, *BRINGS.get(needed(objective) or "", ()))
+    for other in (name for name in objective.extras if name not in brought):
         if any(isinstance(each, MapStyleData | Stream) for each in used):
             raise DataError(
                 f"the plan's loss asks batches for {other!r}, which no file brings; give `train` an object with batch(step)"

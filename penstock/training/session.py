@@ -14,7 +14,7 @@ from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, RunData, unheard
+from penstock.data.data import Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData
 from penstock.own_loss import planned_loss
 from penstock.run_config import RunConfigError
@@ -272,8 +272,8 @@ def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
 
 def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
     """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
-    if plan.semantics.objective.rows_each > 1:
-        raise RunConfigError("an emulated run trains on sequences too short for pairs; emulate the plan of another --loss")
+    if (kind := needed(plan.semantics.objective)) is not None:
+        raise RunConfigError(f"an emulated run trains on sequences too short for {kind} rows; emulate the plan of another --loss")
     refer(settings, plan, [], None)  # refused, as nothing here has one
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")

@@ -115,8 +115,8 @@ def evaluate(
     """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
 
     By the names of metrics.jsonl: the mean over supervised tokens, which is their cross entropy whatever the loss of tokens, its
-    perplexity, how many they are, and the seconds it took; of a loss of sequences or pairs its own mean instead, and of pairs the
-    share in which the chosen answer is preferred. All lanes of the machine must be idle. DataError where no token is supervised;
+    perplexity, how many they are, and the seconds it took; of any other loss its own mean instead, and of pairs the share in which
+    the chosen answer is preferred. All lanes of the machine must be idle. DataError where no token is supervised;
     Abandoned after `stop.request()`, once the pass in progress is done.
     """
     began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
@@ -142,8 +142,8 @@ def evaluate(
 
 
 def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
-    """The mean loss of sequences or pairs. A pair is right where the chosen answer gains more on the reference than the other, or,
-    without a reference, has the larger mean log-probability; where both have the same it is half right."""
+    """The mean of a loss that is not of tokens. A pair is right where the chosen answer gains more on the reference
+    than the other, or, without a reference, has the larger mean log-probability; where both have the same it is half right."""
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
     loss, objective = machine.compute.templates.loss_function, machine.plan.semantics.objective
     assert loss is not None

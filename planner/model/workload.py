@@ -227,7 +227,9 @@ class _Layout:
         """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
         semantics, names, tokens, width = self.semantics, self.tree["names"], self.n_tokens, self.tree["width"]
         objective = semantics.objective
-        of_token_bytes = 2 * tokens * FP64 * len(objective.extras)  # as they come, and one after another
+        of_token_bytes = (
+            2 * tokens * FP64 * (len(objective.extras) + (objective.per is not objective.of))
+        )  # as they come, and one after another
         if objective.has_first_pass:  # a log-probability, its slope in both widths, and what a step of the sums makes
             of_token_bytes = tokens * (3 * FP32 + FP64)
         tile, weight_name, vocab = min(semantics.loss_tile_tokens, tokens), f"{names['head']}.weight", self.tree["vocab"]

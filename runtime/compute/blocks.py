@@ -28,6 +28,7 @@ from runtime.layers.split import Call, Split
 from runtime.layers.tiles import TiledLayer
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
+from runtime.plan.objective import Of
 from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
@@ -185,6 +186,8 @@ class Templates:
         n_tokens = targets_BT.shape[1]
         if not self.objective.has_first_pass:
             own = {name: extras[name] if extras[name].dim() == 2 else extras[name][:, None] for name in self.objective.extras}
+            if self.objective.per is Of.SEQUENCES:
+                own["n_tokens"] = (targets_BT != UNSUPERVISED).sum(dim=1, keepdim=True).clamp(min=1)
             none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
             return none, {name: of.expand(-1, n_tokens).reshape(-1) for name, of in own.items()}
         assert self.loss_function is not None
@@ -238,13 +241,18 @@ class Templates:
 
     def _summed(self, weights: Weights, normed_ND: torch.Tensor, targets_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each sequence the log-probability of its targets (B,) fp64, summed over tokens, and how many these are."""
+        each_BT = self._each(weights, normed_ND, targets_BT)
+        return each_BT.sum(dim=1, dtype=torch.float64), (targets_BT != UNSUPERVISED).sum(dim=1)
+
+    def _each(self, weights: Weights, normed_ND: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
+        """The log-probability of each target (B, T) fp32, 0 where it is not supervised."""
         losses_N, n = torch.empty(len(normed_ND), device=normed_ND.device), self.semantics.loss_tile_tokens
         with torch.no_grad():
             for rows_ND, targets_N, out_N in zip(
                 normed_ND.split(n), targets_BT.reshape(-1).split(n), losses_N.split(n), strict=True
             ):
                 out_N.copy_(self._row_losses(self._head(weights), rows_ND, targets_N))
-        return -losses_N.view_as(targets_BT).sum(dim=1, dtype=torch.float64), (targets_BT != UNSUPERVISED).sum(dim=1)
+        return -losses_N.view_as(targets_BT)
 
     def _logits(self, head: Weights, normed_ND: torch.Tensor) -> torch.Tensor:
         return self.split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
@@ -262,8 +270,12 @@ class Templates:
     def log_probabilities(
         self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are."""
-        return self._summed(weights, self._normed(weights, hidden_BTD).flatten(0, 1), targets_BT)
+        """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are; for a
+        loss of tokens that has a reference (B, T) fp32, of each target."""
+        normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
+        if not self.objective.has_token_reference:
+            return self._summed(weights, normed_ND, targets_BT)
+        return self._each(weights, normed_ND, targets_BT), (targets_BT != UNSUPERVISED).sum(dim=1)
 
     def logits(self, weights: Weights, hidden_ND: torch.Tensor) -> torch.Tensor:
         """Of some rows, (N, V) fp32; without gradients."""

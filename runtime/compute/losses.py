@@ -5,6 +5,7 @@ What a function is given is told by the names of its parameters, so that a loss 
     tokens      logits (N, V) fp32, targets (N,)                    of some positions; each extra is (N,)
     sequences   logps, n_tokens (B,) fp64                           of whole sequences, summed over tokens; each extra is (B,)
     pairs       chosen, rejected, n_chosen, n_rejected (P,) fp64    two sequences each; an extra `e` comes as e_chosen, e_rejected
+    answers     own, other and the like (A,) fp64                   likewise; the other one is of the same prompt, and not learned
 
 It returns a number for each of them, and what has no supervised token is left out. Of sequences and pairs the gradient towards
 `logps` weighs the gradients of their tokens in a second pass over the tiles.
@@ -25,6 +26,7 @@ from runtime.errors import PlanError
 from runtime.plan.objective import Objective, Of
 
 Extras = Mapping[str, Tensor]
+HALVES = {Of.PAIRS: ("chosen", "rejected"), Of.ANSWERS: ("own", "other")}  # of two sequences that follow each other
 
 
 def label_smoothing(logits: Tensor, targets: Tensor, epsilon: float) -> Tensor:
@@ -36,6 +38,27 @@ def z_loss(logits: Tensor, targets: Tensor, weight: float) -> Tensor:
     """Cross entropy, and the square of the logarithm of the sum of exponentials (PaLM, arXiv 2204.02311)."""
     losses = F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none")
     return losses + weight * logits.logsumexp(dim=-1).square()
+
+
+def grpo(
+    logits: Tensor,
+    targets: Tensor,
+    advantage: Tensor,
+    old: Tensor,
+    epsilon_low: float,
+    epsilon_high: float,
+    beta: float,
+    reference: Tensor | None = None,
+) -> Tensor:
+    """The clipped objective of PPO, each bound for itself (GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476), and `beta` times the k3
+    estimate of the divergence from a reference. `old`, `reference`: log-probabilities of the targets."""
+    logps = -F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none")
+    ratio = (logps - old).exp()
+    losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantage)
+    if reference is None:
+        return losses
+    ahead = reference - logps
+    return losses + beta * (ahead.exp() - ahead - 1)
 
 
 def _margin(chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float) -> Tensor:
@@ -97,6 +120,24 @@ def simpo(
     return _smoothed(beta * (chosen / n_chosen - rejected / n_rejected) - gamma, label_smoothing)
 
 
+def kto(
+    own: Tensor,
+    other: Tensor,
+    reference_own: Tensor,
+    reference_other: Tensor,
+    label_own: Tensor,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+    group: float,
+) -> Tensor:
+    """Kahneman-Tversky optimization (arXiv 2402.01306), its baseline the mean over a group of the log-ratios of other answers."""
+    kl = (other - reference_other).detach().view(-1, int(group)).mean(dim=1).clamp(min=0).repeat_interleave(int(group))
+    is_desirable = label_own > 0
+    gain = beta * (own - reference_own - kl)
+    return torch.where(is_desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
+
+
 def row_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """The cross entropy of each row (N,), 0 where it is not supervised, and the probabilities (N, V); both fp32.
 
@@ -121,7 +162,8 @@ def row_losses_and_gradients(logits_NV: Tensor, targets_N: Tensor, each_N: Tenso
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "label-smoothing": label_smoothing,
     "z-loss": z_loss,
-    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo)},
+    **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo),
+    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto)},
 }
 
 
@@ -135,7 +177,7 @@ class LossFunction:
     @cached_property
     def _asked(self) -> tuple[str, ...]:
         parameters = inspect.signature(self.function).parameters.values()
-        return tuple(p.name for p in parameters if p.default is p.empty)
+        return tuple(p.name for p in parameters if p.default is p.empty or p.name in self.objective.extras)
 
     def _call(self, given: Mapping[str, object]) -> Tensor:
         return self.function(**{name: given[name] for name in self._asked})
@@ -148,23 +190,27 @@ class LossFunction:
                 return self._call({"logits": first, "targets": second, **extras, **numbers})
             case Of.SEQUENCES:
                 return self._call({"logps": first, "n_tokens": second, **extras, **numbers})
-            case Of.PAIRS:
-                by_name, halves = {"": first, "n": second, **extras}.items(), enumerate(("chosen", "rejected"))
+            case Of.PAIRS | Of.ANSWERS as of:
+                by_name, halves = {"": first, "n": second, **extras}.items(), enumerate(HALVES[of])
                 pairs = {f"{name}_{half}".removeprefix("_"): of[i::2] for i, half in halves for name, of in by_name}
                 return self._call({**pairs, **numbers})
 
     def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
         """The sum over a tile's supervised positions; `extras` are those of the tile."""
         is_left_out = targets_N == UNSUPERVISED  # taken before anybody's function sees them
-        return self.each(logits_NV, targets_N, extras).masked_fill(is_left_out, 0.0).sum()
+        losses_N = self.each(logits_NV, targets_N, extras)
+        if self.objective.per is Of.SEQUENCES:  # of which this sums up a mean over tokens, or over as many as were said
+            losses_N = losses_N / self.objective.numbers.get("max_completion_length", extras["n_tokens"])
+        return losses_N.masked_fill(is_left_out, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
-        """Of each sequence or pair, 0 where one has no supervised token; as a function of `logps_B`."""
+        """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`."""
         is_counted = n_tokens_B > 0
-        if self.objective.of is Of.PAIRS:
+        if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]
-        is_there_B = is_counted.repeat_interleave(self.objective.rows_each)
-        logps_B = torch.where(is_there_B, logps_B, -1.0)  # 0 times an infinite slope would be a gradient that is no number
+        is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted))
+        # Not 0, whose slope may be infinite; and 0 times that would be a gradient that is no number. What is absent gains nothing
+        logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
         return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)
 
     def of_sequences(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:

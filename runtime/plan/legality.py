@@ -35,9 +35,8 @@ def refuse_half_pairs(semantics: Semantics) -> None:
     """PlanError where micro-batches do not hold whole pairs that a loss is of, or no kernel computes the loss as it is planned."""
     of = semantics.objective
     if semantics.micro_batch % of.rows_each or semantics.batch_size % of.rows_each:
-        raise PlanError(
-            f"--loss {of.name}: a pair is two sequences of one micro-batch; choose an even --batch-size and --micro-batch"
-        )
+        how = "are of one micro-batch; choose multiples for --batch-size and --micro-batch"
+        raise PlanError(f"--loss {of.name}: each {of.rows_each} sequences {how}")
     if of.takes_eager and semantics.loss != "eager":
         raise PlanError(f"--loss {of.name}: no fused kernel computes it; plan it with the loss's own, eager")
 

@@ -1,6 +1,7 @@
 """The objective: which loss a step minimises, of what it is a function, and what of the device's memory it takes."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated
@@ -13,11 +14,12 @@ from .workload import FILE
 
 
 class Of(StrEnum):
-    """What a loss is a function of, which is what the step's sum is divided by."""
+    """What a loss is a function of, which is what the step's sum is divided by, if nothing else is said."""
 
     TOKENS = "tokens"  # logits and targets of a tile of positions
     SEQUENCES = "sequences"  # the log-probability of each sequence's targets, summed over them
     PAIRS = "pairs"  # the same of two sequences that follow each other: a chosen answer and a rejected one
+    ANSWERS = "answers"  # the same of groups of answers, each followed by its prompt with the answer of another of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,15 @@ class Known:
     numbers: dict[str, float] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
     wide: int = 3  # fp32 values alive per logit at the peak of a tile: log-probabilities and two gradients
+    per: Of | None = None  # what the step's sum is divided by, if not what it is of
+
+    def asks(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
+        """Its extras with these numbers: no reference where that weighs nothing."""
+        return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != "reference")
 
 
 _REFERENCE = ("reference",)
+_CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(Of.TOKENS),
     "label-smoothing": Known(Of.TOKENS, {"epsilon": 0.1}),
@@ -40,18 +48,26 @@ KNOWN = {
     "hinge": Known(Of.PAIRS, {"beta": 0.1}, _REFERENCE),
     "robust": Known(Of.PAIRS, {"beta": 0.1, "label_smoothing": 0.1}, _REFERENCE),
     "orpo": Known(Of.PAIRS, {"beta": 0.1}),
+    "grpo": Known(Of.TOKENS, _CLIPPED, _ROLLOUTS, per=Of.SEQUENCES),
+    "dapo": Known(Of.TOKENS, _CLIPPED, _ROLLOUTS),
+    "dr-grpo": Known(Of.TOKENS, _CLIPPED | {"max_completion_length": 256.0}, _ROLLOUTS, per=Of.SEQUENCES),
+    "kto": Known(
+        Of.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (*_REFERENCE, "label")
+    ),
     "simpo": Known(Of.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
 }
-_LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0)}  # least, and what it stays below; others: 0 to 10^6
+_LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
+# least, and what it stays below; others: 0 to 10^6
 _OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
 _EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 MOST_WIDE = 64
+MOST_GROUP = 64  # answers
 _HOW = f"write one of {', '.join(KNOWN)}, with its numbers as dpo:beta=0.1,label_smoothing=0.1, or FILE.py:FUNCTION"
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is minimised: the mean over all tokens, sequences or pairs of a step."""
+    """What is minimised: the mean over all tokens, sequences, pairs or answers of a step."""
 
     name: str = "cross-entropy"  # of `KNOWN`, or where a function of the user's own is
     numbers: dict[str, float] = field(default_factory=dict)  # all that the loss has
@@ -64,14 +80,14 @@ class Objective:
     def __post_init__(self) -> None:
         """PlanError for what a loss of that name is not."""
         if (known := KNOWN.get(self.name)) is None:
-            if self.sha256 is None or self.numbers or not _OWN.fullmatch(self.name):
+            if self.sha256 is None or self.numbers or self.of is Of.ANSWERS or not _OWN.fullmatch(self.name):
                 raise PlanError(f"--loss {self.name[:80]!r} is not known; {_HOW}")
             if odd := [extra for extra in self.extras if not _EXTRA.fullmatch(extra)]:
                 raise PlanError(f"--loss {self.name}: asks for {odd[0][:60]!r}; write it in at most 40 small letters, digits and _")
             if self.wide > MOST_WIDE:
                 raise PlanError(f"--loss {self.name}: {self.wide} fp32 values a logit are kept; keep at most {MOST_WIDE}")
             return
-        if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.extras, known.wide, None):
+        if (self.of, self.extras, self.wide, self.sha256) != (known.of, known.asks(self.numbers), known.wide, None):
             raise PlanError(f"--loss {self.name}: not what that loss is; leave all but its numbers out")
         if self.numbers.keys() != known.numbers.keys():
             raise PlanError(f"--loss {self.name}: its numbers are {', '.join(known.numbers) or 'none'}; {_HOW}")
@@ -79,7 +95,9 @@ class Objective:
             least, below = _LEAST.get(number, (0.0, 1e6))
             if not least <= value < below:
                 raise PlanError(f"--loss {self.name}: {number} is {value:g}; it lies from {least:g} to below {below:g}")
-        if self.numbers.get("beta") == 0:
+        if (group := self.numbers.get("group", MOST_GROUP)) != int(group) or not 2 <= group <= MOST_GROUP:
+            raise PlanError(f"--loss {self.name}: group is {group:g}; it is a whole number of answers, from 2 to {MOST_GROUP}")
+        if self.numbers.get("beta") == 0 and known.numbers["beta"]:
             raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose one above it")
 
     def __hash__(self) -> int:
@@ -92,7 +110,17 @@ class Objective:
     @property
     def rows_each(self) -> int:
         """Sequences that stay together."""
-        return 2 if self.of is Of.PAIRS else 1
+        return {Of.PAIRS: 2, Of.ANSWERS: 2 * int(self.numbers.get("group", 1))}.get(self.of, 1)
+
+    @property
+    def per(self) -> Of:
+        """What the step's sum is divided by the number of."""
+        return (self.name in KNOWN and KNOWN[self.name].per) or self.of
+
+    @property
+    def has_token_reference(self) -> bool:
+        """Whether a reference is a log-probability of each token, not of sequences."""
+        return self.of is Of.TOKENS and _REFERENCE[0] in self.extras
 
     @property
     def has_first_pass(self) -> bool:
@@ -129,7 +157,7 @@ def parse_objective(text: str) -> Objective:
         except ValueError:
             raise PlanError(f"--loss {text[:80]!r}: {part[:40]!r} is no number; {_HOW}") from None
     numbers = known.numbers | said
-    return Objective(name, numbers, known.of, known.extras, known.wide)
+    return Objective(name, numbers, known.of, known.asks(numbers), known.wide)
 
 
 def _from_file(said: object) -> object:

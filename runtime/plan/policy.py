@@ -149,7 +149,7 @@ class Semantics:
     def n_losses(self, n_supervised: int) -> int:
         """How many losses a step's is the mean of, where it has that many supervised tokens."""
         n_sequences = self.ranks * self.batch_size
-        return {Of.TOKENS: n_supervised, Of.SEQUENCES: n_sequences, Of.PAIRS: n_sequences // 2}[self.objective.of]
+        return {Of.TOKENS: n_supervised, Of.SEQUENCES: n_sequences}.get(self.objective.per, n_sequences // 2)
 
     @property
     def least_group(self) -> int:

@@ -33,7 +33,7 @@ DPO = ("--loss", "dpo:beta=0.5")
 
 def pairs_of(path, *rows, **settings):
     asked = DataSettings(str(write_lines(path, rows)), **settings)
-    return read_data(asked, None, 300, 64, 4, 3, path.parent / "run" / "tokens", pairs=True)
+    return read_data(asked, None, 300, 64, 4, 3, path.parent / "run" / "tokens", objective=parse_objective("dpo"))
 
 
 @pytest.fixture
@@ -73,6 +73,124 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
     assert data.parts[0].counts["unsupervised"] == 2
 
 
+def answers_of(path, *rows, seq_len=64, **settings):
+    asked = DataSettings(str(write_lines(path, rows)), shuffle=False, **settings)
+    return read_data(asked, None, 300, seq_len, 4, 3, path.parent / "run" / "tokens", objective=parse_objective("kto:group=2"))
+
+
+def test_an_answer_is_followed_by_its_prompt_with_anothers_answer(tmp_path):
+    """As TRL pairs them: each with the answer before it, the group's first with its last."""
+    rows = [{"prompt": f"tea {n}? ", "completion": "y" * (n + 1), "label": n % 2 == 0} for n in range(5)]
+    data = answers_of(tmp_path / "a.jsonl", *rows, {**rows[0], "label": 2}, bad_rows=0.2)
+    assert (data.n_sequences, data.parts[0].counts["skipped"], len(data.parts[0].documents.problems)) == (2, 1, 1)
+    for step, (first, second) in enumerate(((0, 1), (2, 3))):
+        batch = data.batch(step)
+        said = [(first, first), (first, second), (second, second), (second, first)]
+        for ids, targets, (prompt, answer) in zip(batch.input_ids, batch.targets, said, strict=True):
+            text = rows[prompt]["prompt"] + rows[answer]["completion"]
+            assert bytes(ids[: len(text)].tolist()).decode() == text
+            assert bytes(targets[targets != -100][:-1].tolist()).decode() == rows[answer]["completion"]
+        assert batch.extras["label"].tolist() == [1, 1, 0, 0]
+    short = answers_of(tmp_path / "b.jsonl", {**rows[0], "prompt": "tea for two? "}, rows[4], seq_len=15).batch(0)
+    assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # as much of the other as there is room for
+
+
+def test_a_run_of_answers_begins_at_its_reference(home):
+    """At a half to the last bit: no answer has gained or lost, nor has the baseline."""
+    shutil.rmtree(home / "data")
+    rows = [{"prompt": f"tea {n}? ", "completion": f"{n} yes, tea", "label": n % 3 > 0} for n in range(9)]
+    write_lines(home / "data" / "answers.jsonl", rows)
+    plan = plan_in(home, "--loss", "kto:beta=0.5,group=2", "--micro-batch", 4)
+    done = succeeded(train(home, plan, "--eval-data", home / "data", "--eval-every", 2, steps=4))
+    first, *_, last = [line for line in lines_of(home, "out") if "eval_loss" in line]
+    assert (first["eval_loss"], first["eval_answers"]) == (0.5, 8)
+    assert last["eval_loss"] < 0.5
+    assert "4 groups of 2 answers" in done.output
+    one_line(train(home, plan, "--packing", "joined", out="other"), 2, "each answer is a sequence")
+    one_line(
+        train(home, plan_in(home, "--loss", "dpo", name="dpo.json"), out="other"), 2, "a loss of pairs needs chosen and rejected"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"label": "good"}, 'a "label" that is neither true nor false'),
+        ({"completion": " "}, 'an empty answer under "completion"'),
+        ({"prompt": ""}, 'an empty "prompt"'),
+        ({"completion": [YES]}, 'no string under "completion"'),
+    ],
+)
+def test_an_answer_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
+    with pytest.raises(DataError) as error:
+        answers_of(tmp_path / "a.jsonl", {"prompt": "tea? ", "completion": "yes", "label": True} | row)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+GROUP = {"prompt_ids": [9, 8], "completion_ids": [[1], [2, 3, 4]], "logprobs": [[-0.5], [-0.25, -2, -1]], "rewards": [0, 1]}
+
+
+def rollouts_of(path, *rows, **settings):
+    asked = DataSettings(str(write_lines(path, rows)), shuffle=False, **settings)
+    return read_data(asked, None, 300, 4, 2, 3, path.parent / "run" / "tokens", objective=parse_objective("grpo"))
+
+
+def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
+    """Cut to a sequence, with the advantages that its rewards give, and log-probabilities where their tokens are targets."""
+    data = rollouts_of(tmp_path / "a.jsonl", GROUP, GROUP | {"rewards": None, "advantages": [3, -4]})
+    first, second = data.batch(0), data.batch(1)
+    assert first.input_ids.tolist() == [[9, 8, 1, 256], [9, 8, 2, 3]]
+    assert first.targets.tolist() == [[-100, 1, -100, -100], [-100, 2, 3, -100]]
+    assert first.extras["old"].tolist() == [[0, -0.5, 0, 0], [0, -0.25, -2, 0]]
+    std = torch.tensor([0.0, 1]).std()
+    torch.testing.assert_close(first.extras["advantage"], torch.tensor([-0.5, 0.5]) / (std + 1e-4))
+    assert second.extras["advantage"].tolist() == [3, -4]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"rewards": [1]}, "of other numbers than each other"),
+        ({"completion_ids": [[1]], "logprobs": [[-1]], "rewards": [1]}, "a group of too few"),
+        ({"logprobs": [[-0.5], [-0.25, -2]]}, 'not one of "logprobs" for each'),
+        ({"logprobs": [[-0.5], [-0.25, -2, 3]]}, '"logprobs" above 0'),
+        ({"rewards": [0, float("nan")]}, '"rewards" that are no finite numbers'),
+        ({"completion_ids": [[1], [2, 3, 300]]}, "a token 300, and the model knows 0 to 299"),
+        ({"completion_ids": [[], [2, 3, 4]], "logprobs": [[], [-1, -1, -1]]}, "a completion that is empty"),
+        ({"prompt_ids": []}, 'an empty "prompt_ids"'),
+        ({"prompt_ids": "tea"}, 'no list under "prompt_ids"'),
+    ],
+)
+def test_a_rollout_that_is_none_is_refused_in_a_line(tmp_path, row, says):
+    with pytest.raises(DataError) as error:
+        rollouts_of(tmp_path / "a.jsonl", GROUP | row)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_of_rollouts_keeps_to_its_reference(home):
+    """The file of a reference is of each token; before the first step nothing has gone away from it."""
+    shutil.rmtree(home / "data")
+    of_groups = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randint(0, 250, shape, generator=of_groups).tolist()  # noqa: E731
+    rows = [
+        {"prompt_ids": draw(4), "completion_ids": draw(4, 6), "logprobs": [[-5.6] * 6] * 4, "rewards": draw(4)} for _ in range(4)
+    ]
+    write_lines(home / "data" / "groups.jsonl", rows)
+    plan = plan_in(home, "--loss", "grpo:beta=0.1")
+    succeeded(train(home, plan, steps=4))
+    (held,) = load_file(home / "out" / "reference.safetensors").values()
+    assert (held.shape, held.dtype, int((held != 0).sum())) == ((16, 1, 32), torch.float32, 16 * 6)
+    written = ("forward", plan, "--data", home / "data", "--out", home / "ref", *SCRATCH)
+    succeeded(command(*written))
+    succeeded(train(home, plan, "--reference", home / "ref", out="again"))
+    lines = [[{"loss": line["loss"], "norm": line["grad_norm"]} for line in lines_of(home, out)] for out in ("out", "again")]
+    assert lines[0] == lines[1]
+    one_line(train(home, plan_in(home, "--loss", "dapo", name="d.json"), "--reference", home / "ref", out="d"), 2, "takes none")
+    one_line(train(home, plan, "--format", "text", out="text"), 2, "the plan's loss is of rollouts rows")
+
+
 @pytest.mark.parametrize(
     ("row", "settings", "says"),
     [
@@ -86,8 +204,8 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
         ({"question": "tea?", "chosen": "a yes", "rejected": "a no"}, {}, "name it with --columns prompt=question"),
         ({"chosen": "tea? yes", "rejected": "tea? yes, please"}, {}, "one of chosen and rejected begins with the other"),
         ({"text": "tea"}, {}, "a loss of pairs needs chosen and rejected"),
-        (PAIR, {"packing": "joined"}, "the halves of a pair are a sequence each"),
-        (PAIR, {"format": "text"}, "the plan's loss is of pairs"),
+        (PAIR, {"packing": "joined"}, "each answer is a sequence"),
+        (PAIR, {"format": "text"}, "the plan's loss is of preference rows, with chosen and rejected"),
     ],
 )
 def test_a_pair_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, settings, says):

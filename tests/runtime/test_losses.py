@@ -21,6 +21,10 @@ from tests.tiny import tiny_config
 from tests.training import Remembering, batches_of, fused, machine_for, plan_of, same_state, semantics_of
 
 NAMES = ("dpo:beta=0.3,label_smoothing=0.1", "ipo", "hinge", "robust", "orpo", "simpo", "label-smoothing:0.2", "z-loss:0.01")
+KTO = "kto:beta=0.3,desirable_weight=1.5,undesirable_weight=0.5,group=2"
+GRPO = ("grpo:epsilon_high=0.4", "dapo:beta=0.5", "dr-grpo:max_completion_length=9")
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -2])
+EXTRAS = {"label": torch.tensor([1.0, 1, 0, 0]), "advantage": ADVANTAGES, "old": torch.linspace(-9, -1, 64).view(4, 16)}
 
 
 def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -35,6 +39,17 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
     sums, means = own.sum(1), own.sum(1) / there.sum(1)
     (chosen, rejected), (mean_c, mean_r) = ((t[0::2], t[1::2]) for t in (sums, means))
     z, e = n["beta"] * ((chosen - reference[0::2]) - (rejected - reference[1::2])), n.get("label_smoothing", 0.0)
+    if of.name in ("grpo", "dapo", "dr-grpo"):
+        ratio, over = (own - EXTRAS["old"]).exp(), reference[:, None] - own
+        a, near = ADVANTAGES[:, None], ratio.clamp(1 - n["epsilon_low"], 1 + n["epsilon_high"])
+        each = (n["beta"] * (over.exp() - over - 1) - torch.minimum(ratio * a, near * a)) * there
+        each = each / there.sum(1, keepdim=True) if of.name == "grpo" else each / n.get("max_completion_length", 1)
+        return each.sum()
+    if of.name == "kto":  # the second answer of two is not wanted
+        gain = sums - reference
+        over = gain[0::2] - gain[1::2].mean().detach().clamp(min=0)
+        wanted, unwanted = 1.5 * (1 - (n["beta"] * over[0]).sigmoid()), 0.5 * (1 - (-n["beta"] * over[1]).sigmoid())
+        return wanted + unwanted
     of_means = ((sums - reference) / there.sum(1)).view(-1, 2)
     match of.name:
         case "dpo":
@@ -68,15 +83,17 @@ def batch_of_pairs(seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, KTO, *GRPO])
 def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     of = parse_objective(name)
     more = fused("llama") | ({"loss": "eager"} if of.takes_eager else {}) if kernels == "fused" else {}
     semantics = replace(semantics_of("llama", compute_dtype="fp32", micro_batch=4, **more), objective=of)
     templates, weights, _ = head_of(semantics)
     hidden, targets, reference = batch_of_pairs(semantics.seq_len)
+    reference -= 50 * (of.name == "kto")  # above which the others' answers are, too
+    reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # of a token
     n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head_weight])
-    loss, gradient, _ = templates.loss(weights, hidden, targets, n, total, {"reference": reference})
+    loss, gradient, _ = templates.loss(weights, hidden, targets, n, total, EXTRAS | {"reference": reference})
     leaf, head = hidden.clone().requires_grad_(), weights[templates.head_weight].clone().requires_grad_()
     expected = obvious(of, F.linear(templates._normed(weights, leaf), head).double(), targets, reference)
     by_hidden, by_head = torch.autograd.grad(expected / n, [leaf, head])
@@ -85,25 +102,26 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "label-smoothing", "z-loss"])
+@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1"])
 def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
     sizes = {"compute_dtype": "fp32", "micro_batch": 4, "seq_len": 64, "loss_tile_tokens": 128}
     semantics = replace(semantics_of("llama", **sizes), objective=parse_objective(name))
     templates, weights, booked = head_of(semantics, vocab_size=4096)
     hidden, targets, reference = batch_of_pairs(64)
     total = torch.zeros_like(weights[templates.head_weight])
-    work = lambda: templates.loss(weights, hidden, targets, 4, total, {"reference": reference})  # noqa: E731
+    work = lambda: templates.loss(weights, hidden, targets, 4, total, EXTRAS | {"reference": reference, "old": reference})  # noqa: E731
     work()
     assert peak_bytes(work) <= booked <= 1.5 * peak_bytes(work)
 
 
-@pytest.mark.parametrize("name", ["dpo", "orpo", "label-smoothing"])
+@pytest.mark.parametrize("name", ["dpo", "kto:group=2", "grpo:beta=0.1"])
 def test_five_policies_train_the_same_bits_with_any_loss(name):
-    semantics = semantics_of("llama", batch_size=8, micro_batch=2, objective=parse_objective(name))
-    batches = [
-        replace(batch, extras={"reference": torch.linspace(-40, -30, 8, dtype=torch.float64)})
-        for batch in batches_of(96, 8, semantics.seq_len)
-    ]
+    n = max((objective := parse_objective(name)).rows_each, 2)
+    semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective)
+    extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
+    extras |= {"advantage": torch.linspace(-1, 1, 4 * n), "old": torch.full((4 * n, semantics.seq_len), -4.5)}
+    extras["reference"] /= 8 if objective.of is Of.TOKENS else 1
+    batches = [replace(batch, extras=extras) for batch in batches_of(96, 4 * n, semantics.seq_len)]
     policies = [
         Policy(),
         Policy(accumulation_group=4, update=Update.DEFERRED),
@@ -150,7 +168,7 @@ def test_a_pair_of_which_a_half_has_no_token_teaches_nothing(name):
 
 
 def test_a_loss_that_is_printed_is_read_back():
-    for name in NAMES + tuple(KNOWN):
+    for name in (*NAMES, KTO, *GRPO, *KNOWN):
         of = parse_objective(name)
         assert parse_objective(str(of)) == of
     file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, Of.PAIRS, ("reference",), 3, "0" * 64)
@@ -169,6 +187,7 @@ def test_a_loss_that_is_printed_is_read_back():
         ("dpo:beta=0", "nothing is learned"),
         ("dpo:0.1,beta=0.2", "beta is said twice"),
         ("dpo:beta=nan", "beta is nan"),
+        ("kto:group=2.5", "group is 2.5; it is a whole number of answers"),
     ],
 )
 def test_a_loss_that_does_not_exist_is_refused_in_a_line(text, says):
@@ -179,5 +198,5 @@ def test_a_loss_that_does_not_exist_is_refused_in_a_line(text, says):
 
 def test_half_a_pair_in_a_micro_batch_is_refused():
     for sizes in ({"micro_batch": 1}, {"micro_batch": 2, "batch_size": 5}):
-        with pytest.raises(PlanError, match="a pair is two sequences"):
+        with pytest.raises(PlanError, match="each 2 sequences are of one micro-batch"):
             plan_of(tiny_config("llama"), semantics_of("llama", objective=parse_objective("orpo"), **sizes), Policy())
