@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from runtime.executor import Stop
     from runtime.plan import Plan, Policy, Semantics
 
-    from .api import check, forward, plan, predict, probe, train
+    from .api import check, forward, plan, predict, probe, stream, train
     from .version import __version__ as __version__
 
 _HOMES = {
-    **dict.fromkeys(("plan", "check", "predict", "probe", "train", "forward"), "penstock.api"),
+    **dict.fromkeys(("plan", "check", "predict", "probe", "train", "stream", "forward"), "penstock.api"),
     **dict.fromkeys(("Plan", "Semantics", "Policy"), "runtime.plan"),
     "Profile": "hwprofiles.schema",
     "PenstockError": "runtime.errors",
@@ -33,7 +33,7 @@ _HOMES = {
 }
 
 __all__ = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
-__all__ += ["check", "forward", "plan", "predict", "probe", "train"]
+__all__ += ["check", "forward", "plan", "predict", "probe", "stream", "train"]
 
 
 def __getattr__(name: str) -> Any:

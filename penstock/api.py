@@ -5,7 +5,8 @@ What takes long to import is imported where it is used: the search, the simulato
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from html import escape
@@ -38,7 +39,7 @@ from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
     from penstock.data.given import Batches, Given
-    from penstock.training.trainer import Metrics
+    from penstock.training.trainer import Metrics, Trainer, Turn
     from planner.predict.simulate import Prediction
     from planner.search.answer import Answer
     from runtime.executor import Stop
@@ -321,7 +322,7 @@ def train(
     stop: "Stop | None" = None,
     loss: "Callable[..., Any] | None" = None,
 ) -> Trained:
-    """Train with a plan, and save checkpoints; the bits are those of `penstock run`.
+    """Train with a plan, and save checkpoints; the bits are those of `penstock run`, or of a loop of one's own over `stream`.
 
     `data`: a folder or file, as for `--data`; a list of them, or of entries of `data.mix`; or an object with `batch(step)`.
     `settings`: all other settings of a run by dotted names, as `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model` is
@@ -329,6 +330,58 @@ def train(
     machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
     last, and saves. `loss`: the function of a plan whose loss is one's own.
     """
+    made = list["Metrics"]()
+
+    def step(metrics: "Metrics") -> None:
+        made.append(metrics)
+        on_step(metrics)
+
+    of_run = {"out": out, "steps": steps, "lr": lr, "device": device, "resume": resume, "from_scratch": from_scratch}
+    of_loop = {"settings": settings, "time_scale": time_scale, "on_step": step, "stop": stop, "loss": loss}
+    with _trainer(plan, data, **cast("Any", of_run | of_loop)) as trainer:
+        timeline, _ = trainer.train()
+    session = trainer.session
+    return Trained(Path(out), made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
+
+
+def stream(
+    plan: Planned | PlanFile | Plan | str | Path,
+    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
+    *,
+    every: int = 1,
+    **how: Any,
+) -> "Iterator[Turn]":
+    """Train as `train` does, in a loop of one's own: `for turn in penstock.stream(plan, data, steps=100): ...`.
+
+    After `every` steps all lanes come to rest, which costs what of two steps would overlap, and the loop has its turn: it looks at
+    `turn.metrics` and `turn.weights()`, evaluates, saves, sets `turn.lr`, stops. Until it is over the next step waits. `how`: what
+    `train` takes. A loop that is left by `break` saves nothing more; `turn.stop()` does. The bits are those of `train`.
+    """
+    if every < 1:
+        raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
+    with _trainer(plan, data, every=every, **how) as trainer:
+        yield from trainer.turns()
+
+
+@contextmanager
+def _trainer(
+    plan: Planned | PlanFile | Plan | str | Path,
+    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
+    *,
+    out: str | Path = "penstock-run",
+    steps: int | None = None,
+    lr: float | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    from_scratch: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    time_scale: float | None = None,
+    on_step: "Callable[[Metrics], None]" = lambda metrics: None,
+    stop: "Stop | None" = None,
+    loss: "Callable[..., Any] | None" = None,
+    every: int | None = None,
+) -> "Iterator[Trainer]":
+    """What trains, of a session that is open until the context ends."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
@@ -342,18 +395,13 @@ def train(
     named, given = _data(data, file.plan)
     known: dict[str, Any] = {**named, "out": str(out), "device": device, "from_scratch": from_scratch}
     known |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
-    asked = read_run(None, {**known, **(settings or {}), "plan": str(folder / PLAN_FILE)})
-    made = list["Metrics"]()
-
-    def step(metrics: "Metrics") -> None:
-        made.append(metrics)
-        on_step(metrics)
-
+    # A loop that an error has left would leave a thread behind that waits for what to save
+    fixed = {"plan": str(folder / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
+    asked = read_run(None, {**known, **(settings or {}), **fixed})
     with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop, loss=loss) as session:
-        trainer = Trainer(session, step)
+        trainer = Trainer(session, on_step, every=every)
         write_settings(asked, file)
-        timeline, _ = trainer.train()
-    return Trained(folder, made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
+        yield trainer
 
 
 def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:

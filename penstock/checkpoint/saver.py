@@ -52,6 +52,7 @@ class Saver:
         copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
         self._changed = self.snapshots.changed
+        self._stay = set[int]()  # asked for, which a later one does not replace
         self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
         self._written: Future[None] | None = None  # done when the thread has ended
         self._first = self._saved = first_step  # the step on disk that the run began with, and the last one
@@ -111,8 +112,10 @@ class Saver:
         if self.is_due_in_background(step):
             self._permit(step)
 
-    def save(self, step: int) -> None:
-        """While all lanes are idle: save the state as it is, unless it is on disk; a thread that is at work is not waited for."""
+    def save(self, step: int, stays: bool = False) -> None:
+        """While all lanes are idle: save the state as it is, unless it is on disk; a thread that is at work is not waited for.
+        `stays`: not only until the next is saved."""
+        self._stay |= {step} if stays else set()
         if step == self._saved:
             return
         self.snapshots.ask_for(step)
@@ -182,7 +185,7 @@ class Saver:
             files.finish(snapshot.step, {**fields, "n_updates": snapshot.n_updates, **only_weights})
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
-        elif self._saved != self._first and not self._is_scheduled(self._saved):
+        elif self._saved != self._first and not (self._is_scheduled(self._saved) or self._saved in self._stay):
             remove([self._folder / f"checkpoint-{self._saved}"])  # saved by time alone: a long run would fill the disk with these
         with self._changed:
             self._saved = snapshot.step

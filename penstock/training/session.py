@@ -49,7 +49,21 @@ from .run_folder import run_folder, state_to_resume
 from .schedules import learning_rates
 from .self_test import self_test
 
-OfStep = Callable[[int], AdamW]  # the hyperparameters of a step
+
+@dataclass(slots=True)
+class Rates:
+    """The hyperparameters of each step: those of the settings, until others are asked for from some step on."""
+
+    settings: OptimizerSettings
+    scheduled: Callable[[int], float]
+    changes: list[tuple[int, float]] = field(default_factory=list)  # (first step, learning rate), in the order of the steps
+
+    def __call__(self, step: int) -> OptimizerSettings:
+        return replace(self.settings, lr=self.lr(step))
+
+    def lr(self, step: int) -> float:
+        asked = [lr for first, lr in self.changes if first <= step]
+        return asked[-1] if asked else self.scheduled(step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +314,7 @@ def _stand_in(plan: Plan) -> Plan:
 
 
 def machine_of(
-    device: str, plan: Plan, data: RunData, of_step: OfStep, seed: int, ranks: Ranks | None, loss: LossFunction | None = None
+    device: str, plan: Plan, data: RunData, of_step: Rates, seed: int, ranks: Ranks | None, loss: LossFunction | None = None
 ) -> TorchMachine:
     """A machine that trains the plan, with its memory taken. `loss`: the user's own, where the plan's is that."""
     if device == "cuda":
@@ -325,12 +339,12 @@ def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
     return replace(settings, optimizer=replace(of, lr=of.lr or usual, beta2=beta2))
 
 
-def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[OfStep, dict[str, Any]]:
+def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Rates, dict[str, Any]]:
     """The hyperparameters of each step, and what of them a checkpoint keeps: a resumed run must use the same."""
     lr_of = learning_rates(settings, n_steps)
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it
     kept = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
-    return lambda step: replace(settings, lr=lr_of(step)), kept
+    return Rates(settings, lr_of), kept
 
 
 def _refuse_unknown_parameters(settings: OptimizerSettings, plan: Plan) -> None:

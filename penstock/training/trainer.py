@@ -1,9 +1,11 @@
 """The training loop of a session: train, log, save, validate."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Saver
+from penstock.run_config import RunConfigError
 from planner.predict.settled import WARM_UP_STEPS
 from runtime.errors import CheckpointError, PenstockError
 from runtime.executor import Execution, OpError, Step, Stop
@@ -21,8 +24,8 @@ from runtime.plan.timeline import Timeline
 
 from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
-from .session import Session
-from .validation import Validation, validations_of
+from .session import Rates, Session
+from .validation import Validation, held_out_loss, validations_of
 
 LOST_TIMES = 10  # the first loss
 LEAST_LOSS = 1.0  # that counts as a first one, in nats per token: below, the first batch may have been an easy one
@@ -101,22 +104,31 @@ class Trainer:
         session: Session,
         on_step: Callable[[Metrics], None] = lambda metrics: None,
         validations: Sequence[Validation] | None = None,
+        every: int | None = None,
     ) -> None:
-        """CheckpointError where nothing is left to do. `validations`: those of the settings, if nothing is said."""
-        self.session, self.on_step = session, on_step
+        """CheckpointError where nothing is left to do. `validations`: those of the settings, if none are said. `every`: most steps
+        from one pause to the next."""
+        self.session, self.on_step, self.every = session, on_step, every
         settings, first_step = session.settings, session.first_step
         self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
         self.validations = validations_of(session, self.monitors) if validations is None else validations
         self.timeline, self.times_s, self.watch = Timeline(()), list[float](), Watch()
+        self._made = list[Metrics]()  # since the last pause
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             more = f"ask for more than {session.n_steps} with --steps"
             raise CheckpointError(f"{session.folder}: holds step {first_step} already; {more}")
 
     def train(self) -> tuple[Timeline, list[float]]:
-        """Train; the timeline of the longest stretch between two pauses, and the seconds of each step after the warm-up.
+        """Train; the timeline of the longest stretch between two pauses, and the seconds of each step after the warm-up."""
+        for _ in self.turns():
+            pass
+        return self.timeline, self.times_s
 
-        Lanes run through from one pause to the next: a validation, the end, or a save where that is not done in the background. The
-        last checkpoint is written before the last validation, which a resumed run makes up for.
+    def turns(self) -> Iterator["Turn"]:
+        """Train as far as one iterates, from one pause to the next.
+
+        Lanes run through until a validation, the end, `every`, or a save where that is not done in the background. The last
+        checkpoint is written before the last validation, which a resumed run makes up for.
         """
         session, done = self.session, self.session.first_step
         self._leave_what_followed()
@@ -129,6 +141,8 @@ class Trainer:
                     saver.save(done)
                 if done < session.n_steps:
                     self._validate(done)
+                made, self._made = tuple(self._made), []
+                yield Turn(self, saver, made)
             if self.watch.found is not None and session.settings.stop_if_lost:
                 raise LostError(f"{self.watch.found}, and begin again from a checkpoint before it")
             if saver is not None:
@@ -137,7 +151,6 @@ class Trainer:
             if done > session.first_step:
                 self._keep_timeline()
                 self._validate(done)
-        return self.timeline, self.times_s
 
     def _leave_what_followed(self) -> None:
         """Leave no line in the folder of a later step than that which is resumed from, and nothing half written."""
@@ -155,7 +168,8 @@ class Trainer:
         """Train, and log each step, until a pause is due, for which lanes are drained; the number of steps that are done."""
         session, checkpoint = self.session, self.session.checkpoint
         saves_in_pauses = saver is not None and not checkpoint.background
-        every = [session.settings.evaluation.every if self.validations else None, checkpoint.every if saves_in_pauses else None]
+        validates = session.settings.evaluation.every if self.validations else None
+        every = [validates, checkpoint.every if saves_in_pauses else None, self.every]
         until = min([session.n_steps, *(done + n - done % n for n in every if n is not None)])
         pause = Stop(session.stop)
         stop = pause if session.leader is None else session.leader.train(done, until - done, pause)
@@ -182,6 +196,7 @@ class Trainer:
         if saver is not None:
             saver.is_logged(metrics.step)
         self.on_step(metrics)
+        self._made.append(metrics)
         if self.watch.look(metrics):
             if self.session.settings.stop_if_lost:
                 self.session.stop.request()
@@ -245,6 +260,65 @@ class Trainer:
                 if self.session.stop.is_requested:
                     break
                 validation.perform(done)
+
+
+@dataclass(slots=True)
+class Turn:
+    """A pause of a run, in which all lanes are idle: what it is asked holds from the next step on."""
+
+    trainer: Trainer = field(repr=False)
+    _saver: Saver | None = field(repr=False)
+    metrics: tuple[Metrics, ...]  # of each step since the pause before
+
+    @property
+    def step(self) -> int:
+        """Steps that are done in all."""
+        return self.metrics[-1].step
+
+    @property
+    def loss(self) -> float:
+        """Of the last of them."""
+        return self.metrics[-1].loss
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step. Once set, no schedule changes it; a run that resumes has to be told again."""
+        return self._rates.lr(self.step)
+
+    @lr.setter
+    def lr(self, rate: float) -> None:
+        if not 0 <= rate < math.inf:
+            raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
+        self._rates.changes.append((self.step, rate))
+
+    @property
+    def _rates(self) -> Rates:
+        rates = self.trainer.session.store.settings
+        assert isinstance(rates, Rates), "what opens a session makes them"
+        return rates
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss on the run's held-out data, the setting `evaluation.data`, by the names of metrics.jsonl."""
+        return held_out_loss(self.trainer.session)
+
+    def save(self) -> Path:
+        """Write a checkpoint, which stays; its folder."""
+        if self._saver is None:
+            raise RunConfigError("an emulated run saves nothing; run on another device")
+        self._saver.save(self.step, stays=True)
+        return self.trainer.session.folder / f"checkpoint-{self.step}"
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight that is not packed, by its name in the model: a copy on the host, as it is computed with."""
+        host = self.trainer.session.store.host
+        for p in host.all_owned():
+            if not host.plan.is_packed(p):
+                host.settle(host.block_of(p))
+                yield p.name, host.compute_weight(p).to("cpu", copy=True)
+
+    def stop(self) -> None:
+        """End after this step, and save."""
+        self.trainer.session.stop.request()
 
 
 @contextmanager

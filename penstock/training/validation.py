@@ -16,7 +16,7 @@ import torch
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.compute.compute import LastHidden
-from runtime.errors import DataError, PenstockError
+from runtime.errors import DataError, PenstockError, PlanError
 from runtime.executor import Stop
 from runtime.forward_plan import forward_plan
 from runtime.machines.torch_machine import TorchMachine
@@ -59,10 +59,7 @@ def validations_of(session: Session, monitors: Monitors) -> tuple[Validation, ..
 
 def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     """The loss on held-out data; where the settings say so, that without the adapter too."""
-    data, asked = session.held_out, session.settings.evaluation
-    assert data is not None
-    n_sequences = min(asked.max_sequences, data.n_steps or asked.max_sequences)
-    measure = partial(evaluate, session.store, data.batch, n_sequences, session.stop)
+    measure = partial(held_out_loss, session, session.stop)
     values, without = measure(), ""
     if _compares(session):
         with session.store.compute.templates.without_adapters():
@@ -72,6 +69,14 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
     session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{without}")
+
+
+def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float]:
+    """`evaluate` of as much of the held-out data as the settings say; PlanError where there is none."""
+    data, most = session.held_out, session.settings.evaluation.max_sequences
+    if data is None:
+        raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
+    return evaluate(session.store, data.batch, min(most, data.n_steps or most), stop)
 
 
 def _in_words(values: dict[str, float]) -> str:

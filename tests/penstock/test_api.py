@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,7 @@ def losses(folder: Path) -> list[float]:
 
 def test_the_names_are_these_and_planning_imports_no_torch() -> None:
     types = ["Batches", "PenstockError", "Plan", "Policy", "Profile", "Semantics", "Stop"]
-    names = [*types, "check", "forward", "plan", "predict", "probe", "train"]
+    names = [*types, "check", "forward", "plan", "predict", "probe", "stream", "train"]
     assert penstock.__all__ == names
     assert all(getattr(penstock, name) is not None for name in names)
     code = (
@@ -169,3 +170,33 @@ def test_batches_are_refused_where_they_cannot_be_used(home: Path) -> None:
     with pytest.raises(DataError, match="leave document_tokens out"):
         Given(packed, 32, 4, 272, "attention by document is not there").batch(0)
     assert Given(packed, 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4
+
+
+def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
+    """Looked at, evaluated and saved after every step, whatever the plan defers; and another rate holds from the next step on."""
+    found = penstock.plan(home / "model", "cpu-2core", **SIZES, policy={"update": "deferred", "accumulation_group": 2})
+    how = {"from_scratch": True, "settings": {"tokenizer": "bytes", "evaluation.data": str(home / "data")}, "lr": 1e-2}
+    done = penstock.train(found, home / "data", out=home / "train", steps=5, **how)
+    weights, loss = dict[str, torch.Tensor](), 0.0
+    turns, seen = penstock.stream(found, home / "data", out=home / "stream", steps=9, every=2, **how), list[dict[str, Any]]()
+    for turn in turns:
+        seen += [asdict(metrics) for metrics in turn.metrics]
+        evaluated = turn.evaluate()
+        if turn.step == 2:
+            kept = dict(turn.weights())
+            saved = AutoModelForCausalLM.from_pretrained(turn.save()).state_dict()
+            assert kept
+            assert all(torch.equal(weight, saved[name]) for name, weight in kept.items())
+        if turn.step == 4:
+            turn.lr = 0.0
+        if turn.step == 6:
+            assert turn.lr == 0.0
+            assert all(torch.equal(weight, weights[name]) for name, weight in turn.weights())
+            assert evaluated["eval_loss"] == loss
+            turn.stop()
+        weights, loss = dict(turn.weights()), evaluated["eval_loss"]
+    assert [line["loss"] for line in seen[:5]] == [line.loss for line in done.metrics]
+    assert (len(seen), [line["lr"] for line in seen]) == (6, [1e-2] * 4 + [0.0] * 2)
+    assert {path.name for path in (home / "stream").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
+    with pytest.raises(PlanError, match="every is 0"):
+        next(penstock.stream(found, home / "data", every=0))
