@@ -67,7 +67,8 @@ class _Plan(Command):
     "--loss",
     metavar="NAME|FILE.py:FUNCTION",
     help="What is minimised: cross-entropy, label-smoothing:0.1, z-loss:1e-4; of pairs dpo:beta=0.1, ipo, hinge, robust, orpo, "
-    "simpo; of single answers kto; or a function of your own, which is executed.  [default: cross-entropy]",
+    "simpo; of single answers kto; of rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
+    "[default: cross-entropy]",
 )
 @click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
 @click.option(
