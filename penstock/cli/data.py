@@ -120,7 +120,11 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
 
     of = sum((part.counts for part in parts), Counts())
     packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
-    targets = (row[1] for part, segments in packed for row in rows_of(part.documents, segments, part.shape))
+    targets = (
+        row[1]
+        for part, segments in packed
+        for row in rows_of(part.documents, segments, part.shape)[:: 1 + (part.shape.packing == "answers")]
+    )
     return {
         "rows": sum(part.documents.n_rows for part in parts),
         "bad_rows": sum(len(part.documents.problems) for part in parts),

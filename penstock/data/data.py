@@ -185,7 +185,8 @@ def _packed(reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cac
     order = np.arange(n) if seed is None or shape.packing == "joined" else order_of(n, seed, 0, 0)
     sequences, counts = pack(documents, order, shape)
     if not len(sequences):
-        raise DataError(f"{_about(reader)}: nothing to learn in it ({in_words(counts)}); {WANTED}")
+        wanted = f"a group has {shape.group} answers: give more, or plan with a smaller one" if shape.group > 1 else WANTED
+        raise DataError(f"{_about(reader)}: nothing to learn in it ({in_words(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
     fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)
     return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, BRINGS.get(reader.format, ()))

@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each of its tokens
 T = TypeVar("T")
 LEAST_STD = 1e-4  # added to that of a group's rewards, as TRL does
+MOST_NUMBER = 1e30  # of a reward or alike
 MOST_LOGP = 1e-3  # of a token: what rounding may make of 0
 EXAMPLE = '{"text": "..."}'
 # Required columns of each format, and an example row; a row with the columns of two formats has the first one.
@@ -148,7 +149,7 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
 
 
 def _numbers(found: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    if not all(type(number) in (int, float) and np.isfinite(number) for number in found):
+    if not all(isinstance(number, int | float) and abs(number) < MOST_NUMBER for number in found):
         raise ValueError(f'"{name}" that are no finite numbers')
     return np.array(found, dtype=np.float64)
 

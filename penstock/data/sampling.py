@@ -114,7 +114,9 @@ class MapStyleData:
             of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
             segments, packing = part.sequences.segments, part.shape.packing
             full = np.diff(segments[:, 1:]).sum() / ((n if self.rows_each == 1 else len(segments)) * seq_len)
-            what = {"pairs": "pairs of sequences of", "answers": f"groups of {part.shape.group} answers, in"}.get(packing, "of")
+            what = {"pairs": "pairs of sequences of", "answers": f"groups of {part.shape.group} answers, sequences of"}.get(
+                packing, "of"
+            )
             said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
             said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
             if of:

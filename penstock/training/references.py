@@ -109,7 +109,7 @@ def write_reference(
         unfinished.unlink(missing_ok=True)
         write_tensors(unfinished, found, found.values(), {"key": key, "sha256": _digest(found)})
         os.replace(unfinished, path)
-    return sum(tensor.numel() for tensor in found.values())
+    return sum(len(tensor) * tensor.shape[1] for tensor in found.values())
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:

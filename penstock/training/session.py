@@ -52,18 +52,14 @@ from .self_test import self_test
 
 @dataclass(slots=True)
 class Rates:
-    """The hyperparameters of each step: those of the settings, until others are asked for from some step on."""
+    """The hyperparameters of each step: of the settings, but for a learning rate that was asked for while no lane was at work."""
 
     settings: OptimizerSettings
     scheduled: Callable[[int], float]
-    changes: list[tuple[int, float]] = field(default_factory=list)  # (first step, learning rate), in the order of the steps
+    asked: float | None = None
 
     def __call__(self, step: int) -> OptimizerSettings:
-        return replace(self.settings, lr=self.lr(step))
-
-    def lr(self, step: int) -> float:
-        asked = [lr for first, lr in self.changes if first <= step]
-        return asked[-1] if asked else self.scheduled(step)
+        return replace(self.settings, lr=self.scheduled(step) if self.asked is None else self.asked)
 
 
 @dataclass(frozen=True, slots=True)

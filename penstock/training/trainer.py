@@ -141,8 +141,9 @@ class Trainer:
                     saver.save(done)
                 if done < session.n_steps:
                     self._validate(done)
-                made, self._made = tuple(self._made), []
-                yield Turn(self, saver, made)
+                if self._made or self.every is None:
+                    made, self._made = tuple(self._made), []
+                    yield Turn(self, saver, made)
             if self.watch.found is not None and session.settings.stop_if_lost:
                 raise LostError(f"{self.watch.found}, and begin again from a checkpoint before it")
             if saver is not None:
@@ -196,7 +197,8 @@ class Trainer:
         if saver is not None:
             saver.is_logged(metrics.step)
         self.on_step(metrics)
-        self._made.append(metrics)
+        if self.every is not None:
+            self._made.append(metrics)
         if self.watch.look(metrics):
             if self.session.settings.stop_if_lost:
                 self.session.stop.request()
@@ -283,13 +285,15 @@ class Turn:
     @property
     def lr(self) -> float:
         """The learning rate of the next step. Once set, no schedule changes it; a run that resumes has to be told again."""
-        return self._rates.lr(self.step)
+        lr = self._rates(self.step).lr
+        assert lr is not None, "a run has one"
+        return lr
 
     @lr.setter
     def lr(self, rate: float) -> None:
         if not 0 <= rate < math.inf:
             raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
-        self._rates.changes.append((self.step, rate))
+        self._rates.asked = rate
 
     @property
     def _rates(self) -> Rates:
@@ -302,7 +306,7 @@ class Turn:
         return held_out_loss(self.trainer.session)
 
     def save(self) -> Path:
-        """Write a checkpoint, which stays; its folder."""
+        """Write a checkpoint, which stays, unless `checkpoint.keep` says how many do; its folder."""
         if self._saver is None:
             raise RunConfigError("an emulated run saves nothing; run on another device")
         self._saver.save(self.step, stays=True)

@@ -91,6 +91,8 @@ def test_an_answer_is_followed_by_its_prompt_with_anothers_answer(tmp_path):
             assert bytes(ids[: len(text)].tolist()).decode() == text
             assert bytes(targets[targets != -100][:-1].tolist()).decode() == rows[answer]["completion"]
         assert batch.extras["label"].tolist() == [1, 1, 0, 0]
+    with pytest.raises(DataError, match="a group has 2 answers: give more"):
+        answers_of(tmp_path / "c.jsonl", rows[0])
     short = answers_of(tmp_path / "b.jsonl", {**rows[0], "prompt": "tea for two? "}, rows[4], seq_len=15).batch(0)
     assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # as much of the other as there is room for
 
