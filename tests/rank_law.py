@@ -42,7 +42,7 @@ POLICIES = {
 SEMANTICS = {
     "eager": {"clip_norm": None},
     "lean": optimizing("adamw:moments=bf16,master=bf16", None),
-    "lion": optimizing("lion:moments=bf16", None),
+    "lion": optimizing("lion:moments=int8", None),
 }
 
 

@@ -43,7 +43,26 @@ def random_16(key: int, n: int) -> torch.Tensor:
     return mixed[(torch.tensor(begins)[i // 2**16] + i) % 2**16].to(torch.int32)
 
 
-def at_random(x: torch.Tensor, key: int) -> torch.Tensor:
+def in_int8(x: torch.Tensor, key: int, is_root: bool) -> torch.Tensor:
+    """What is left of fp32 numbers in groups of int8 codes, group by group."""
+    flat, numbers, found = x.flatten(), random_16(key, x.numel()), []
+    flat = flat.double().sqrt().float() if is_root else flat
+    for at in range(0, len(flat), 32):
+        of, most = flat[at : at + 32], flat[at : at + 32].abs().max()
+        if most < 2.0**-50:
+            found.append(torch.zeros_like(of))
+            continue
+        scale = ((most.view(torch.int32) + numbers[at]) & ~0xFFFF).view(torch.float32)
+        if is_root:
+            root = scale * torch.round(255 * of / most) / 255
+            found.append(root * root)
+        else:
+            code = torch.round(254 * of / (most + of.abs())).char().float()  # no zero with a sign
+            found.append(scale * code / (254 - code.abs()))
+    return torch.cat(found).view(x.shape)
+
+
+def at_random(x: torch.Tensor, key: int, is_root: bool = False) -> torch.Tensor:
     """fp32 to bf16, up as often as the numbers of its elements say."""
     bits = (x.flatten().view(torch.int32) + random_16(key, x.numel())) >> 16
     return bits.to(torch.int16).view(torch.bfloat16).view(x.shape)
@@ -69,8 +88,8 @@ def lean_step(
     keys = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
     if semantics.master_dtype == "bf16":
         master = (at_random(master, keys[0]) if semantics.weight_rounding == "stochastic" else half_up(master)).float()
-    if semantics.optimizer.endswith("moments=bf16"):
-        after = [at_random(x, key) for x, key in zip(after, keys[1:], strict=False)]
+    if (kept_as := {"bf16": at_random, "int8": in_int8}.get(semantics.optimizer.partition("=")[2])) is not None:
+        after = [kept_as(x, key, is_root) for x, key, is_root in zip(after, keys[1:], (False, True), strict=False)]
     return master, after
 
 

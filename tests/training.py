@@ -30,6 +30,7 @@ N_STEPS = 3
 LEAN: dict[str, dict] = {
     "lion": {"optimizer": "lion"},
     **{text: optimizing(text, None) for text in ("adamw:moments=bf16", "adamw:master=bf16", "lion:moments=bf16,master=bf16")},
+    **{text: optimizing(text, None) for text in ("adamw:moments=int8,master=bf16", "lion:moments=int8")},
     "adamw:moments=bf16 fp32": {"optimizer": "adamw:moments=bf16", "compute_dtype": "fp32", "gradient_dtype": "fp32"},
     "adamw:moments=bf16 half up": {"optimizer": "adamw:moments=bf16", "master_dtype": "bf16"},
 }
@@ -190,8 +191,9 @@ def state_of(machine: CpuMachine) -> tuple[Tensors, Tensors, Tensors]:
         for p in machine.host.owned[number]:
             of = machine.host.param_state(p)
             masters[p.name] = of.master.whole().clone().view(p.shape)
-            for kept, moment in zip((exp_avg, exp_avg_sq), of.moments, strict=False):  # Lion has one
-                kept[p.name] = moment.clone().view(p.shape)
+            for kept, name in zip((exp_avg, exp_avg_sq), machine.plan.semantics.optimizer.moments, strict=False):  # Lion has one
+                held = machine.host.moment(p, name)
+                kept[p.name] = (held.clone() if isinstance(held, torch.Tensor) else held.whole()).view(p.shape)
     return masters, exp_avg, exp_avg_sq
 
 

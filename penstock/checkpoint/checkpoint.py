@@ -270,7 +270,8 @@ def _converted_in_words(*states: Mapping[str, Any]) -> str:
     """What becomes of each part of a state, of which the second is made of the first."""
     was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
     found = {
-        part: "dropped" if part not in now else "kept" if now[part] in (was[part], "fp32") else "rounded to bf16" for part in was
+        part: "dropped" if part not in now else "kept" if now[part] in (was[part], "fp32") else f"rounded to {now[part]}"
+        for part in was
     }
     return ", ".join(f"its {_PARTS[part]} is {what}" for part, what in found.items())
 
@@ -313,8 +314,8 @@ def put_back(state: State, host: HostState, data: RunData) -> None:
     for number in range(len(host.plan.workload.blocks)):
         for p in host.owned[number]:
             host.set_weight(p, _stored(state, "master", p))
-            for name, moment in zip(host.plan.semantics.optimizer.moments, host.param_state(p).moments, strict=True):
-                moment.copy_(_stored(state, name, p).reshape(-1)[host.part(p)])
+            for name in host.plan.semantics.optimizer.moments:
+                host.moment(p, name).copy_(_stored(state, name, p).reshape(-1)[host.part(p)])
         host.settle(number)
     host.n_updates = n_updates
 

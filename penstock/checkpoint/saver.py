@@ -19,7 +19,6 @@ import torch
 from penstock.settings import CheckpointSettings
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE, available_host_bytes
-from runtime.host.optimizer import Master
 from runtime.plan.workload import Parameter
 
 from .checkpoint import CheckpointWriter
@@ -214,9 +213,9 @@ class Saver:
             files.write_tensors(f"optimizer-{block:05d}.safetensors", outlines, chain.from_iterable(pieces))
 
     def _pieces(self, p: Parameter, name: str, copy: Copy | None) -> Iterator[torch.Tensor]:
-        """The master or a moment of a parameter; a split master is joined in pieces, as a whole one would be a second copy."""
+        """The master or a moment of a parameter; what is split or packed comes in pieces, as a whole one would be a second copy."""
         held, dtype = self._looked().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
-        return (piece.to("cpu", dtype) for piece in (held.pieces() if isinstance(held, Master) else (held,)))
+        return (piece.to("cpu", dtype) for piece in ((held,) if isinstance(held, torch.Tensor) else held.pieces()))
 
     def _looked(self) -> HostState:
         """The state; GivenUp if there is no need to go on writing."""

@@ -15,7 +15,6 @@ from runtime.executor import Stop, execute
 from runtime.forward_plan import forward_plan
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import Master
 from runtime.machines.processes import Processes, refuse_errors
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.workload import Parameter
@@ -103,7 +102,7 @@ def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
     if what == "weight":
         return state.param_state(p).master.weight
     held = state.saved(p, what)
-    return held.whole() if isinstance(held, Master) else held
+    return held if isinstance(held, torch.Tensor) else held.whole()
 
 
 def obey(machine: TorchMachine, ranks: Processes) -> None:

@@ -3,6 +3,7 @@
 They follow from workload, semantics and a legal policy. Only the checker uses them, never what makes plans.
 """
 
+import math
 from collections.abc import Iterable
 
 from runtime.errors import PlanError
@@ -63,7 +64,8 @@ class Shape:
             # Tiles of 2^16 elements, one more for each end of a parameter or a piece
             self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
         # Of each block: bytes of masters (in one piece or in two) and moments; of what is frozen; of what the host has of both
-        self.own_bytes = [n * of.optimizer.state_bytes(of.master_dtype) for n in self.owned]
+        per_element = of.optimizer.state_bytes(of.master_dtype)
+        self.own_bytes = [math.ceil(n * per_element / ALIGN_BYTES) * ALIGN_BYTES for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
         self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(self.frozen_bytes)]
         # Of a rank's part of each block's gradient, on the device and on the link, and on the host

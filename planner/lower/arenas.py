@@ -79,8 +79,8 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     kept = [blocks[b].trained_elements * ITEM_BYTES[plan.gradient_dtype(b)] for b in policy.device_blocks]
     yield Arena("gradients", Place.DEVICE, (*[layer_bytes] * policy.gradient_slots, vocab_bytes, *kept))
     if policy.device_blocks:
-        per_param = sum(plan.state_bytes().values())
-        yield Arena("device_state", Place.DEVICE, tuple(blocks[b].state_elements * per_param for b in policy.device_blocks))
+        there = [sum(plan.state_bytes(blocks[b].state_elements).values()) for b in policy.device_blocks]
+        yield Arena("device_state", Place.DEVICE, tuple(there))
     n_sums = plan.semantics.n_sums
     layer_elements, vocab_elements = _largest_gradients(plan, without=list(filter(plan.is_apart, policy.device_blocks)))
     sums = [layer_elements * ITEM_BYTES[plan.sum_dtype(1)]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
@@ -122,13 +122,12 @@ def _activation_bytes(plan: Setup) -> list[int]:
 
 def _host_arenas(plan: Setup) -> Iterator[Arena]:
     policy = plan.policy
-    per_param = sum(plan.state_bytes().values())
     on_device = {*policy.device_blocks}  # which have nothing here
-    parts = _of_blocks(plan, plan.part_elements)
-    in_state = [n * per_param * (b not in on_device) for b, n in enumerate(parts)]
+    parts = _of_blocks(plan, lambda b: sum(plan.state_bytes(plan.part_elements(b)).values()))
+    in_state = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(parts)]
     if not plan.workload.trains_all:
         in_state = [n_bytes + plan.frozen_bytes(b) for b, n_bytes in enumerate(in_state)]
-    in_state += [parts[b] * per_param for b in policy.speculate_blocks]
+    in_state += [parts[b] for b in policy.speculate_blocks]
     yield Arena("state", Place.HOST, tuple(in_state))
     sent = _of_blocks(plan, lambda b: plan.gradient_elements(b) // plan.semantics.ranks * ITEM_BYTES[plan.host_gradient_dtype(b)])
     gradients = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(sent)]

@@ -41,7 +41,7 @@ def region_of(profile: Profile) -> Region:
     return Region((*shared, (Resource.DRAM, host.dram_bytes_per_s.value), (Resource.CORES, float(host.n_cores))))
 
 
-def update_bytes_per_param(plan: Setup, block: int) -> int:
+def update_bytes_per_param(plan: Setup, block: int) -> float:
     """Host memory traffic of the optimizer per parameter."""
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
@@ -468,7 +468,7 @@ class CostModel:
     def _updated_on_device(self, plan: Setup, block: Block) -> tuple[int, int]:
         """Traffic of the device's memory, and kernels."""
         of = plan.semantics
-        return block.n_trained * of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype), len(block.trained)
+        return round(block.n_trained * of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype)), len(block.trained)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with

@@ -58,9 +58,9 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     kept_bytes = of.optimizer.state_bytes(of.master_dtype)  # of a parameter, which an update reads and writes
     weight_bytes = weight if weight != master and of.ranks == 1 else 0  # that it writes beside
     # The update reads gradients and state, as the norm reads gradients before it.
-    updating_bytes = 2 * gradient_bytes + plan.workload.n_trained * (2 * kept_bytes + weight_bytes)
+    updating_bytes = 2 * gradient_bytes + round(plan.workload.n_trained * (2 * kept_bytes + weight_bytes))
     updating_s = cost.moving_s(updating_bytes, 2 * sum(len(b.trained) for b in blocks)) / of.ranks
-    state_bytes = plan.workload.n_trained * (kept_bytes + weight_bytes) + gradient_bytes
+    state_bytes = round(plan.workload.n_trained * (kept_bytes + weight_bytes)) + gradient_bytes
     # The largest block, its gradient, and that in fp32 on its way to the others; and the next one's weights
     largest, layer = (max(b.slot_elements for b in of_blocks) for of_blocks in (blocks, blocks[1:-1]))
     together_bytes = (2 * weight + FP32_BYTES) * largest + weight * layer

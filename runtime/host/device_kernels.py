@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float"}  # as kernels read them: by their bits
+# As kernels read them: by their bits; of moments in int8, groups
+ELEMENT = {torch.bfloat16: "unsigned short", torch.float32: "float", torch.uint8: "unsigned char"}
 THREADS = 256  # of a block
 MOST_ELEMENTS = 2**30  # of one call: kernels count in 32 bits
 

@@ -14,6 +14,7 @@ from runtime.units import MiB
 from .chunks import Scratch
 from .memory import DTYPE, Arenas
 from .optimizer import Master, ParamState
+from .rounding import Int8Moment, group_bytes
 from .slabs import host_slab
 from .workers import Workers
 
@@ -64,9 +65,9 @@ class HostState:
         self._n_elements = [plan.part_elements(b) for b in range(len(self.owned))]
         # Bytes between the weights of what is trained and the rest of its state
         self._between = [0 if plan.is_apart(b) else sum(map(plan.stored_bytes, frozen)) for b, frozen in enumerate(self.frozen)]
-        self._stored, per_element = plan.stored(), plan.state_bytes()
-        self._begin = dict(zip(per_element, accumulate(per_element.values(), initial=0), strict=False))  # bytes before each part
-        self._uploaded_bytes, self._bytes_per_element = next(iter(per_element.values())), sum(per_element.values())
+        self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # of each block and part
+        # Bytes of the block before each part
+        self._begin = [dict(zip(of, accumulate(of.values(), initial=0), strict=False)) for of in self._bytes]
         self._slots = [plan.state_slot(b) for b in range(len(self.owned))]
         self._shadows = {b: Slot("state", len(self.owned) + i) for i, b in enumerate(plan.policy.speculate_blocks)}
 
@@ -94,27 +95,32 @@ class HostState:
         """All of a trained parameter's state, or of several of a block that follow each other without a gap as if they were one; or
         of the shadow; or as it was when the block was copied."""
         block, at = self.block_of(run[0]), self.place(run[0])
-        slot, n = self._shadows[block] if of_shadow else self._slots[block], self._n_elements[block]
-        here = sum(part.stop - part.start for part in map(self.part, run))
+        slot, begin = self._shadows[block] if of_shadow else self._slots[block], self._begin[block]
+        n = sum(part.stop - part.start for part in map(self.part, run))
 
         def part(name: str) -> torch.Tensor:
             dtype = self._stored[name]
             item = DTYPE[dtype].itemsize
-            first = self._begin[name] * n // item + at
+            first, here = begin[name] // item + at, n
+            if dtype == "int8":
+                first, here = begin[name] + group_bytes(at), group_bytes(n)
             if copy is not None:
                 return copy.view(DTYPE[dtype])[first : first + here]
-            return self.arenas.view(slot, dtype, (here,), first + (self._between[block] // item if self._begin[name] else 0))
+            return self.arenas.view(slot, dtype, (here,), first + (self._between[block] // item if begin[name] else 0))
 
         parts = {name: part(name) for name in self._stored}
         split = "remainder" in parts
         master = Master(parts.pop("weight"), parts.pop("remainder")) if split else Master(parts.pop("master"))
         return ParamState(master, tuple(parts.values()))
 
-    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master:
+    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master | Int8Moment:
         """What a checkpoint has of a trained parameter besides its compute weight under one of the names of `saved_state`, flat."""
-        of = self.param_state(p, copy=copy)
-        held: tuple[torch.Tensor | Master, ...] = (of.master, *of.moments)
-        return held[list(self.plan.semantics.saved_state).index(name)]
+        return self.param_state(p, copy=copy).master if name == "master" else self.moment(p, name, copy)
+
+    def moment(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Int8Moment:
+        """One of a trained parameter's moments, flat: what is kept of it."""
+        held, part, is_root = self.param_state(p, copy=copy).moments[name == "exp_avg_sq"], self.part(p), name == "exp_avg_sq"
+        return Int8Moment(held, part.stop - part.start, is_root) if self._stored[name] == "int8" else held
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         """What an owned parameter is computed with, shaped; not of one that is packed."""
@@ -152,7 +158,7 @@ class HostState:
 
     def n_bytes(self, block: int) -> int:
         """Bytes of a block's state, without what is frozen: that never changes."""
-        return self._n_elements[block] * self._bytes_per_element
+        return sum(self._bytes[block].values())
 
     def settle(self, block: int) -> None:
         """Return when what was issued for the block's state is done, where a device has it."""
@@ -163,7 +169,7 @@ class HostState:
     def copied(self, block: int, workers: Workers[Scratch]) -> Copy:
         """A block's state as it is now, elsewhere; MemoryError where there is no room."""
         self.settle(block)
-        there, n_first = self.arenas.raw(self._slots[block]), self._n_elements[block] * self._uploaded_bytes
+        there, n_first = self.arenas.raw(self._slots[block]), next(iter(self._bytes[block].values()))
         copy, tasks = host_slab(self.n_bytes(block)), list[Callable[[Scratch], object]]()
         pieces = (there[:n_first], there[n_first + self._between[block] :])
         for to, piece in zip((copy[:n_first], copy[n_first:]), pieces, strict=True):

@@ -1,7 +1,8 @@
 // A step of AdamW or Lion on less state, in place, by the operations of lean.py: to its bits.
 //
-// The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16), IS_SPLIT (a bf16 weight has a
-// remainder, by which it lacks its master), IS_DRAWN (a bf16 master is rounded stochastically) and IS_LION.
+// The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; of moments also unsigned char, for
+// groups of int8), IS_SPLIT (a bf16 weight has a remainder, by which it lacks its master), IS_DRAWN (a bf16 master is rounded
+// stochastically) and IS_LION. A thread has an element at a time, or a group.
 
 __device__ float widened(float x) { return x; }
 __device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -21,26 +22,63 @@ __device__ unsigned drawn(unsigned key, unsigned turn, unsigned within) {
     return x ^ (x >> 9);
 }
 
+#define GROUP (sizeof(MOMENT) == 1 ? 32 : 1)
+
+template <typename Of> __device__ float loaded(const Of* of, int i, bool) { return widened(of[i]); }
+__device__ float loaded(const unsigned char* groups, int i, bool is_root) {
+    const unsigned char *group = groups + i / 32 * 34, code = group[i % 32];
+    const float scale = __uint_as_float((unsigned)group[32] << 16 | (unsigned)group[33] << 24);
+    const float at = is_root ? (float)code : (float)(signed char)code, of = __fmul_rn(scale, at);
+    if (!is_root) return __fdiv_rn(of, __fsub_rn(254.0f, fabsf(at)));
+    const float root = __fdiv_rn(of, 255.0f);
+    return __fmul_rn(root, root);
+}
+
+template <typename Of> __device__ void keep(Of* to, int first, int, float* x, bool, unsigned random) { put(&to[first], *x, random); }
+__device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_root, unsigned random) {
+    unsigned char* group = groups + first / 32 * 34;
+    unsigned most = 0;
+    for (int j = 0; j < n; j++) {
+        if (is_root) x[j] = __fsqrt_rn(x[j]);
+        const unsigned bits = __float_as_uint(x[j]) & 0x7FFFFFFFu;
+        most = bits > most ? bits : most;
+    }
+    const bool is_there = most >= 0x26800000u;
+    const float by = is_there ? (is_root ? 255.0f : 254.0f) : 0.0f, largest = __uint_as_float(is_there ? most : 0x26800000u);
+    for (int j = 0; j < 32; j++) {
+        const float of = j < n ? x[j] : 0.0f, below = is_root ? largest : __fadd_rn(largest, fabsf(of));
+        group[j] = (unsigned char)__float_as_uint(__fadd_rn(__fdiv_rn(__fmul_rn(by, of), below), 12582912.0f));
+    }
+    const unsigned scale = is_there ? (most + random) >> 16 : 0;
+    group[32] = (unsigned char)scale, group[33] = (unsigned char)(scale >> 8);
+}
+
 extern "C" __global__ void update_less(
     WEIGHT* weight, short* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn, int of_weight,
     int of_m, int of_v, double scale, double by0, double by1, double by2, double by3, double by4, double by5, double by6) {
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n_elements; i += gridDim.x * blockDim.x) {
-        const unsigned turn = first_turn + (i >> 16), within = i & 0xFFFF;
-        const float g = __fmul_rn(widened(gradients[i]), (float)scale), first = widened(m[i]), d = __fsub_rn(g, first);
-        float w = widened(weight[i]), after = __fadd_rn(first, __fmul_rn((float)by1, d));
-        if (IS_SPLIT) w = __uint_as_float(__float_as_uint(w) + (unsigned)(int)remainder[i]);
-        w = __fmul_rn(w, (float)by0);
-        if (IS_LION) {
-            w = __fsub_rn(w, after > 0 ? (float)by3 : (after < 0 ? -(float)by3 : after));
-            after = __fadd_rn(first, __fmul_rn((float)by2, d));
-        } else {
-            const float second = __fadd_rn(__fmul_rn(widened(v[i]), (float)by2), __fmul_rn(__fmul_rn((float)by3, g), g));
-            const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(second), (float)by4), (float)by5);
-            w = __fadd_rn(w, __fdiv_rn(__fmul_rn((float)by6, after), below));
-            put(&v[i], second, drawn(of_v, turn, within));
+    float after[GROUP], second[GROUP];
+    for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < (n_elements + GROUP - 1) / GROUP; k += gridDim.x * blockDim.x) {
+        const int begin = k * GROUP, n = n_elements - begin < GROUP ? n_elements - begin : GROUP;
+        const unsigned turn = first_turn + (begin >> 16);
+        for (int j = 0; j < n; j++) {
+            const int i = begin + j;
+            const float g = __fmul_rn(widened(gradients[i]), (float)scale), first = loaded(m, i, false), d = __fsub_rn(g, first);
+            float w = widened(weight[i]);
+            after[j] = __fadd_rn(first, __fmul_rn((float)by1, d));
+            if (IS_SPLIT) w = __uint_as_float(__float_as_uint(w) + (unsigned)(int)remainder[i]);
+            w = __fmul_rn(w, (float)by0);
+            if (IS_LION) {
+                w = __fsub_rn(w, after[j] > 0 ? (float)by3 : (after[j] < 0 ? -(float)by3 : after[j]));
+                after[j] = __fadd_rn(first, __fmul_rn((float)by2, d));
+            } else {
+                second[j] = __fadd_rn(__fmul_rn(loaded(v, i, true), (float)by2), __fmul_rn(__fmul_rn((float)by3, g), g));
+                const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(second[j]), (float)by4), (float)by5);
+                w = __fadd_rn(w, __fdiv_rn(__fmul_rn((float)by6, after[j]), below));
+            }
+            if (IS_SPLIT) remainder[i] = (short)__float_as_uint(w);
+            put(&weight[i], w, IS_DRAWN ? drawn(of_weight, turn, i & 0xFFFF) : 0x8000u);
         }
-        put(&m[i], after, drawn(of_m, turn, within));
-        if (IS_SPLIT) remainder[i] = (short)__float_as_uint(w);
-        put(&weight[i], w, IS_DRAWN ? drawn(of_weight, turn, within) : 0x8000u);
+        keep(m, begin, n, after, false, drawn(of_m, turn, begin & 0xFFFF));
+        if (!IS_LION) keep(v, begin, n, second, true, drawn(of_v, turn, begin & 0xFFFF));
     }
 }

@@ -1,4 +1,4 @@
-"""AdamW and Lion on less state: bf16 moments and bf16 masters, rounded stochastically, in one pass over memory.
+"""AdamW and Lion on less state: moments in bf16 or int8, and bf16 masters, rounded stochastically, in one pass over memory.
 
 Every operation is of fp32 and rounds once, so that processors agree on every element (docs/optimizers.md). numba compiles the
 loops; without it numpy performs the same operations, slower.
@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from runtime.compiled import IS_COMPILED, compiled
 
-from .rounding import TURN, Drawn, Keys
+from .rounding import GROUP, GROUP_BYTES, HALF, LEAST, NEAREST, TURN, Drawn, Keys, packed, unpacked
 
-Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32; of a remainder, int16
+Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32, 8 of int8 groups; of a remainder, int16
 State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
 BLOCK_ELEMENTS = 2**13  # that a loop has in a core's cache; turns consist of whole ones
-HALF = 0x8000  # in place of a random number: half up
 NARROW = np.uint32(16)  # bits that bf16 lacks
 
 
@@ -83,6 +82,68 @@ def store(wide: Bits, random: Bits, to: Bits) -> None:
     else:
         for i in range(len(wide)):
             to[i] = wide[i]
+
+
+@compiled
+def there(of: Bits, at: int, end: int) -> Bits:
+    """Elements at .. end - 1; of what is in groups, those of whole ones."""
+    return of[at // GROUP * GROUP_BYTES : -(-end // GROUP) * GROUP_BYTES] if of.itemsize == 1 else of[at:end]
+
+
+@compiled
+def load_moment(source: Bits, is_root: bool, wide: Bits) -> None:
+    """As `load`, or as `unpacked`."""
+    if source.itemsize > 1:
+        load(source, wide)
+        return
+    numbers, bits = wide.view(np.float32), np.empty(1, np.uint32)
+    for k in range(len(source) // GROUP_BYTES):
+        of, x = source[k * GROUP_BYTES : (k + 1) * GROUP_BYTES], numbers[k * GROUP : (k + 1) * GROUP]
+        bits[0] = (np.uint32(of[GROUP]) << NARROW) | (np.uint32(of[GROUP + 1]) << np.uint32(24))
+        scale = bits.view(np.float32)[0]
+        if is_root:
+            for i in range(len(x)):
+                root = np.divide(scale * np.float32(of[i]), np.float32(255))
+                x[i] = root * root
+        else:
+            for i in range(len(x)):
+                code = np.float32(np.int8(of[i]))
+                x[i] = np.divide(scale * code, np.float32(254) - abs(code))
+
+
+@compiled
+def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits) -> None:
+    """As `store`, or as `packed`; numbers in groups are lost."""
+    if to.itemsize > 1:
+        store(wide, random, to)
+        return
+    numbers, bits = wide.view(np.float32), np.empty(1, np.uint32)
+    if is_root:
+        for i in range(len(numbers)):
+            numbers[i] = np.sqrt(numbers[i])
+    for k in range(len(to) // GROUP_BYTES):
+        of, first, most = to[k * GROUP_BYTES : (k + 1) * GROUP_BYTES], k * GROUP, np.uint32(0)
+        x, w = numbers[first : first + GROUP], wide[first : first + GROUP]
+        for i in range(len(w)):
+            most = max(most, w[i] & np.uint32(0x7FFFFFFF))
+        is_there = most >= LEAST
+        bits[0] = max(most, LEAST)
+        largest = bits.view(np.float32)[0]
+        if is_root:
+            by = np.float32(255) if is_there else np.float32(0)
+            for i in range(len(x)):
+                x[i] = np.divide(by * x[i], largest) + NEAREST
+        else:
+            by = np.float32(254) if is_there else np.float32(0)
+            for i in range(len(x)):
+                x[i] = np.divide(by * x[i], largest + abs(x[i])) + NEAREST
+        for i in range(len(w)):
+            of[i] = np.uint8(w[i])
+        for i in range(len(w), GROUP):
+            of[i] = 0
+        scale = (most + random[first]) >> NARROW if is_there else np.uint32(0)
+        of[GROUP] = np.uint8(scale)
+        of[GROUP + 1] = np.uint8(scale >> np.uint32(8))
 
 
 @compiled
@@ -154,14 +215,14 @@ def update(
         load(weight_before[at:next], w)
         if is_split:
             join(remainder_before[at:next], w)
-        load(m_before[at:next], a)
+        load_moment(there(m_before, at, next), False, a)
         if is_lion:
             lion(w.view(np.float32), g.view(np.float32), a.view(np.float32), by)
         else:
-            load(v_before[at:next], b)
+            load_moment(there(v_before, at, next), True, b)
             adamw(w.view(np.float32), g.view(np.float32), a.view(np.float32), b.view(np.float32), by)
-            store(b, order[(begin(keys[2], turn) + within) % TURN :], v[at:next])
-        store(a, order[(begin(keys[1], turn) + within) % TURN :], m[at:next])
+            store_moment(b, True, order[(begin(keys[2], turn) + within) % TURN :], there(v, at, next))
+        store_moment(a, False, order[(begin(keys[1], turn) + within) % TURN :], there(m, at, next))
         if is_split:
             cut(w, remainder[at:next])
         store(w, order[(begin(keys[0], turn) + within) % TURN :] if is_master_drawn else halves, weight[at:next])
@@ -184,7 +245,7 @@ def plainly(
         if is_rounded:
             bits = g.view(np.uint32)
             g = (bits + np.uint32(0x7FFF) + (bits >> NARROW & np.uint32(1)) & np.uint32(0xFFFF0000)).view(np.float32)
-        g, w, a = g * factor, _wide(before[0][part]), _wide(before[2][part])
+        g, w, a = g * factor, _wide(before[0][part]), _moment(before[2], part, False)
         if is_split:
             w = (w.view(np.uint32) + before[1][part].astype(np.uint32)).view(np.float32)
         if is_lion:
@@ -193,10 +254,10 @@ def plainly(
             w, a = w * by[0] - step, a + by[2] * d
         else:
             a = a + by[1] * (g - a)
-            b = _wide(before[3][part]) * by[2] + (by[3] * g) * g
+            b = _moment(before[3], part, True) * by[2] + (by[3] * g) * g
             w = w * by[0] + (by[6] * a) / (np.sqrt(b) * by[4] + by[5])
-            v[part] = _stored(b, v, keys[2], places, order)
-        m[part] = _stored(a, m, keys[1], places, order)
+            _put(b, v, part, True, keys[2], places, order)
+        _put(a, m, part, False, keys[1], places, order)
         if is_split:
             remainder[part] = w.view(np.uint32).astype(np.uint16).view(np.int16)
         weight[part] = _stored(w, weight, keys[0] if is_master_drawn else None, places, order)
@@ -210,13 +271,29 @@ def _stored(x: NDArray[np.float32], to: Bits, key: int | None, places: NDArray[n
     bits = x.view(np.uint32)
     if to.itemsize == 4:
         return bits
-    random = np.uint32(HALF) if key is None else order[(begin(key, places // TURN) + places) % TURN]
-    return np.where(np.isnan(x), np.uint32(0x7FC0), (bits + random) >> NARROW)
+    random = np.uint32(HALF) if key is None else _random(key, places, order)
+    found: Bits = np.where(np.isnan(x), np.uint32(0x7FC0), (bits + random) >> NARROW)
+    return found
+
+
+def _random(key: int, places: NDArray[np.int64], order: Bits) -> Bits:
+    found: Bits = order[(begin(key, places // TURN) + places) % TURN]
+    return found
+
+
+def _moment(of: Bits, part: slice, is_root: bool) -> NDArray[np.float32]:
+    here = there(of, part.start, part.stop)
+    return unpacked(here, part.stop - part.start, is_root) if of.itemsize == 1 else _wide(here)
+
+
+def _put(x: NDArray[np.float32], to: Bits, part: slice, is_root: bool, key: int, places: NDArray[np.int64], order: Bits) -> None:
+    here = there(to, part.start, part.stop)
+    here[:] = packed(x, is_root, _random(key, places[::GROUP], order)) if to.itemsize == 1 else _stored(x, to, key, places, order)
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Of a flat tensor on the host, as `update` takes them, in its memory."""
-    if tensor.dtype is torch.int16:
+    if tensor.dtype in (torch.int16, torch.uint8):
         return tensor.numpy()
     return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy().view(f"u{tensor.itemsize}")
 

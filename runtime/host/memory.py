@@ -12,7 +12,7 @@ from runtime.plan import Arena, Place, Slot
 from . import slabs
 from .slabs import available_host_bytes as available_host_bytes
 
-DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16}
+DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16, "int8": torch.uint8}
 FRONTS = "fronts"  # the slab of what is apart from the rest of its slot
 
 

@@ -17,7 +17,7 @@ from runtime.plan.optimizer import AdamW, Hyperparameters
 from . import adamw, chunks
 from .chunks import Scratch, UpdateLoop
 from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from .rounding import TURN, Drawn, signed
+from .rounding import TURN, Drawn, group_bytes, packed, signed
 
 if TYPE_CHECKING:
     from . import lean
@@ -197,14 +197,15 @@ class Step:
             keys = [signed(key) for key in self.drawn.keys]
         moments = self.to.moments[0], self.to.moments[-1]
         tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *moments, gradient]
-        for number, parts in enumerate(zip(*(tensor.split(MOST_ELEMENTS) for tensor in tensors), strict=True)):
+        most = [group_bytes(MOST_ELEMENTS) if tensor.dtype is torch.uint8 else MOST_ELEMENTS for tensor in tensors]
+        for number, parts in enumerate(zip(*map(torch.Tensor.split, tensors, most), strict=True)):
             n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // TURN)] if keys else []
             kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *turn, *keys, self.factor, *by])
         return None
 
 
 class Kept(NamedTuple):
-    """What a kernel of a device is made for. `moments`: of `lean.py`, their dtype; None: torch's AdamW."""
+    """What a kernel of a device is made for. `moments`: of `lean.py`, their dtype, uint8 of groups; None: torch's AdamW."""
 
     weight: torch.dtype
     is_split: bool
@@ -252,7 +253,10 @@ def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bo
 
     for settings in (AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)):
         remainder = torch.zeros(PROBE_ELEMENTS, dtype=torch.int16) if is_split else None
-        of_moments = tuple(x.to(moments or torch.float32) for x in (drawn(6), drawn(6).square()))[: 2 - (rule == "lion")]
+        of_moments = (drawn(6), drawn(6).square())[: 2 - (rule == "lion")]
+        if moments is torch.uint8:
+            of_moments = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(of_moments))
+        of_moments = tuple(x.to(moments or torch.float32) for x in of_moments)
         host = ParamState(Master(torch.zeros(PROBE_ELEMENTS, dtype=weight), remainder), of_moments)
         host.master.put(slice(None), drawn(2))
         of_weight, *of_others = (tensor.clone().to(device) for tensor in host.tensors)

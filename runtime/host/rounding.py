@@ -1,10 +1,26 @@
-"""What rounds a parameter's bf16 state stochastically: keys of random numbers, and the place of its first element."""
+"""How a parameter's state is rounded to fewer bits: keys of random numbers, and moments in groups of int8 codes.
 
+A group is 32 codes and, in two bytes, a bf16 scale (docs/optimizers.md). Its first moment is `scale code / (254 - |code|)`, of a
+signed code; of the second it has the root, `scale code / 255`. So the largest element is the scale itself, and packing what was
+unpacked changes no bit.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 Keys = tuple[int, int, int]  # of the master and the moments
 TURN = 2**16
+GROUP, GROUP_BYTES = 32, 34
+LEAST = np.uint32(0x26800000)  # the bits of 2^-50: a group of which nothing is as large is zero
+NEAREST = np.float32(3 * 2**22)  # added to a code, it leaves that to the nearest, ties to even, in the lowest byte of the sum
+HALF = 0x8000  # in place of a random number: half up
+PIECE_ELEMENTS = 2**20  # unpacked at a time
 
 
 class Drawn(NamedTuple):
@@ -26,3 +42,54 @@ def drawn(seed: int, n_updates: int, name: str, first: int, is_master_drawn: boo
 def signed(key: int) -> int:
     """As a kernel takes it: in 32 bits, with a sign."""
     return key - 2**32 if key >= 2**31 else key
+
+
+def group_bytes(n_elements: int) -> int:
+    """Of the groups of so many elements, the last of which may be short."""
+    return -(-n_elements // GROUP) * GROUP_BYTES
+
+
+def unpacked(groups: NDArray[Any], n: int, is_root: bool) -> NDArray[np.float32]:
+    """The first n numbers of flat groups, as fp32."""
+    of = groups.reshape(-1, GROUP_BYTES)
+    scales = (np.ascontiguousarray(of[:, GROUP:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    codes = (of[:, :GROUP] if is_root else of[:, :GROUP].view(np.int8)).astype(np.float32)
+    found = scales * codes / np.float32(255) if is_root else scales * codes / (254 - np.abs(codes))
+    return (found * found if is_root else found).reshape(-1)[:n]
+
+
+def packed(x: NDArray[np.float32], is_root: bool, random: Any = HALF) -> NDArray[np.uint8]:
+    """Flat groups of fp32 numbers. `random`: of each group, what rounds its scale."""
+    of = np.pad(x, (0, -len(x) % GROUP)).reshape(-1, GROUP)
+    of = np.sqrt(of) if is_root else of
+    most = (of.view(np.uint32) & 0x7FFFFFFF).max(1)
+    is_there, largest = most >= LEAST, np.maximum(most, LEAST).view(np.float32)[:, None]
+    by = (is_there * np.float32(255 if is_root else 254))[:, None]
+    codes = by * of / (largest if is_root else largest + np.abs(of)) + NEAREST
+    scales = np.where(is_there, most + np.asarray(random, np.uint32) >> 16, 0).astype(np.uint16)
+    return np.concatenate([codes.view(np.uint32).astype(np.uint8), scales[:, None].view(np.uint8)], 1).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Moment:
+    """A flat moment of n elements, in groups on any device."""
+
+    groups: torch.Tensor
+    n: int
+    is_root: bool
+
+    def whole(self, start: int = 0, n: int | None = None) -> torch.Tensor:
+        """As fp32, from an element on that begins a group."""
+        n = self.n - start if n is None else n
+        here = self.groups[group_bytes(start) :][: group_bytes(n)]
+        return torch.from_numpy(unpacked(here.cpu().numpy(), n, self.is_root))
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """The same, one piece after another."""
+        return (self.whole(at, min(PIECE_ELEMENTS, self.n - at)) for at in range(0, self.n, PIECE_ELEMENTS))
+
+    def copy_(self, given: torch.Tensor) -> None:
+        """Take flat numbers of any dtype: scales half up, codes to the nearest."""
+        for at in range(0, self.n, PIECE_ELEMENTS):
+            groups = torch.from_numpy(packed(given[at : at + PIECE_ELEMENTS].float().numpy(), self.is_root))
+            self.groups[group_bytes(at) :][: len(groups)] = groups

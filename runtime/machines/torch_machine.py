@@ -332,9 +332,8 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     """The plan's arenas; and what ranks read of each other's memory, where they do. Else weights are gathered from the devices."""
     if ranks is None or not ranks.by_memory:
         return Arenas(plan.arenas, device), None
-    bytes_per_element, n_blocks = next(iter(plan.state_bytes().values())), len(plan.workload.blocks)
-    blocks = [*range(n_blocks), *plan.policy.speculate_blocks]
-    fronts = {Slot("state", i): plan.part_elements(b) * bytes_per_element for i, b in enumerate(blocks)}
+    blocks = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks]
+    fronts = {Slot("state", i): next(iter(plan.state_bytes(plan.part_elements(b)).values())) for i, b in enumerate(blocks)}
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:

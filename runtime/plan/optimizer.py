@@ -18,20 +18,24 @@ Above0 = Annotated[float, Field(gt=0, le=1e6)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # no name of a file holds a NUL
-STORED_BYTES = ITEM_BYTES | {"int16": 2}  # the remainder of a split master is int16
+# Of an element of state: the remainder of a split master is int16; of each 32 int8 codes there is a scale of two bytes
+STORED_BYTES: dict[str, float] = ITEM_BYTES | {"int16": 2, "int8": 34 / 32}
 
 
 class Optimizer(StrEnum):
     """An optimizer, and what it keeps of each trained parameter besides its master, which is fp32 or bf16.
 
-    Moments in bf16 are rounded stochastically: to the nearest, a second moment that decays by 0.1 % a step would never fall.
+    Moments in bf16, and scales of those in int8, are rounded stochastically: to the nearest, a second moment that decays by 0.1 % a
+    step would never fall.
     """
 
     __hash__ = str.__hash__
     ADAMW = "adamw"
     ADAMW_BF16 = "adamw:moments=bf16"
+    ADAMW_INT8 = "adamw:moments=int8"
     LION = "lion"
     LION_BF16 = "lion:moments=bf16"
+    LION_INT8 = "lion:moments=int8"
 
     @property
     def rule(self) -> str:
@@ -39,30 +43,30 @@ class Optimizer(StrEnum):
         return self.partition(":")[0]
 
     @property
-    def moments(self) -> dict[str, Dtype]:
+    def moments(self) -> dict[str, str]:
         """Dtypes of moments, by the names that checkpoints give them."""
         return dict.fromkeys(("exp_avg", "exp_avg_sq") if self.rule == "adamw" else ("exp_avg",), self._dtype)
 
     @property
-    def _dtype(self) -> Dtype:
-        return "bf16" if self.endswith("bf16") else "fp32"
+    def _dtype(self) -> str:
+        return self.partition("=")[2] or "fp32"
 
     @property
-    def moment_bytes(self) -> int:
+    def moment_bytes(self) -> float:
         """Bytes per parameter of the moments."""
-        return sum(ITEM_BYTES[dtype] for dtype in self.moments.values())
+        return sum(STORED_BYTES[dtype] for dtype in self.moments.values())
 
-    def state_bytes(self, master: Dtype) -> int:
+    def state_bytes(self, master: Dtype) -> float:
         """Bytes per parameter of master and moments."""
         return ITEM_BYTES[master] + self.moment_bytes
 
-    def update_bytes(self, master: Dtype, gradient: Dtype) -> int:
+    def update_bytes(self, master: Dtype, gradient: Dtype) -> float:
         """Memory traffic of an update per parameter, on host or device: master and moments are read and written, the gradient is
         read. Of AdamW with an fp32 master and bf16 gradients 26 bytes: 2 x (4 + 8) + 2."""
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
 
 
-_HOW = "write adamw or lion, and what less is kept: adamw:moments=bf16, lion:moments=bf16,master=bf16"
+_HOW = "write adamw or lion, and what less is kept: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16"
 
 
 def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:

@@ -97,8 +97,8 @@ class Semantics:
 
     @property
     def saved_state(self) -> dict[str, str]:
-        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name."""
-        return {"master": self.master_dtype, **self.optimizer.moments}
+        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name: moments in int8 as fp32."""
+        return {"master": self.master_dtype} | {name: of.replace("int8", "fp32") for name, of in self.optimizer.moments.items()}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""

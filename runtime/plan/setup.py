@@ -89,9 +89,11 @@ class Setup:
         is_split = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
         return {**({"weight": "bf16", "remainder": "int16"} if is_split else {"master": of.master_dtype}), **of.optimizer.moments}
 
-    def state_bytes(self) -> dict[str, int]:
-        """Bytes per parameter of each of these."""
-        return {name: STORED_BYTES[dtype] for name, dtype in self.stored().items()}
+    def state_bytes(self, n_elements: int) -> dict[str, int]:
+        """Bytes of each of these of so many elements, a multiple of ALIGN_ELEMENTS; the last up to where a slot may end."""
+        found = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}
+        found[next(reversed(found))] += -sum(found.values()) % SLOT_ALIGN_BYTES
+        return found
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -258,7 +260,7 @@ class Setup:
     def staying_bytes(self, block: int) -> int:
         """What a block's state takes of the device, if it is there, with the gradient that waits for the norm."""
         of = self.workload.blocks[block]
-        return of.state_elements * sum(self.state_bytes().values()) + of.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
+        return sum(self.state_bytes(of.state_elements).values()) + of.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
 
     @property
     def n_streaming(self) -> int:
@@ -335,7 +337,7 @@ class Setup:
         """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is
         trained. Besides them there is a tokenizer, and names. Of adapters, them alone, in fp32."""
         of, n_trained = self.semantics, self.workload.n_trained
-        state_bytes = 0 if weights_only else of.optimizer.state_bytes(of.master_dtype)
+        state_bytes = 0 if weights_only else sum(ITEM_BYTES[dtype] for dtype in of.saved_state.values())
         weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
         return weights_bytes + n_trained * state_bytes
 

@@ -232,7 +232,7 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one():
     assert not side & {segment["stream"] for segment in new}
 
 
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)  # of moments: the last of those in int8
 
 
 @pytest.mark.parametrize(("weight", "is_split"), [("fp32", False), ("bf16", True), ("bf16", False)])

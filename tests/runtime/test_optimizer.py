@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from runtime.executor import OpError, execute
 from runtime.host import adamw, chunks, lean, optimizer, rounding, updates
 from runtime.host.chunks import Scratch
+from runtime.host.memory import DTYPE
 from runtime.host.norms import added, squares_tasks, sum_of_squares
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop, summed
 from runtime.host.workers import Workers
@@ -102,6 +104,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
 
 
 LEAN_KINDS = [("adamw", "split", "bf16"), ("adamw", "bf16", "fp32"), ("lion", "fp32", "bf16"), ("lion", "bf16", "bf16")]
+LEAN_KINDS += [("adamw", "split", "int8"), ("lion", "bf16", "int8")]
 
 
 @pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
@@ -109,9 +112,11 @@ LEAN_KINDS = [("adamw", "split", "bf16"), ("adamw", "bf16", "fp32"), ("lion", "f
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
 def test_less_state_is_updated_alike_compiled_interpreted_and_cut(rule, kind, moments, elsewhere, n, monkeypatch):
     """Also by ranks that have a part each; with infinities and NaN among masters."""
-    dtype = torch.bfloat16 if moments == "bf16" else torch.float32
     before = random_state(kind, n, seed=n, odd=True)
-    before = ParamState(before.master, tuple(of.to(dtype) for of in before.moments[: 2 - (rule == "lion")]))
+    kept = before.moments[: 2 - (rule == "lion")]
+    if moments == "int8":
+        kept = tuple(torch.from_numpy(rounding.packed(of.numpy(), is_root=i == 1)) for i, of in enumerate(kept))
+    before = ParamState(before.master, tuple(of.to(DTYPE[moments]) for of in kept))
     parts = tuple(torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     cut, found = min(n, 128 * 700), []
     for is_compiled, pieces in ((True, [slice(0, n)]), (False, [slice(0, n)]), (True, [slice(0, cut), slice(cut, n)])):
@@ -148,9 +153,33 @@ def begin_plainly(x: int) -> int:
     return x % 2**16
 
 
+@pytest.mark.parametrize("is_root", [False, True])
+def test_packing_what_was_unpacked_changes_no_bit(is_root):
+    """Every code beside scales of every size, and a short last group."""
+    generator = np.random.default_rng(0)
+    groups = generator.integers(0, 256, (4000, 34), np.uint8)
+    groups[::3, :32] = np.arange(256, dtype=np.uint8).reshape(8, 32)[np.arange(len(groups[::3])) % 8]
+    if not is_root:
+        groups[groups == 128] = 127  # a code that nothing is packed to
+    groups[:, 5] = 255 if is_root else 127  # the largest
+    groups[:, 32:] = (
+        (generator.uniform(-50, 60, 4000).astype(np.float32).astype(int) + 127 << 7).astype(np.uint16)[:, None].view(np.uint8)
+    )
+    groups[7] = 0
+    n = 4000 * 32 - 20
+    groups[-1, 12:32] = 0
+    again = rounding.packed(rounding.unpacked(groups.reshape(-1), n, is_root), is_root, 0xFFFF)
+    assert (again == groups.reshape(-1)).all()
+    kept = rounding.Int8Moment(torch.zeros(rounding.group_bytes(n), dtype=torch.uint8), n, is_root)
+    kept.copy_(torch.from_numpy(rounding.unpacked(groups.reshape(-1), n, is_root)))
+    assert torch.equal(kept.groups, torch.from_numpy(groups.reshape(-1)))
+
+
 def of_part(state: ParamState, part: slice) -> ParamState:
     remainder = None if state.master.remainder is None else state.master.remainder[part]
-    return ParamState(Master(state.master.weight[part], remainder), tuple(moment[part] for moment in state.moments))
+    groups = slice(rounding.group_bytes(part.start), rounding.group_bytes(part.stop))
+    moments = tuple(of[groups if of.dtype is torch.uint8 else part] for of in state.moments)
+    return ParamState(Master(state.master.weight[part], remainder), moments)
 
 
 def test_a_moment_of_bf16_decays_as_it_should_on_average():

@@ -156,6 +156,8 @@ CONVERTED = {
     "adamw:moments=bf16": ": its master is kept, its first moment is rounded to bf16, its second moment is rounded to bf16",
     "lion:moments=bf16,master=bf16": "bf16 masters rounded stochastically: its master is rounded to bf16, its first moment is "
     "rounded to bf16, its second moment is dropped",
+    "adamw:moments=int8,master=bf16": "bf16 masters rounded stochastically: its master is rounded to bf16, its first moment is "
+    "rounded to int8, its second moment is rounded to int8",
 }
 
 

@@ -38,7 +38,7 @@ WAYS = {
     "state on the device": ("llama", replace(ONE_GROUP, device_blocks=(1, 2)), {}),
     "device, the other on speculation": ("llama", replace(ONE_GROUP, device_blocks=(1,), speculate_blocks=(2,)), UNCLIPPED),
     "bf16 master": ("llama", ONE_GROUP, {"master_dtype": "bf16"}),
-    "less state": ("llama", SPECULATING, LEAN["adamw:moments=bf16"]),
+    "less state": ("llama", SPECULATING, LEAN["adamw:moments=int8,master=bf16"]),
     "Lion": ("llama", ONE_GROUP, LEAN["lion:moments=bf16,master=bf16"]),
     "fp32": ("llama", SPECULATING, {"compute_dtype": "fp32", "gradient_dtype": "fp32"}),
     "experts": ("mixtral", replace(ONE_GROUP, speculate_blocks=(1,)), UNCLIPPED),
