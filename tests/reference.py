@@ -46,15 +46,16 @@ def random_16(key: int, n: int) -> torch.Tensor:
 def in_int8(x: torch.Tensor, key: int, is_root: bool) -> torch.Tensor:
     """What is left of fp32 numbers in groups of int8 codes, group by group."""
     flat, numbers, found = x.flatten(), random_16(key, x.numel()), []
+    n_codes = torch.tensor(255.0)  # of Python's numbers torch takes the reciprocal
     flat = flat.double().sqrt().float() if is_root else flat
     for at in range(0, len(flat), 32):
         of, most = flat[at : at + 32], flat[at : at + 32].abs().max()
-        if most < 2.0**-50:
+        if most <= 2.0**-50:
             found.append(torch.zeros_like(of))
             continue
-        scale = ((most.view(torch.int32) + numbers[at]) & ~0xFFFF).view(torch.float32)
+        scale = (((most / n_codes if is_root else most).view(torch.int32) + numbers[at]) & ~0xFFFF).view(torch.float32)
         if is_root:
-            root = scale * torch.round(255 * of / most) / 255
+            root = scale * torch.round(of * (n_codes / most))
             found.append(root * root)
         else:
             code = torch.round(254 * of / (most + of.abs())).char().float()  # no zero with a sign

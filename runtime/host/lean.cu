@@ -26,31 +26,30 @@ __device__ unsigned drawn(unsigned key, unsigned turn, unsigned within) {
 
 template <typename Of> __device__ float loaded(const Of* of, int i, bool) { return widened(of[i]); }
 __device__ float loaded(const unsigned char* groups, int i, bool is_root) {
-    const unsigned char *group = groups + i / 32 * 34, code = group[i % 32];
-    const float scale = __uint_as_float((unsigned)group[32] << 16 | (unsigned)group[33] << 24);
+    const unsigned char *pack = groups + i / 128 * 136, code = pack[i % 128], *of_scale = pack + 128 + i % 128 / 32 * 2;
+    const float scale = __uint_as_float((unsigned)of_scale[0] << 16 | (unsigned)of_scale[1] << 24);
     const float at = is_root ? (float)code : (float)(signed char)code, of = __fmul_rn(scale, at);
-    if (!is_root) return __fdiv_rn(of, __fsub_rn(254.0f, fabsf(at)));
-    const float root = __fdiv_rn(of, 255.0f);
-    return __fmul_rn(root, root);
+    return is_root ? __fmul_rn(of, of) : __fdiv_rn(of, __fsub_rn(254.0f, fabsf(at)));
 }
 
 template <typename Of> __device__ void keep(Of* to, int first, int, float* x, bool, unsigned random) { put(&to[first], *x, random); }
 __device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_root, unsigned random) {
-    unsigned char* group = groups + first / 32 * 34;
+    unsigned char *pack = groups + first / 128 * 136, *codes = pack + first % 128, *of_scale = pack + 128 + first % 128 / 32 * 2;
     unsigned most = 0;
     for (int j = 0; j < n; j++) {
         if (is_root) x[j] = __fsqrt_rn(x[j]);
         const unsigned bits = __float_as_uint(x[j]) & 0x7FFFFFFFu;
         most = bits > most ? bits : most;
     }
-    const bool is_there = most >= 0x26800000u;
-    const float by = is_there ? (is_root ? 255.0f : 254.0f) : 0.0f, largest = __uint_as_float(is_there ? most : 0x26800000u);
+    const float largest = __uint_as_float(most <= 0x26800000u ? 0x26800000u : most), by = __fdiv_rn(255.0f, largest);
     for (int j = 0; j < 32; j++) {
-        const float of = j < n ? x[j] : 0.0f, below = is_root ? largest : __fadd_rn(largest, fabsf(of));
-        group[j] = (unsigned char)__float_as_uint(__fadd_rn(__fdiv_rn(__fmul_rn(by, of), below), 12582912.0f));
+        const float of = j < n && most > 0x26800000u ? x[j] : 0.0f;
+        const float code = is_root ? __fmul_rn(by, of) : __fdiv_rn(__fmul_rn(254.0f, of), __fadd_rn(largest, fabsf(of)));
+        codes[j] = (unsigned char)__float_as_uint(__fadd_rn(code, 12582912.0f));
     }
-    const unsigned scale = is_there ? (most + random) >> 16 : 0;
-    group[32] = (unsigned char)scale, group[33] = (unsigned char)(scale >> 8);
+    const unsigned bits = __float_as_uint(is_root ? __fdiv_rn(largest, 255.0f) : largest);
+    const unsigned scale = most > 0x26800000u ? (bits + random) >> 16 : 0;
+    of_scale[0] = (unsigned char)scale, of_scale[1] = (unsigned char)(scale >> 8);
 }
 
 extern "C" __global__ void update_less(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.compiled import IS_COMPILED, compiled
 
-from .rounding import GROUP, GROUP_BYTES, HALF, LEAST, NEAREST, TURN, Drawn, Keys, packed, unpacked
+from .rounding import GROUP, HALF, LEAST, NEAREST, PACK, PACK_BYTES, TURN, Drawn, Keys, packed, unpacked
 
 Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32, 8 of int8 groups; of a remainder, int16
 State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
@@ -86,64 +86,65 @@ def store(wide: Bits, random: Bits, to: Bits) -> None:
 
 @compiled
 def there(of: Bits, at: int, end: int) -> Bits:
-    """Elements at .. end - 1; of what is in groups, those of whole ones."""
-    return of[at // GROUP * GROUP_BYTES : -(-end // GROUP) * GROUP_BYTES] if of.itemsize == 1 else of[at:end]
+    """Elements at .. end - 1; of what is in groups, whole packs."""
+    return of[at // PACK * PACK_BYTES : -(-end // PACK) * PACK_BYTES] if of.itemsize == 1 else of[at:end]
 
 
 @compiled
-def load_moment(source: Bits, is_root: bool, wide: Bits) -> None:
-    """As `load`, or as `unpacked`."""
+def load_moment(source: Bits, is_root: bool, wide: Bits, other: Bits) -> None:
+    """As `load`, or as `unpacked`. Loops are such that compilers make vectors of them: a number of a group is spread first."""
     if source.itemsize > 1:
-        load(source, wide)
+        load(source, wide[: len(source)])
         return
-    numbers, bits = wide.view(np.float32), np.empty(1, np.uint32)
-    for k in range(len(source) // GROUP_BYTES):
-        of, x = source[k * GROUP_BYTES : (k + 1) * GROUP_BYTES], numbers[k * GROUP : (k + 1) * GROUP]
-        bits[0] = (np.uint32(of[GROUP]) << NARROW) | (np.uint32(of[GROUP + 1]) << np.uint32(24))
-        scale = bits.view(np.float32)[0]
-        if is_root:
-            for i in range(len(x)):
-                root = np.divide(scale * np.float32(of[i]), np.float32(255))
-                x[i] = root * root
-        else:
-            for i in range(len(x)):
-                code = np.float32(np.int8(of[i]))
-                x[i] = np.divide(scale * code, np.float32(254) - abs(code))
+    x, scales = wide.view(np.float32), other.view(np.float32)
+    for k in range(len(source) // PACK_BYTES):
+        at = k * PACK_BYTES
+        for i in range(PACK):
+            x[k * PACK + i] = np.float32(source[at + i])
+        for j in range(PACK // GROUP):
+            low, high = np.uint32(source[at + PACK + 2 * j]), np.uint32(source[at + PACK + 2 * j + 1])
+            first = k * PACK + j * GROUP
+            other[first : first + GROUP] = (low << NARROW) | (high << np.uint32(24))
+    if is_root:
+        for i in range(len(x)):
+            x[i] = (scales[i] * x[i]) * (scales[i] * x[i])
+    else:
+        for i in range(len(x)):
+            code = x[i] if x[i] < np.float32(128) else x[i] - np.float32(256)  # signed
+            x[i] = np.divide(scales[i] * code, np.float32(254) - abs(code))
 
 
 @compiled
-def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits) -> None:
-    """As `store`, or as `packed`; numbers in groups are lost."""
+def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits, other: Bits) -> None:
+    """As `store`, or as `packed`, of roots where `is_root`; numbers in groups are lost."""
     if to.itemsize > 1:
-        store(wide, random, to)
+        store(wide[: len(to)], random, to)
         return
-    numbers, bits = wide.view(np.float32), np.empty(1, np.uint32)
-    if is_root:
-        for i in range(len(numbers)):
-            numbers[i] = np.sqrt(numbers[i])
-    for k in range(len(to) // GROUP_BYTES):
-        of, first, most = to[k * GROUP_BYTES : (k + 1) * GROUP_BYTES], k * GROUP, np.uint32(0)
-        x, w = numbers[first : first + GROUP], wide[first : first + GROUP]
-        for i in range(len(w)):
-            most = max(most, w[i] & np.uint32(0x7FFFFFFF))
-        is_there = most >= LEAST
+    x, by, bits = wide.view(np.float32), other.view(np.float32), np.empty(1, np.uint32)
+    for g in range(len(x) // GROUP):
+        first, most = g * GROUP, np.uint32(0)
+        for i in range(GROUP):
+            most = max(most, wide[first + i] & np.uint32(0x7FFFFFFF))
+        if most <= LEAST:
+            wide[first : first + GROUP] = 0
         bits[0] = max(most, LEAST)
-        largest = bits.view(np.float32)[0]
+        of_group = bits.view(np.float32)[0]
         if is_root:
-            by = np.float32(255) if is_there else np.float32(0)
-            for i in range(len(x)):
-                x[i] = np.divide(by * x[i], largest) + NEAREST
-        else:
-            by = np.float32(254) if is_there else np.float32(0)
-            for i in range(len(x)):
-                x[i] = np.divide(by * x[i], largest + abs(x[i])) + NEAREST
-        for i in range(len(w)):
-            of[i] = np.uint8(w[i])
-        for i in range(len(w), GROUP):
-            of[i] = 0
-        scale = (most + random[first]) >> NARROW if is_there else np.uint32(0)
-        of[GROUP] = np.uint8(scale)
-        of[GROUP + 1] = np.uint8(scale >> np.uint32(8))
+            bits.view(np.float32)[0] = np.divide(of_group, np.float32(255))
+            of_group = np.divide(np.float32(255), of_group)
+        scale = (bits[0] + random[first]) >> NARROW if most > LEAST else np.uint32(0)
+        at = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
+        to[at], to[at + 1] = np.uint8(scale), np.uint8(scale >> np.uint32(8))
+        by[first : first + GROUP] = of_group
+    if is_root:
+        for i in range(len(x)):
+            x[i] = by[i] * x[i] + NEAREST
+    else:
+        for i in range(len(x)):
+            x[i] = np.divide(np.float32(254) * x[i], by[i] + abs(x[i])) + NEAREST
+    for k in range(len(to) // PACK_BYTES):
+        for i in range(PACK):
+            to[k * PACK_BYTES + i] = np.uint8(wide[k * PACK + i])
 
 
 @compiled
@@ -176,14 +177,15 @@ def sum_gradient(parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, facto
 
 
 @compiled
-def adamw(w: Any, g: Any, m: Any, v: Any, by: Any) -> None:
+def adamw(w: Any, g: Any, m: Any, v: Any, by: Any, keeps_root: bool) -> None:
     decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
     for i in range(len(w)):
         first = m[i] + towards * (g[i] - m[i])
         second = v[i] * beta2 + (of_square * g[i]) * g[i]
+        root = np.sqrt(second)
         m[i] = first
-        v[i] = second
-        w[i] = w[i] * decay + np.divide(rate * first, np.sqrt(second) * correction + eps)
+        v[i] = root if keeps_root else second
+        w[i] = w[i] * decay + np.divide(rate * first, root * correction + eps)
 
 
 @compiled
@@ -205,24 +207,28 @@ def update(
     """Elements start .. end - 1 of a parameter, of which `first` is the place of element 0."""
     weight, remainder, m, v = to
     weight_before, remainder_before, m_before, v_before = before
-    scratch = np.empty((4, BLOCK_ELEMENTS), np.uint32)
+    scratch = np.empty((5, BLOCK_ELEMENTS), np.uint32)
     at = start
     while at < end:
         turn, within = (first + at) // TURN, (first + at) % TURN
         n = min(BLOCK_ELEMENTS, end - at, TURN - within)
         w, g, a, b, next = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n], at + n
+        whole = -(-n // PACK) * PACK  # what a last pack lacks is zero
+        first_whole, second_whole, other = scratch[2, :whole], scratch[3, :whole], scratch[4]
         sum_gradient((parts[0][at:next], parts[1][at:next]), n_parts, is_rounded, factor, g, w)
         load(weight_before[at:next], w)
         if is_split:
             join(remainder_before[at:next], w)
-        load_moment(there(m_before, at, next), False, a)
+        load_moment(there(m_before, at, next), False, first_whole, other)
         if is_lion:
             lion(w.view(np.float32), g.view(np.float32), a.view(np.float32), by)
         else:
-            load_moment(there(v_before, at, next), True, b)
-            adamw(w.view(np.float32), g.view(np.float32), a.view(np.float32), b.view(np.float32), by)
-            store_moment(b, True, order[(begin(keys[2], turn) + within) % TURN :], there(v, at, next))
-        store_moment(a, False, order[(begin(keys[1], turn) + within) % TURN :], there(m, at, next))
+            load_moment(there(v_before, at, next), True, second_whole, other)
+            adamw(w.view(np.float32), g.view(np.float32), a.view(np.float32), b.view(np.float32), by, v.itemsize == 1)
+            second_whole[n:] = 0
+            store_moment(second_whole, True, order[(begin(keys[2], turn) + within) % TURN :], there(v, at, next), other)
+        first_whole[n:] = 0
+        store_moment(first_whole, False, order[(begin(keys[1], turn) + within) % TURN :], there(m, at, next), other)
         if is_split:
             cut(w, remainder[at:next])
         store(w, order[(begin(keys[0], turn) + within) % TURN :] if is_master_drawn else halves, weight[at:next])

@@ -1,8 +1,8 @@
 """How a parameter's state is rounded to fewer bits: keys of random numbers, and moments in groups of int8 codes.
 
-A group is 32 codes and, in two bytes, a bf16 scale (docs/optimizers.md). Its first moment is `scale code / (254 - |code|)`, of a
-signed code; of the second it has the root, `scale code / 255`. So the largest element is the scale itself, and packing what was
-unpacked changes no bit.
+A group is 32 codes and a bf16 scale (docs/optimizers.md). Its first moment is `scale code / (254 - |code|)`, of a signed code; of
+the second it has the root, `scale code`. So its largest element is exact, and packing what was unpacked changes no bit. In memory
+there are the codes of four groups, then their scales.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 Keys = tuple[int, int, int]  # of the master and the moments
 TURN = 2**16
-GROUP, GROUP_BYTES = 32, 34
-LEAST = np.uint32(0x26800000)  # the bits of 2^-50: a group of which nothing is as large is zero
+GROUP, PACK, PACK_BYTES = 32, 128, 136
+LEAST = np.uint32(0x26800000)  # the bits of 2^-50: a group of which nothing is larger is zero
 NEAREST = np.float32(3 * 2**22)  # added to a code, it leaves that to the nearest, ties to even, in the lowest byte of the sum
 HALF = 0x8000  # in place of a random number: half up
 PIECE_ELEMENTS = 2**20  # unpacked at a time
@@ -46,28 +46,31 @@ def signed(key: int) -> int:
 
 def group_bytes(n_elements: int) -> int:
     """Of the groups of so many elements, the last of which may be short."""
-    return -(-n_elements // GROUP) * GROUP_BYTES
+    return -(-n_elements // PACK) * PACK_BYTES
 
 
 def unpacked(groups: NDArray[Any], n: int, is_root: bool) -> NDArray[np.float32]:
     """The first n numbers of flat groups, as fp32."""
-    of = groups.reshape(-1, GROUP_BYTES)
-    scales = (np.ascontiguousarray(of[:, GROUP:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    codes = (of[:, :GROUP] if is_root else of[:, :GROUP].view(np.int8)).astype(np.float32)
-    found = scales * codes / np.float32(255) if is_root else scales * codes / (254 - np.abs(codes))
-    return (found * found if is_root else found).reshape(-1)[:n]
+    of = groups.reshape(-1, PACK_BYTES)
+    scales = (np.ascontiguousarray(of[:, PACK:]).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    codes = (of[:, :PACK] if is_root else of[:, :PACK].view(np.int8)).astype(np.float32)
+    found = scales.repeat(GROUP, 1) * codes
+    return (found * found if is_root else found / (254 - np.abs(codes))).reshape(-1)[:n]
 
 
 def packed(x: NDArray[np.float32], is_root: bool, random: Any = HALF) -> NDArray[np.uint8]:
     """Flat groups of fp32 numbers. `random`: of each group, what rounds its scale."""
-    of = np.pad(x, (0, -len(x) % GROUP)).reshape(-1, GROUP)
+    of = np.pad(x, (0, -len(x) % PACK)).reshape(-1, GROUP)
     of = np.sqrt(of) if is_root else of
-    most = (of.view(np.uint32) & 0x7FFFFFFF).max(1)
-    is_there, largest = most >= LEAST, np.maximum(most, LEAST).view(np.float32)[:, None]
-    by = (is_there * np.float32(255 if is_root else 254))[:, None]
-    codes = by * of / (largest if is_root else largest + np.abs(of)) + NEAREST
-    scales = np.where(is_there, most + np.asarray(random, np.uint32) >> 16, 0).astype(np.uint16)
-    return np.concatenate([codes.view(np.uint32).astype(np.uint8), scales[:, None].view(np.uint8)], 1).reshape(-1)
+    most = (of.view(np.uint32) & 0x7FFFFFFF).max(1, keepdims=True)
+    is_there, largest = most > LEAST, np.maximum(most, LEAST).view(np.float32)
+    codes = np.float32(255) / largest * of if is_root else np.float32(254) * of / (largest + np.abs(of))
+    scales = (largest / np.float32(255) if is_root else largest).view(np.uint32)
+    scales[: np.size(random), 0] += np.asarray(random, np.uint32)  # what a last pack lacks has no numbers
+    kept = ((codes + NEAREST).view(np.uint32) * is_there).astype(np.uint8), ((scales >> 16) * is_there).astype(np.uint16)
+    return np.concatenate(
+        [of.view(np.uint8).reshape(-1, n) for of, n in zip(kept, (PACK, PACK_BYTES - PACK), strict=True)], 1
+    ).ravel()
 
 
 @dataclass(frozen=True, slots=True)

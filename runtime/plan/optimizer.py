@@ -18,7 +18,7 @@ Above0 = Annotated[float, Field(gt=0, le=1e6)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # no name of a file holds a NUL
-# Of an element of state: the remainder of a split master is int16; of each 32 int8 codes there is a scale of two bytes
+# Of an element of state: the remainder of a split master is int16; of 32 int8 codes there is a scale of two bytes
 STORED_BYTES: dict[str, float] = ITEM_BYTES | {"int16": 2, "int8": 34 / 32}
 
 

@@ -157,18 +157,15 @@ def begin_plainly(x: int) -> int:
 def test_packing_what_was_unpacked_changes_no_bit(is_root):
     """Every code beside scales of every size, and a short last group."""
     generator = np.random.default_rng(0)
-    groups = generator.integers(0, 256, (4000, 34), np.uint8)
-    groups[::3, :32] = np.arange(256, dtype=np.uint8).reshape(8, 32)[np.arange(len(groups[::3])) % 8]
+    codes = generator.integers(0, 256, (4000, 32), np.uint8)
+    codes[::3] = np.arange(256, dtype=np.uint8).reshape(8, 32)[np.arange(1334) % 8]
     if not is_root:
-        groups[groups == 128] = 127  # a code that nothing is packed to
-    groups[:, 5] = 255 if is_root else 127  # the largest
-    groups[:, 32:] = (
-        (generator.uniform(-50, 60, 4000).astype(np.float32).astype(int) + 127 << 7).astype(np.uint16)[:, None].view(np.uint8)
-    )
-    groups[7] = 0
-    n = 4000 * 32 - 20
-    groups[-1, 12:32] = 0
-    again = rounding.packed(rounding.unpacked(groups.reshape(-1), n, is_root), is_root, 0xFFFF)
+        codes[codes == 128] = 127  # to which nothing is packed
+    codes[:, 5] = 255 if is_root else 127  # the largest
+    scales = generator.integers(127 - 40 << 7, 127 + 50 << 7, (4000, 1), np.uint16)
+    codes[7] = scales[7] = codes[-1, 12:] = 0
+    groups, n = np.concatenate([codes.reshape(1000, 128), scales.view(np.uint8).reshape(1000, 8)], 1), 4000 * 32 - 20
+    again = rounding.packed(rounding.unpacked(groups.reshape(-1), n, is_root), is_root, np.full(4000, 0xFFFF))
     assert (again == groups.reshape(-1)).all()
     kept = rounding.Int8Moment(torch.zeros(rounding.group_bytes(n), dtype=torch.uint8), n, is_root)
     kept.copy_(torch.from_numpy(rounding.unpacked(groups.reshape(-1), n, is_root)))
