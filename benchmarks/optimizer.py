@@ -23,9 +23,10 @@ import torch
 
 from runtime.host.adamw import fused
 from runtime.host.chunks import UPDATE_ELEMENTS, Scratch
+from runtime.host.memory import DTYPE
 from runtime.host.norms import squares_tasks
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient
-from runtime.host.rounding import Drawn
+from runtime.host.rounding import Drawn, group_bytes
 from runtime.host.slabs import host_slab, settle_allocator, touch
 from runtime.host.workers import Workers
 from runtime.plan.optimizer import AdamW, Optimizer
@@ -40,11 +41,15 @@ KINDS = {
     "bf16": (Optimizer.ADAMW, "bf16"),
     "fp32": (Optimizer.ADAMW, "fp32"),
     "moments=bf16": (Optimizer.ADAMW_BF16, "split"),
+    "moments=int8": (Optimizer.ADAMW_INT8, "split"),
     "master=bf16": (Optimizer.ADAMW, "stochastic"),
     "moments=bf16,master=bf16": (Optimizer.ADAMW_BF16, "stochastic"),
+    "moments=int8,master=bf16": (Optimizer.ADAMW_INT8, "stochastic"),
     "lion": (Optimizer.LION, "split"),
     "lion:moments=bf16": (Optimizer.LION_BF16, "split"),
+    "lion:moments=int8": (Optimizer.LION_INT8, "split"),
     "lion:moments=bf16,master=bf16": (Optimizer.LION_BF16, "stochastic"),
+    "lion:moments=int8,master=bf16": (Optimizer.LION_INT8, "stochastic"),
 }
 FUSED_BYTES = 28  # moved by torch's fused kernel on fp32 alone
 BYTES_PER_LINE = 64
@@ -71,11 +76,12 @@ def flat(n: int, dtype: torch.dtype) -> torch.Tensor:
 def update_case(kind: str, n: int) -> Case:
     """One step on a parameter of n elements."""
     optimizer, of_master = KINDS[kind]
-    moments = [flat(n, torch.float32 if dtype == "fp32" else torch.bfloat16) for dtype in optimizer.moments.values()]
+    moments = [flat(group_bytes(n) if dtype == "int8" else n, DTYPE[dtype]) for dtype in optimizer.moments.values()]
     half, gradient = flat(n, torch.bfloat16), flat(n, torch.float32 if of_master == "fp32" else torch.bfloat16)
     for tensor in (half, gradient):
         tensor.normal_()
-    moments[-1].uniform_(1e-8, 1e-6)
+    for moment in moments:
+        moment.copy_(torch.empty(len(moment)).uniform_(1e-8, 1e-6)) if moment.dtype is not torch.uint8 else moment.random_(1, 60)
     match of_master:
         case "split":
             master = Master(half, flat(n, torch.int16))
@@ -89,7 +95,7 @@ def update_case(kind: str, n: int) -> Case:
     tasks = Step(to, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, drawn).tasks()
     wide = "bf16" if half is master.weight and master.remainder is None else "fp32"
     n_bytes = optimizer.update_bytes(wide, "fp32" if of_master == "fp32" else "bf16")  # type: ignore[arg-type]
-    return Case(kind, n_bytes * n, lambda workers: workers.run(tasks))
+    return Case(kind, round(n_bytes * n), lambda workers: workers.run(tasks))
 
 
 def fused_case(n: int) -> Case:

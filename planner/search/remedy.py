@@ -24,7 +24,9 @@ from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
 from .space import leanest, policy_of
 from .trial import Trial
 
-LEANER = ("adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion:moments=bf16,master=bf16")  # each keeps less
+# Optimizers of which each keeps less
+_BOTH = ("adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
+LEANER = ("adamw:moments=bf16", "adamw:moments=int8", *_BOTH)
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights published in bf16, those that take most first
 MAX_CHANGES = 3
 MOST_HALVINGS = 8  # of a sequence, or a batch
@@ -150,7 +152,7 @@ def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
         if n_bytes < now and changed.fits():
             what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
             what += f", about {changed.tokens_per_s():,.0f} tokens/s: docs/optimizers.md"
-            yield f"--optimizer {said} ({n_bytes} bytes a parameter instead of {now}; {what})", changed
+            yield f"--optimizer {said} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {what})", changed
             return
 
 

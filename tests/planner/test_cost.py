@@ -87,6 +87,7 @@ def test_a_recomputing_backward_costs_a_forward_but_one_product(profile):
         ({"compute_dtype": "fp32"}, 26),  # the master is uploaded as it is
         ({"optimizer": Optimizer.ADAMW_BF16}, 18),
         ({"optimizer": Optimizer.LION_BF16, "master_dtype": "bf16"}, 10),
+        ({"optimizer": Optimizer.ADAMW_INT8}, 14.25),  # a scale of two bytes for 32 elements of each moment
     ],
 )
 def test_update_traffic_per_parameter(changes, n_bytes):
