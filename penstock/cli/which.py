@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -50,6 +50,7 @@ MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Mas
 @click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
 @click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
 @click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
+@click.option("--less-state", is_flag=True, help="Also optimizers that keep less, in rows where a larger model fits.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
 @MASTER
@@ -62,6 +63,7 @@ def fits(
     hosts: int,
     network_gbit: float | None,
     tokens: int | None,
+    less_state: bool,
     search: bool,
     as_json: bool,
     **work: Any,
@@ -72,6 +74,7 @@ def fits(
     of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
+    from planner.search.remedy import LEANER
     from planner.show import fits as planned
 
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
@@ -87,15 +90,31 @@ def fits(
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
             click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
     semantics = _part(gpus * hosts, micro_batch=1, **work)
-    tasks = [(gpu, of, family, semantics, sizes, search, hosts) for gpu, of in groups.items() for family in asked]
-    found, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs")), semantics.whole
+    of_each = [semantics]
+    if less_state:
+        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in LEANER)
+        of_each += [of for of in leaner if of.state_bytes < semantics.state_bytes]
+    tasks = [(gpu, of, family, each, sizes, search, hosts) for gpu, of in groups.items() for family in asked for each in of_each]
+    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs")), semantics.whole
+    found = _larger(swept_over) if less_state else swept_over
     if as_json:
         rows = [fit.to_json(tokens) for fit in found]
         click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
         return
     click.echo(f"for steps of {whole.batch_size} sequences of {whole.seq_len:,} tokens", err=True)
-    titles = (*FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    show_table(titles, (_row(fit, tokens) for fit in found))
+    optimizer = ["optimizer"] if less_state else []
+    titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
+    show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in found))
+
+
+def _larger(found: Iterable["Fit"]) -> Iterator["Fit"]:
+    """Of each machine, memory and family the first, and each whose model is larger than all before it."""
+    largest: dict[tuple[str, str, int, str], int] = {}
+    for fit in found:
+        key, n = (fit.gpu, fit.machine, fit.host_memory_bytes, fit.family), fit.n_params or 0
+        if key not in largest or n > largest[key]:
+            largest[key] = n
+            yield fit
 
 
 def _row(fit: "Fit", tokens: int | None) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     of, blocks, device = plan.semantics, plan.workload.blocks, cost.profile.device
     weight, master, summed = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.master_dtype], of.n_micro_batches > 1 or of.ranks > 1
     gradient_bytes = sum(b.trained_elements for b in blocks) * (FP32_BYTES if summed else ITEM_BYTES[of.gradient_dtype])
-    kept_bytes = of.optimizer.state_bytes(of.master_dtype)  # of a parameter, which an update reads and writes
+    kept_bytes = of.state_bytes  # of a parameter, which an update reads and writes
     weight_bytes = weight if weight != master and of.ranks == 1 else 0  # that it writes beside
     # The update reads gradients and state, as the norm reads gradients before it.
     updating_bytes = 2 * gradient_bytes + round(plan.workload.n_trained * (2 * kept_bytes + weight_bytes))

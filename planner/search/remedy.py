@@ -143,12 +143,12 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
 def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
     """The first optimizer that keeps so little of what is trained that it fits, with its bytes of a parameter and what it costs."""
     s = request.semantics
-    now = s.optimizer.state_bytes(s.master_dtype) + ITEM_BYTES[s.gradient_dtype]
+    now = s.state_bytes + ITEM_BYTES[s.gradient_dtype]
     own = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # said in --optimizer
     for said in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
         changed = _changed(request, **own | optimizing(said, None))
         of = changed.semantics
-        n_bytes = of.optimizer.state_bytes(of.master_dtype) + ITEM_BYTES[of.gradient_dtype]
+        n_bytes = of.state_bytes + ITEM_BYTES[of.gradient_dtype]
         if n_bytes < now and changed.fits():
             what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
             what += f", about {changed.tokens_per_s():,.0f} tokens/s: docs/optimizers.md"

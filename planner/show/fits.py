@@ -44,6 +44,7 @@ class Fit:
     family: str
     hourly: Hourly  # of the machine with that memory
     is_estimate: bool
+    optimizer: str = "adamw"
     model: str | None = None
     n_params: int | None = None
     tokens_per_s: float | None = None
@@ -106,7 +107,9 @@ def fits(
                 if left:
                     speed, best_bytes = speed_of(left[0], sizes, profile, searched)
                     best = {"model": left[0].name, "n_params": sizes[0][1].n_params, "tokens_per_s": speed}
-            found.append(replace(Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched), **best))
+            found.append(
+                replace(Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched, semantics.optimizer_in_words), **best)
+            )
     return found[::-1]
 
 
@@ -130,8 +133,8 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
 def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Sequence[Size]:
     """The sizes that may be chosen, if some policy fits with one of them; none, if not."""
     workload = build_workload(model, semantics)
-    state_bytes = semantics.optimizer.state_bytes(semantics.master_dtype)  # on host and device together
-    least_bytes = workload.n_trained * state_bytes + (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
+    frozen_bytes = (workload.n_params - workload.n_trained) * LEAST_FROZEN_BYTES
+    least_bytes = workload.n_trained * semantics.state_bytes + frozen_bytes  # on host and device together
     if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
         return []
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)

@@ -78,6 +78,11 @@ class Semantics:
         return self.optimizer is not Optimizer.ADAMW or self.weight_rounding == "stochastic"
 
     @property
+    def state_bytes(self) -> float:
+        """Bytes of a trained parameter of master and moments."""
+        return self.optimizer.state_bytes(self.master_dtype)
+
+    @property
     def update_ratio(self) -> float:
         """Time of the host's update, of as many parameters, to that of torch's AdamW on split masters: on one core of a processor,
         where it is all arithmetic (docs/optimizers.md). Of many cores, which wait for memory, it may be less: fewer bytes move."""

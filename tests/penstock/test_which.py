@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hwprofiles.schema import shipped_profiles
+from hwprofiles.schema import read_profile, shipped_profiles
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
+from penstock.cli.which import _larger
 from planner.show.compare import COLUMNS
-from planner.show.price import JOB_TITLES
+from planner.show.fits import Fit
+from planner.show.price import JOB_TITLES, hourly
 from runtime.errors import PenstockError
 from runtime.units import parse_count
 from tests.running import one_line, penstock
@@ -87,3 +89,13 @@ def test_counts_of_tokens_are_read_or_refused_in_one_line() -> None:
 @pytest.mark.parametrize("command", [("fits", "rtx4090"), ("compare", "qwen3-8b")], ids=lambda command: command[0])
 def test_a_master_and_an_optimizer_that_contradict_are_refused(command: tuple[str, ...]) -> None:
     one_line(penstock(*command, "--master", "fp32", "--optimizer", "lion:master=bf16"), 2, "leave out --master")
+
+
+def test_less_state_has_a_row_where_a_larger_model_fits() -> None:
+    free = hourly(read_profile("rtx4090-desktop"))
+    fits = [Fit("rtx4090", "m", gb, "f", free, True, of, n_params=n) for of, gb, n in FOUND]
+    assert [(fit.optimizer, fit.host_memory_bytes) for fit in _larger(fits)] == [("a", 1), ("a", 2), ("b", 2), ("c", 1)]
+
+
+# Optimizer, memory, parameters of the largest model that fits
+FOUND = [("a", 1, None), ("a", 2, 4), ("b", 1, None), ("b", 2, 8), ("c", 1, 3), ("c", 2, 8)]
