@@ -91,7 +91,7 @@ HOME = {
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search/relax.py"),
-        *("planner/show/memory.py", "runtime/compiled.py", "runtime/host/lean.py"),
+        *("planner/show/memory.py", "runtime/compiled.py", "runtime/host/lean.py", "runtime/host/rounding.py"),
     },
 }
 
