@@ -179,15 +179,21 @@ def of_part(state: ParamState, part: slice) -> ParamState:
     return ParamState(Master(state.master.weight[part], remainder), moments)
 
 
-def test_a_moment_of_bf16_decays_as_it_should_on_average():
-    """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all."""
+def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
+    """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all. In int8 too, and
+    where fp16 scales would not: of roots of 1e-5."""
     assert sorted(lean.order()[: rounding.TURN].tolist()) == list(range(rounding.TURN)), "some number is likelier than others"
-    n, settings = 4096, replace(SETTINGS, beta2=0.999)
+    n, settings, small = 4096, replace(SETTINGS, beta2=0.999), np.full(2**17, 1e-10, np.float32)
+    groups = tuple(torch.from_numpy(rounding.packed(x, is_root)) for x, is_root in ((0 * small, False), (small, True)))
+    of_groups = ParamState(Master(torch.zeros(2**17)), groups)
     state = ParamState(Master(torch.zeros(n)), (torch.zeros(n).bfloat16(), torch.ones(n).bfloat16()))
     for n_updates in range(1, 301):
         drawn = rounding.drawn(0, n_updates, "p", 0, is_master_drawn=False)
-        for task in Step(state, summed(torch.zeros(n)), 1.0, n_updates, settings, None, "adamw", drawn).tasks():
-            task(Scratch(1, 1))
+        for of in (state, of_groups):
+            gradient = summed(torch.zeros_like(of.master.weight))
+            for task in Step(of, gradient, 1.0, n_updates, settings, None, "adamw", drawn).tasks():
+                task(Scratch(1, 1))
+    assert float(rounding.Int8Moment(groups[1], 2**17, True).whole().mean()) == pytest.approx(1e-10 * 0.999**300, rel=2e-2)
     assert float(state.moments[1].float().mean()) == pytest.approx(0.999**300, rel=2e-3)
     assert 0.02 < float(state.moments[1].float().std()) < 0.05, "elements go down together"
 
