@@ -26,7 +26,7 @@ from .simulate import Simulator
 MOST_DRAWS, LEAST_DRAWS = 32, 8
 DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
 MAX_STEPS = 8  # of a draw: most plans repeat after two
-DERIVED = 1.25  # of the host's rate with an optimizer that keeps less: that of AdamW is measured, on many cores its ratio is not
+DERIVED = 2  # times the spread of the host's rate, by an optimizer that keeps less: AdamW's is measured, its ratio to that is not
 P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %, which is this many standard deviations to each side
 
 
@@ -53,7 +53,7 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     simulator, steps_s = Simulator(ops), list[float]()
     wider = {Group.OPTIMIZER: DERIVED} if plan.semantics.is_lean else {}
     spreads = [
-        (place, (1 + of.spread_fraction) * wider.get(group, 1.0), group)
+        (place, 1 + of.spread_fraction * wider.get(group, 1), group)
         for place, of in profile.quantities()
         if (group := group_of(place)) is not None
     ]
