@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,7 +130,8 @@ class Split:
         self._norm_is_free = not list(self.norm.parameters())  # of weights, and so may be used before the layers, too
         self.stand_ins = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self.layers))
         self._forms: dict[int, tuple[list[Any], Any, int]] = {}  # of each layer, what it returns
-        self._forms_of_kinds: dict[object, tuple[list[Any], Any, int]] = {}
+        of = model.config
+        self._forms_of_kinds = _forms_of(type(model).__name__, of.to_json_string(use_diff=False), of._attn_implementation)
         self.calls: list[Call] = []
         self._made: list[tuple[nn.Module, str]] = []  # buffers that no file has
 
@@ -305,6 +307,12 @@ class Split:
         for part, name in left:
             if part.get_buffer(name).isnan().any():
                 self._fail(f"{name} is computed when a module is made, and cannot be made again")
+
+
+@lru_cache(maxsize=64)
+def _forms_of(*model: object) -> dict[object, tuple[list[Any], Any, int]]:
+    """What layers return, by their kinds: of a model, and of all others that are built alike, as a run builds several."""
+    return {}
 
 
 def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
