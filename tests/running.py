@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -30,26 +28,23 @@ def succeeded(done):
     return done
 
 
+_PLANNED, _ELSEWHERE = {}, "<home>/"
+
+
 def plan_in(home, *extra, name="plan.json", model="model"):
-    """Planned once for all homes where the configuration alone decides."""
-    if not extra and [path.name for path in (home / model).iterdir()] == ["config.json"]:
-        (home / name).write_bytes(_planned((home / model / "config.json").read_text(), model))
-        return home / name
-    return _plan(home, *extra, name=name, model=model)
-
-
-def _plan(home, *extra, name, model):
-    succeeded(penstock("plan", home / model, *SIZES, "-o", home / name, *extra))
+    """Planned once for all homes in which the same is asked of the same model: but for the folder, the plans are the same."""
+    files = frozenset(path.name for path in (home / model).iterdir())  # weights, which a plan says where to find
+    words = [word.read_text() if isinstance(word, Path) else word for word in extra]
+    asked = model, (home / model / "config.json").read_text(), files, *words
+    if asked not in _PLANNED:
+        _PLANNED[asked] = plan_anew(home, *extra, name=name, model=model).read_text().replace(f"{home}/", _ELSEWHERE)
+    (home / name).write_text(_PLANNED[asked].replace(_ELSEWHERE, f"{home}/"))
     return home / name
 
 
-@cache
-def _planned(config, model):
-    with TemporaryDirectory() as folder:
-        home = Path(folder)
-        (home / model).mkdir()
-        (home / model / "config.json").write_text(config)
-        return _plan(home, name="plan.json", model=model).read_bytes()
+def plan_anew(home, *extra, name, model="model"):
+    succeeded(penstock("plan", home / model, *SIZES, "-o", home / name, *extra))
+    return home / name
 
 
 def train(home, plan, *extra, out="out", steps=4, scratch=SCRATCH):

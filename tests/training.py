@@ -170,8 +170,15 @@ def released_slots(plan: Plan) -> dict[int, list[Slot]]:
 
 
 def initial_masters(config: dict, semantics: Semantics) -> Tensors:
-    """What `begin` puts into the host store, by name: masters, and the weights that are frozen."""
-    machine = machine_for(plan_of(config, semantics, Policy()), CpuMachine)
+    """What `begin` puts into the host store, by name: masters, and the weights that are frozen. However large a step, and whatever
+    is clipped, they are the same."""
+    found = _initial(json.dumps(config), replace(semantics, batch_size=semantics.micro_batch, sum_groups=1, clip_norm=None))
+    return {name: x.clone() for name, x in found.items()}
+
+
+@lru_cache(maxsize=64)
+def _initial(config_json: str, semantics: Semantics) -> Tensors:
+    machine = machine_for(plan_of(json.loads(config_json), semantics, Policy()), CpuMachine)
     return state_of(machine)[0] | frozen_of(machine)
 
 

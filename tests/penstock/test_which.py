@@ -12,10 +12,12 @@ from hwprofiles.schema import read_profile, shipped_profiles
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
 from penstock.cli.which import _larger
+from planner.search.search import searched
 from planner.show.compare import COLUMNS
 from planner.show.fits import Fit
 from planner.show.price import JOB_TITLES, hourly
 from runtime.errors import PenstockError
+from runtime.plan import Policy
 from runtime.units import parse_count
 from tests.running import one_line, penstock
 
@@ -44,11 +46,12 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
     assert all(set(title.replace(":", "").split()) <= set(head) for title in titles)
 
 
-def test_machines_are_compared_with_all_their_gpus_by_default() -> None:
+def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
+    monkeypatch.setattr("planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:]))  # more needs no search
     for more, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
         assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]

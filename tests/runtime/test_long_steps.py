@@ -9,7 +9,7 @@ from planner.check.check import check
 from planner.lower.lower import outline_folded
 from runtime.plan import PlanFile, Policy, Update, saves
 from tests.edits import plan_by
-from tests.running import lines_of, make_home, penstock, plan_in, train, weights_sha
+from tests.running import lines_of, make_home, penstock, plan_anew, plan_in, train, weights_sha
 from tests.tiny import tiny_config
 from tests.training import Remembering, clip_some_steps, differences, plan_of, semantics_of, trained
 
@@ -61,7 +61,7 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
     sizes = ("--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
     written = plan_in(home, *sizes, name="written.json")
     monkeypatch.setattr("planner.lower.lower.FEWEST_FOLDED", 10)
-    repeats = plan_in(home, *sizes, name="repeats.json")
+    repeats = plan_anew(home, *sizes, name="repeats.json")
     assert PlanFile.read(written).plan.repeat is None
     assert PlanFile.read(repeats).plan.repeat is not None
     said = [penstock("check", path).output.partition(": ")[2] for path in (written, repeats)]
