@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from scipy.optimize import least_squares
@@ -105,10 +105,14 @@ def fitted(
             found[machine][c.name] = min(c.most, max(c.least, c.prior * math.exp(step)))
         return {machine: found[""] | found[machine] for machine in groups}
 
+    @lru_cache(maxsize=2 * len(groups))  # differences by a constant of one machine's own leave the errors of all others
+    def errors(machine: str, v: tuple[tuple[str, float], ...]) -> list[float]:
+        return [error / TOLERANCE for error in errors_of(machine, dict(v), groups[machine], seconds)]
+
     def residuals(steps: Sequence[float]) -> list[float]:
         of = values(steps)
-        errors = [error / TOLERANCE for machine, rows in groups.items() for error in errors_of(machine, of[machine], rows, seconds)]
-        return [*errors, *(step / c.deviation for (_, c), step in zip(names, steps, strict=True))]
+        off = [error for machine in groups for error in errors(machine, (*of[machine].items(),))]
+        return [*off, *(step / c.deviation for (_, c), step in zip(names, steps, strict=True))]
 
     solved = least_squares(residuals, [0.0] * len(names), loss="soft_l1", diff_step=1e-3, max_nfev=200)
     return values([float(x) for x in solved.x])
