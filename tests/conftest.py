@@ -52,9 +52,11 @@ def _what_is_there_stays() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _tokens_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No test keeps tokens in the home."""
+def _files_of_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No test keeps tokens in the home. None takes the power from a disk, so none but those with processes of their own waits for
+    it: to sync is to ask for an open file."""
     os.environ["PENSTOCK_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.fsync = os.fstat  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)

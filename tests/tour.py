@@ -5,7 +5,7 @@
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -63,16 +63,19 @@ imports and those for types included. A floor is one above the highest that its 
 """
 
 
-def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
+@cache
+def imports(tree: ast.Module) -> list[tuple[str, int]]:
     """(module, relative level) of every import, late ones and those for types too; `from a import b` names both a and a.b."""
+    found: list[tuple[str, int]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, 0) for alias in node.names)
+            found += ((alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if is_package(node.module) or not node.module:  # from runtime import plan
-                yield from ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
+                found += ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
             else:
-                yield node.module, node.level
+                found.append((node.module, node.level))
+    return found
 
 
 def is_package(module: str | None) -> bool:

@@ -34,6 +34,7 @@ def alone(profile, **given):
     return compared(profile, **given)[0]
 
 
+@pytest.mark.long
 @pytest.mark.soak
 def test_a_machine_is_ranked_by_its_own_plan():
     names = ("h200-pcie5", "rtx4090-server")
