@@ -1,6 +1,7 @@
 """The executor: order of lanes, waits, errors, interrupts, stalls, and the end that is asked for."""
 
 import dataclasses
+import gc
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from runtime import executor, lane_track
 from runtime.errors import DataError
 from runtime.executor import Execution, OpError, StallError, Stop, execute
+from runtime.lane_track import Track
 from runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
 from runtime.plan.plan import unrolled
 from runtime.plan.timeline import is_kept
@@ -441,3 +443,28 @@ def test_an_interrupt_while_a_lane_is_started_comes_out(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         execute(tiny_plan(), NullMachine(), 2)
     assert not started[0].is_alive(), "a lane was left running"
+
+
+def test_lanes_may_ask_while_an_op_that_is_done_collects_garbage():
+    """A collection runs code, in which other lanes have their turn."""
+    track, made, begun = Track(Lane.GPU, None), [], []
+    track._asked |= {Track(Lane.CPU, None): 10**9 for _ in range(4)}
+
+    def collected(phase, told):
+        if begun and len(track._asked) < 100:
+            track._asked[Track(Lane.H2D, None)] = 10**9
+
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    try:
+        for n in range(100):
+            made += [(n, i) for i in range(200)]  # tuples that lay ready: the next ones are new
+            gc.set_threshold(1, 10**6, 10**6)
+            begun.append(n)
+            track.advance(None)
+            gc.set_threshold(*before)
+            begun.clear()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+    assert track.n_done == 100
