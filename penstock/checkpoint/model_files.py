@@ -106,6 +106,12 @@ def towers(folder: Path, config: Mapping[str, Any]) -> tuple[Shards, list[str]]:
     return stored, sorted(others)
 
 
+def towers_bytes(folder: Path, config: Mapping[str, Any]) -> int:
+    """Bytes of these tensors, as they are stored."""
+    stored, names = towers(folder, config)
+    return sum(stored[name].nbytes for name in names)
+
+
 def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str], dequantises: bool = False) -> None:
     """CheckpointError for weights that mean nothing without scales; none is read. `names` are those of the module's parameters;
     `dequantises`: FP8 and MXFP4 are read as what they stand for."""

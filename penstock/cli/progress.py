@@ -106,9 +106,8 @@ def overview(session: "Session") -> dict[str, str]:
         what = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
         rows["held out"] = f"{what}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
     if session.saves:
-        free_bytes = shutil.disk_usage(session.folder).free
-        each_bytes = session.plan.checkpoint_bytes(session.settings.checkpoint.weights_only)
-        rows["checkpoints"] = f"{show_bytes(each_bytes)} each, {show_bytes(free_bytes)} free in {session.settings.out}"
+        each, free = map(show_bytes, (session.checkpoint_bytes, shutil.disk_usage(session.folder).free))
+        rows["checkpoints"] = f"{each} each, {free} free in {session.settings.out}"
     return rows
 
 

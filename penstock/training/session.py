@@ -12,7 +12,7 @@ import torch
 
 from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
-from penstock.checkpoint.model_files import weights_digest
+from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData
@@ -80,6 +80,7 @@ class Session:
     weights: str = ""  # where they come from, in words
     tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
     towers_from: Path | None = None  # folder of a vision-language model, whose towers checkpoints hold too
+    checkpoint_bytes: int = 0  # of each: state, weights and towers
     held_out: RunData | None = None  # each sequence is a batch of its own
     prompts: Prompts | None = None
     leader: Leader | None = None  # of several ranks
@@ -214,7 +215,9 @@ def _real(
     refer(settings, plan, maps, folder)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
-    each_bytes, run_s = plan.checkpoint_bytes(settings.checkpoint.weights_only), prediction.step_s * (n_steps - first_step)
+    towers_from, run_s = weights if has_towers(plan.model.config) else None, prediction.step_s * (n_steps - first_step)
+    each_bytes = plan.checkpoint_bytes(settings.checkpoint.weights_only)
+    each_bytes += 0 if towers_from is None else towers_bytes(towers_from, plan.model.config)
     refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)
     self_test(plan, report)
     if ranks is not None:
@@ -228,7 +231,8 @@ def _real(
         first_step=first_step,
         weights=_weights_in_words(settings, weights, state),
         tokenizer_from=folder if settings.tokenizer == "model" else None,
-        towers_from=weights if has_towers(plan.model.config) else None,
+        towers_from=towers_from,
+        checkpoint_bytes=each_bytes,
         held_out=held_out,
         prompts=prompts,
         leader=None if ranks is None else Leader(store, ranks),

@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.checkpoint.conversion import Conversion
+from runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
 from tests.real_layers import hf_model
 from tests.running import SIZES, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
@@ -51,8 +53,10 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
     before = published(home, model_type)
     plan = home / "plan.json"
     succeeded(penstock("plan", home / model_type, *SIZES, "-o", plan))
-    succeeded(train(home, plan, *SAYS, scratch=()))
+    said = succeeded(train(home, plan, *SAYS, scratch=())).output
     last = home / "out" / "checkpoint-4"
+    held = sum(tensor.nbytes for path in last.glob("*.safetensors") for tensor in load_file(path).values())
+    assert f"{show_bytes(held)} each, " in said, "what is asked of the disk before the first step, towers among it"
     whole = weights_sha(last)
     shutil.rmtree(last)
     succeeded(train(home, plan, *SAYS, "--resume", scratch=()))
