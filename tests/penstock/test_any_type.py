@@ -88,6 +88,11 @@ def test_accepted_types_have_transformers_loss_and_gradients(model_type):
     assert verdict(model_type) == "accepted"
 
 
+def test_a_type_that_is_not_read_as_it_is_saved_is_not_accepted():
+    """Its step has the bits of transformers' own; from its checkpoints nobody would have its weights."""
+    assert "saved under a name that is not read as that weight" in verdict("shieldgemma2")
+
+
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "jamba", "nemotron_h", "kimi_linear", "gpt_oss"])
 def test_weights_named_one_by_one_are_the_files_of_transformers(model_type):
