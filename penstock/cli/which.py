@@ -81,15 +81,15 @@ def fits(
     for profile in chain(*groups.values()):
         part_of(profile, gpus, hosts, network_gbit)  # or say why not
     groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
-    known = planned.families()
-    asked = list(dict.fromkeys(part.strip() for part in families.split(","))) if families else list(known)
+    semantics, known = _part(gpus * hosts, micro_batch=1, **work), planned.families()
+    names = planned.families(semantics.train.lora is not None) if families is None else map(str.strip, families.split(","))
+    asked = list(dict.fromkeys(names))
     if wrong := [name for name in asked if name not in known]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(known)}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
     for (name, of), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
             click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
-    semantics = _part(gpus * hosts, micro_batch=1, **work)
     of_each = [semantics]
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in LEANER)

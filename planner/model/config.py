@@ -45,6 +45,7 @@ HUB_NAMES = {
     **{"seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base", "smollm3-3b": "HuggingFaceTB/SmolLM3-3B"},
     **{"llama-2-7b": "meta-llama/Llama-2-7b-hf", "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B"},
     **{"llama-4-scout-109b": "meta-llama/Llama-4-Scout-17B-16E", "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
+    **{f"qwen3-vl-{size.lower()}": f"Qwen/Qwen3-VL-{size}-Instruct" for size in ("8B", "30B-A3B")},
 }
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
@@ -201,7 +202,8 @@ def essence_of(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration without what says nothing of modules and what they compute; two that are equal mean the same."""
     unused = () if config.get("use_sliding_window", False) else ("use_sliding_window", "max_window_layers", "sliding_window")
     beside = _BESIDE | {*(unused if "use_sliding_window" in config else ())}
-    return {key: value for key, value in config.items() if key not in beside and (key, value) != ("rope_scaling", None)}
+    of = {key: essence_of(value) if isinstance(value, dict) else value for key, value in config.items() if key not in beside}
+    return {key: value for key, value in of.items() if (key, value) != ("rope_scaling", None)}
 
 
 @cache

@@ -22,7 +22,7 @@ from planner.search.micro_batch import Size, possible_sizes
 from planner.search.space import leanest
 from planner.search.trial import Trial, without_collection
 from runtime.plan import Semantics
-from runtime.plan.workload import Model
+from runtime.plan.workload import Model, has_towers
 from runtime.units import GB
 
 from .compare import candidate
@@ -60,12 +60,13 @@ def family_of(name: str, model_type: str) -> str:
     return f"{stem}-moe" if model_type.endswith("_moe") else stem
 
 
-@lru_cache(maxsize=1)
-def families() -> dict[str, list[str]]:
-    """The shipped models by family, the smallest first; families by name."""
+@lru_cache(maxsize=2)
+def families(of_adapters: bool = False) -> dict[str, list[str]]:
+    """The shipped models by family, the smallest first; families by name. `of_adapters`: those that adapters are trained of."""
     sizes: dict[str, list[tuple[int, str]]] = {}
     for name in shipped_models():
-        model = read_model(name)
+        if has_towers((model := read_model(name)).config) and of_adapters:
+            continue
         n_params = build_workload(model, _semantics(model, Semantics(seq_len=1, batch_size=1, micro_batch=1))).n_params
         sizes.setdefault(family_of(name, model.config["model_type"]), []).append((n_params, name))
     return {family: [name for _, name in sorted(of)] for family, of in sorted(sizes.items())}

@@ -53,9 +53,13 @@ STAND_IN_SEQ_LEN = 16
 
 def stand_in_config(config: dict[str, Any]) -> dict[str, Any]:
     """A model with the same blocks, tiny: as many layers of the same kinds, each a few thousand parameters."""
+    if isinstance(text := config.get("text_config"), dict):  # of a vision-language model
+        return config | _NO_SPECIAL | {"text_config": stand_in_config(text)}
     small = {key: value for key, value in config.items() if key not in _LEFT_OUT}
     small |= {key: value for key, value in _STAND_IN_SIZES.items() if config.get(key) is not None}
-    return small | _NO_SPECIAL | {"head_dim": _STAND_IN_SIZES["head_dim"]}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    places = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}} if "mrope_section" in rope else {}
+    return small | _NO_SPECIAL | places | {"head_dim": _STAND_IN_SIZES["head_dim"]}
 
 
 def stand_in_semantics(semantics: Semantics) -> Semantics:

@@ -26,6 +26,7 @@ def test_every_model_is_of_one_family_and_families_rise_in_size():
     assert sorted(name for names in found.values() for name in names) == shipped_models()
     assert found["qwen3-moe"] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
     assert found["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
+    assert {*found} - {*families(of_adapters=True)} == {"qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"}
     assert family_of("llama-3.1-70b", "llama") == family_of("llama-3.2-1b", "llama") == "llama"
     for names in found.values():
         sizes = [build_workload(read_model(name), SEMANTICS).n_params for name in names if not name.startswith(("gemma", "gpt"))]

@@ -21,7 +21,7 @@ from tests.every_type import tiny
 from tests.outlines import FOLDER
 from tests.tiny import tiny_config
 
-SHIPPED = ["qwen2.5-0.5b", "gpt-oss-20b", "gemma3-1b", "glm-4.5-air-106b", "qwen3-30b-a3b", "qwen3.5-0.8b"]
+SHIPPED = ["qwen2.5-0.5b", "gpt-oss-20b", "gemma3-1b", "glm-4.5-air-106b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3-vl-8b"]
 
 
 def test_every_shipped_model_has_outlines() -> None:
@@ -35,6 +35,9 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
     monkeypatch.setattr("planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
     found = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
     assert found == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
+    sees = shipped_model("qwen3-vl-8b").config
+    text = sees["text_config"] | {"dtype": "bfloat16", "initializer_range": 0.02, "bos_token_id": 151643, "use_cache": True}
+    assert build_workload(Model(sees | {"text_config": text}), Semantics(64, 2, 1)).n_params == found.n_params
     with pytest.raises(pytest.fail.Exception):
         build_workload(Model(config | {"rms_norm_eps": 1e-5}), Semantics(64, 2, 1))
 

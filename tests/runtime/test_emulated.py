@@ -17,7 +17,7 @@ from runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_conf
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy, Semantics
 from runtime.plan.region import Demand, Region, Resource
-from runtime.plan.workload import Model
+from runtime.plan.workload import Model, has_towers
 from tests.tiny import MODEL_TYPES
 from tests.training import machine_for
 
@@ -91,7 +91,8 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     assert torch.isfinite(state.master.whole()).all(), "the stand-in really trained"
 
 
-SHIPPED = {name: t for name in shipped_models() if (t := read_model(name).config["model_type"]) in MODEL_TYPES}
+CONFIGS = {name: read_model(name).config for name in shipped_models()}
+SHIPPED = {name: t for name, of in CONFIGS.items() if (t := of["model_type"]) in MODEL_TYPES or has_towers(of)}
 ONE_OF_EACH = {t: name for name, t in SHIPPED.items()}.values()
 
 
