@@ -202,8 +202,8 @@ def essence_of(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration without what says nothing of modules and what they compute; two that are equal mean the same."""
     unused = () if config.get("use_sliding_window", False) else ("use_sliding_window", "max_window_layers", "sliding_window")
     beside = _BESIDE | {*(unused if "use_sliding_window" in config else ())}
-    of = {key: essence_of(value) if isinstance(value, dict) else value for key, value in config.items() if key not in beside}
-    return {key: value for key, value in of.items() if (key, value) != ("rope_scaling", None)}
+    of = {key: value for key, value in config.items() if key not in beside and (key, value) != ("rope_scaling", None)}
+    return {k: {n: v for n, v in part.items() if n not in _BESIDE} if isinstance(part, dict) else part for k, part in of.items()}
 
 
 @cache
