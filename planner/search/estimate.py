@@ -14,17 +14,7 @@ from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from .frames import Frames
-from .space import (
-    Way,
-    can_spill,
-    eager_is_legal,
-    evenly,
-    most,
-    most_on_device,
-    places_of_mixed,
-    staying,
-    with_ways,
-)
+from .space import Way, can_spill, eager_is_legal, evenly, most, most_on_device, places_of_mixed, staying, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 # Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
