@@ -55,8 +55,8 @@ MOST_KNOBS = 13  # of a policy
 MOST_KINDS = 22  # of op; three of them are what several ranks do together, one unpacks weights
 # Lines of each room: what there is, where the budgets were 8,000, 8,000, 2,200, 7,300 and 25,000, and 1,000 of
 # `planner/model`. Above them: runtime by losses of one's own, less optimizer state, the proof that packed documents are kept apart,
-# kernels of other packages, adapters of experts, and int8 moments; penstock by pairs, rollouts and references, the self-test, towers,
-# and the merging of experts; planner by what users met; hwprofiles by the loss's rate.
+# kernels of other packages, adapters of experts, and int8 moments; penstock by pairs, rollouts and references, the self-test,
+# towers, and the merging of experts; planner by what users met; hwprofiles by the loss's rate.
 MOST_LINES = {"runtime": 9_956, "planner": 8_473, "hwprofiles": 2_217, "penstock": 8_956, "tests": 26_587}
 APART = {"planner/model"}
 
