@@ -79,9 +79,9 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= found.n_layers:
         _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
-    is_said = missing and train.lora is not None and missing[0] != EXPERTS
-    if is_said and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
-        _fail(model, f"nothing is called {missing[0]} but experts, whose adapters are called experts; leave it out")
+    if missing and train.lora is not None and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
+        but = "in an mlp, where they have adapters" if missing[0] == EXPERTS else "but experts, whose adapters are called experts"
+        _fail(model, f"nothing is called {missing[0]} {but}; leave it out")
     if missing or not trained:
         _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
 
@@ -154,7 +154,7 @@ class _Part:
         """Of the adapter beside the product of that name; 0: it has none."""
         if STACK.search(name):
             return self.train.rank(EXPERTS)
-        stands = not (self.has_experts and name.startswith("mlp."))
+        stands = ".experts." not in name and not (self.has_experts and name.startswith("mlp."))
         return self.train.rank(name.rpartition(".")[2]) if stands else 0
 
     def linear(self, name: str, bias: bool) -> Weights:

@@ -13,6 +13,7 @@ from planner.model.workload import build_workload, read_model, shipped_models, s
 from runtime.errors import WorkloadError
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model
+from tests.every_type import tiny
 from tests.real_layers import (
     DTYPES,
     MANY,
@@ -325,6 +326,16 @@ def test_what_transformers_refuses_is_refused_in_one_line(model_type: str, chang
     with pytest.raises(WorkloadError, match=complaint) as caught:
         build_workload(Model(config), semantics(attention=attention_of(model_type)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "nemotron_h"])
+def test_experts_that_are_called_otherwise_have_no_adapters(model_type: str) -> None:
+    """Though the last of their stacks is called as a target is."""
+    model = Model(tiny(model_type))
+    blocks = build_workload(model, semantics(train=Train(lora=Lora()))).blocks
+    assert not [p.name for block in blocks for p in block.parameters if ".experts.lora_" in p.name]
+    with pytest.raises(WorkloadError, match="nothing is called experts in an mlp"):
+        build_workload(model, semantics(train=Train(lora=Lora(targets=("experts",)))))
 
 
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
