@@ -6,7 +6,7 @@ the model is in memory at a time.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from runtime.units import show_bytes
 from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, read_adapter, stack_factors
 from .checkpoint import refuse_another_base
 from .conversion import conversion_of
-from .dequantised import Dequantised
+from .dequantised import BLOCKS, Dequantised
 from .disk import new_folder
 from .model_files import INDEX_FILE, TOKENIZER_FILES, publish, read_json, refuse_quantised, weight_files, weights_digest
 from .tensor_files import Shards, write_new, write_tensors
@@ -41,17 +41,21 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
         refuse_quantised(base, config, ())
     stacks = _stacks(config, adapter)
     stays = is_mxfp4 and not stacks  # packed; experts with an adapter are bf16 from here on
-    shards = _outlines(base, stays)
+    whole = Shards(weight_files(base))  # of all files at once: the scales of a packed weight may lie in another than its codes
+    stored = whole if stays else Dequantised(base, whole)
+    shards = _outlines(base, stored, (*FLOATS, torch.uint8) if stays else FLOATS)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
     lora, factors = read_adapter(adapter, {name: tuple(o.shape) for name, o in outlines.items()} | stacks)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
         raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter is of; give the weights of this model")
+    for stack, (_, *sides) in stacks.items():
+        if len(factors[f"{stack_factors(stack)}.lora_B.weight"]) != sides[conversion_of(config).is_transposed]:
+            raise CheckpointError(f"{adapter}: takes the outputs of {stack} for inputs, as older PEFT does; merge it with that")
 
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
-        stored = _stored(source, stays)
         for name, outline in shards[source].items():
             if name in pieces:
                 yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
@@ -71,23 +75,18 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
         # The last is that without which nothing loads a folder that is not whole
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
-                whole = _unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()
-                write_new(folder / name, [whole])
+                content = _unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()
+                write_new(folder / name, [content])
     n_merged = len(factors) // 2
     return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
 
 
-def _stored(file: Path, stays: bool) -> Shards | Dequantised:
-    """The tensors of a file: as they are, or unpacked where they are packed."""
-    return Shards([file]) if stays else Dequantised(file.parent, Shards([file]))
-
-
-def _outlines(base: Path, stays: bool) -> dict[Path, dict[str, Tensor]]:
-    """The tensors of each file on the meta device, wide dtypes first, as they are written."""
-    outlines, dtypes = dict[Path, dict[str, Tensor]](), (*FLOATS, torch.uint8) if stays else FLOATS
+def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
+    """The tensors of each file on the meta device, wide dtypes first, as they are written; one unpacked is where its codes are."""
+    outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
-        stored = _stored(file, stays)
-        found = {name: stored.outline(name) for name in stored}
+        names = (name if name in stored else name.removesuffix(BLOCKS) for name in Shards([file]))
+        found = {name: stored.outline(name) for name in names if name in stored}
         for name, outline in found.items():
             if outline.dtype not in dtypes:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")

@@ -90,6 +90,36 @@ def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
     assert loaded.model.layers[0].mlp.experts.down_proj.equal(model.model.layers[0].mlp.experts.down_proj)
 
 
+def test_packed_experts_are_unpacked_though_codes_and_scales_are_in_two_files(tmp_path: Path) -> None:
+    published(tmp_path, "gpt_oss")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
+    adapter = write_adapter(tmp_path / "adapter", lora := Lora(4, 6.0, targets=("experts",)), factors_of(model, lora))
+    merge(tmp_path / "few", adapter, tmp_path / "one")
+    weights = load_file(tmp_path / "few" / "model.safetensors")
+    (tmp_path / "few" / "model.safetensors").unlink()
+    file_of = {name: f"model-{1 + name.endswith('_scales')}.safetensors" for name in weights}
+    for file in {*file_of.values()}:
+        save_file({name: weight for name, weight in weights.items() if file_of[name] == file}, tmp_path / "few" / file)
+    (tmp_path / "few" / INDEX_FILE).write_text(json.dumps({"weight_map": file_of}))
+    merge(tmp_path / "few", adapter, tmp_path / "two")
+    one, two = (weights_in(tmp_path / folder) for folder in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(one[name].equal(two[name]) for name in one)
+    assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "two", output_loading_info=True)[1].values())
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_an_adapter_of_experts_the_other_way_round_is_refused(tmp_path: Path, model_type: str) -> None:
+    base, adapter = folders(tmp_path, model_type)
+    path = adapter / TENSOR_FILE
+    factors = load_file(path)
+    for name in [name for name in factors if name.endswith("experts.lora_A.weight")]:
+        other = name.replace("lora_A", "lora_B")
+        factors |= {name: factors[other].t().contiguous(), other: factors[name].t().contiguous()}
+    save_file(factors, path)
+    assert "for inputs, as older PEFT does" in checkpoints.refused(lambda: merge(base, adapter, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("shard", [SHARD, "1GB"], ids=["shards", "one-file"])
 def test_shards_configuration_and_tokenizer_stay_as_they_were(tmp_path: Path, shard: str) -> None:
     base, adapter = folders(tmp_path, shard=shard)
