@@ -126,10 +126,11 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
     """The stored tensors that are of stacks of experts, by name."""
     found = {}
     for stack, (n_experts, *sides) in stacks.items():
-        swaps = conversion_of(config).is_transposed
-        numbers = torch.arange(n_experts * sides[swaps], dtype=torch.int32).view(n_experts, -1).unsqueeze(1 if swaps else 2)
-        for name, piece in publish(config, stack, numbers.expand(n_experts, *sides)):
-            matrices, n_out = piece if piece.dim() > 2 else piece[None], sides[swaps]
+        n_out = sides[swaps := conversion_of(config).is_transposed]
+        numbers = torch.arange(n_experts * n_out, dtype=torch.int32).view(n_experts, -1)
+        # Of two inputs instead of all, for what is converted may be a copy
+        for name, piece in publish(config, stack, torch.stack((numbers, numbers), 1 if swaps else 2)):
+            matrices = piece if piece.dim() > 2 else piece[None]
             for is_turned, ids in ((False, matrices[..., 0]), (True, matrices[..., 0, :])):
                 if bool((ids // n_out == ids[:, :1] // n_out).all() and (ids.diff() > 0).all()):
                     found[name] = _Piece(stack, is_turned, ids.long())

@@ -25,6 +25,7 @@ from runtime.plan.train import Lora
 from tests import checkpoints
 from tests.accidents import forked_to_die
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, lora_of, model_of, with_deltas, write_adapter
+from tests.every_type import tiny
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
@@ -118,6 +119,12 @@ def test_an_adapter_of_experts_the_other_way_round_is_refused(tmp_path: Path, mo
         factors |= {name: factors[other].t().contiguous(), other: factors[name].t().contiguous()}
     save_file(factors, path)
     assert "for inputs, as older PEFT does" in checkpoints.refused(lambda: merge(base, adapter, tmp_path / "out"))
+
+
+def test_which_experts_a_tensor_holds_is_told_without_the_memory_of_a_stack() -> None:
+    found = merging._pieces(tiny("olmoe"), {"model.layers.0.mlp.experts.gate_up_proj": (8, 192, 2**50)})
+    assert len(found) == 2 * 8
+    assert all(piece.outputs.shape == (1, 96) and not piece.swaps for piece in found.values())
 
 
 @pytest.mark.parametrize("shard", [SHARD, "1GB"], ids=["shards", "one-file"])
