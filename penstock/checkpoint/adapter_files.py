@@ -106,7 +106,7 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         expected |= {f"{factor}B.weight": (n_out, lora.rank * n_experts)}
     for name in sorted(expected.keys() ^ stored.keys()):
         problem = f"no tensor {name}" if name in expected else f"{on_one_line(name, 160)} is no factor of its target_modules"
-        wanted = f"both factors of the same projections in every layer, of {', '.join(TARGETS)}"
+        wanted = f"both factors of the same projections in every layer, of {', '.join((*TARGETS, EXPERTS))}"
         raise CheckpointError(f"{path}: {problem}; an adapter of this model has {wanted}")
     for name, tensor in stored.items():
         if tensor.dtype not in FLOATS:

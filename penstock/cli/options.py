@@ -115,8 +115,8 @@ with_work = together(
     click.option(
         "--train",
         metavar="WHAT",
-        help="all, lora (or lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj+experts), names:*norm.weight, layers:20-31; "
-        "the rest is frozen.  [default: all]",
+        help="all, lora (or lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj; experts are a target, too, without dropout), "
+        "names:*norm.weight, layers:20-31; the rest is frozen.  [default: all]",
     ),
     click.option(
         "--base",
