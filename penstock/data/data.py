@@ -34,7 +34,7 @@ Report = Callable[[str], None]  # told in words what goes on
 
 def needed(objective: Objective) -> str | None:
     """The format of rows that a loss asks for; None: that of any data."""
-    if {*BRINGS[ROLLOUTS]} <= {*objective.extras}:
+    if objective.of is Of.TOKENS and {*BRINGS[ROLLOUTS]} <= {*objective.extras}:
         return ROLLOUTS
     return {Of.PAIRS: PREFERENCE, Of.ANSWERS: UNPAIRED}.get(objective.of)
 

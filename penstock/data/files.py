@@ -24,7 +24,7 @@ import pyarrow.parquet
 
 from runtime.errors import DataError
 
-from .formats import COLUMNS, EXAMPLE, format_of_columns, not_understood
+from .formats import COLUMNS, EXAMPLE, not_understood
 
 TRAIN = ("train",)
 HELD_OUT = ("val", "dev", "eval", "test")  # "val" begins "validation" too
@@ -263,9 +263,9 @@ def _parquet(file: Path, mapped: Collection[str]) -> Iterator[tuple[int, dict[st
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
             names = table.schema_arrow.names
-            if format_of_columns(names) is None and not set(names) & set(mapped):
-                raise not_understood(str(file), names)
             known = [name for name in names if name in COLUMNS or name in mapped]
+            if not known:
+                raise not_understood(str(file), names)
             batches = table.iter_batches(ROWS_AT_ONCE, columns=known)
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (pyarrow.ArrowException, OSError) as error:

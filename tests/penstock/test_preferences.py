@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.data.data import read_data
+from penstock.data.data import needed, read_data
 from penstock.data.given import Given
 from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.settings import DataSettings
@@ -136,6 +137,19 @@ GROUP = {"prompt_ids": [9, 8], "completion_ids": [[1], [2, 3, 4]], "logprobs": [
 def rollouts_of(path, *rows, **settings):
     asked = DataSettings(str(write_lines(path, rows)), shuffle=False, **settings)
     return read_data(asked, None, 300, 4, 2, 3, path.parent / "run" / "tokens", objective=parse_objective("grpo"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "row"), [("dpo", PAIR), ("kto:group=2", {"prompt": "tea? ", "completion": "yes", "label": False}), ("grpo", GROUP)]
+)
+def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 4), tmp_path / "a.parquet")
+    of = [DataSettings(str(path)) for path in (tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", [row] * 4))]
+    cache, objective = tmp_path / "run" / "tokens", parse_objective(loss)
+    found, expected = (read_data(each, None, 300, 64, 4, 3, cache, objective=objective).batch(0) for each in of)
+    assert torch.equal(found.input_ids, expected.input_ids)
+    assert {name: of.tolist() for name, of in found.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
+    assert needed(replace(objective, name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
