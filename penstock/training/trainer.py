@@ -106,14 +106,15 @@ class Trainer:
         validations: Sequence[Validation] | None = None,
         every: int | None = None,
     ) -> None:
-        """CheckpointError where nothing is left to do. `validations`: those of the settings, if none are said. `every`: most steps
-        from one pause to the next."""
+        """CheckpointError where nothing is left to do. `validations`: those of the settings, if none are said. `every`: steps
+        from one turn to the next."""
         self.session, self.on_step, self.every = session, on_step, every
         settings, first_step = session.settings, session.first_step
         self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
         self.validations = validations_of(session, self.monitors) if validations is None else validations
         self.timeline, self.times_s, self.watch = Timeline(()), list[float](), Watch()
-        self._made = list[Metrics]()  # since the last pause
+        self._made = list[Metrics]()  # since the last turn
+        self.rests_after: int | None = None  # steps, while no lane is at work
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
             more = f"ask for more than {session.n_steps} with --steps"
             raise CheckpointError(f"{session.folder}: holds step {first_step} already; {more}")
@@ -125,9 +126,9 @@ class Trainer:
         return self.timeline, self.times_s
 
     def turns(self) -> Iterator["Turn"]:
-        """Train as far as one iterates, from one pause to the next.
+        """Train as far as one iterates, from a turn after `every` steps to the next; without `every` there is none.
 
-        Lanes run through until a validation, the end, `every`, or a save where that is not done in the background. The last
+        Lanes run through until a validation, the end, a turn, or a save where that is not done in the background. The last
         checkpoint is written before the last validation, which a resumed run makes up for.
         """
         session, done = self.session, self.session.first_step
@@ -136,12 +137,14 @@ class Trainer:
         with device_memory_named(), self.monitors, nullcontext() if saver is None else saver.at_work():
             self._validate(done)
             while done < session.n_steps and not session.stop.is_requested:
-                done = self._train_until_pause(done, saver)
+                self.rests_after = None
+                self.rests_after = done = self._train_until_pause(done, saver)
                 if saver is not None and saver.is_due(done):
                     saver.save(done)
                 if done < session.n_steps:
                     self._validate(done)
-                if self._made or self.every is None:
+                is_over = done == session.n_steps or session.stop.is_requested
+                if self._made and self.every is not None and (is_over or done % self.every == 0):
                     made, self._made = tuple(self._made), []
                     yield Turn(self, saver, made)
             if self.watch.found is not None and session.settings.stop_if_lost:
@@ -270,7 +273,7 @@ class Turn:
 
     trainer: Trainer = field(repr=False)
     _saver: Saver | None = field(repr=False)
-    metrics: tuple[Metrics, ...]  # of each step since the pause before
+    metrics: tuple[Metrics, ...]  # of each step since the turn before
 
     @property
     def step(self) -> int:
@@ -293,7 +296,7 @@ class Turn:
     def lr(self, rate: float) -> None:
         if not 0 <= rate < math.inf:
             raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
-        self._rates.asked = rate
+        self._rates.asked = float(rate)
 
     @property
     def _rates(self) -> Rates:
@@ -301,20 +304,30 @@ class Turn:
         assert isinstance(rates, Rates), "what opens a session makes them"
         return rates
 
+    @property
+    def _session(self) -> Session:
+        """That of a state which is the turn's; RunConfigError once the run has gone on, or where the state is a stand-in's."""
+        session, rests_after = self.trainer.session, self.trainer.rests_after
+        if not session.saves:
+            raise RunConfigError("an emulated run has the state of a stand-in, not the model's; run on another device")
+        if rests_after != self.step:
+            raise RunConfigError(f"the turn after step {self.step} is over; save, evaluate and take weights before the next step")
+        return session
+
     def evaluate(self) -> dict[str, float]:
         """The loss on the run's held-out data, the setting `evaluation.data`, by the names of metrics.jsonl."""
-        return held_out_loss(self.trainer.session)
+        return held_out_loss(self._session)
 
     def save(self) -> Path:
         """Write a checkpoint, which stays, unless `checkpoint.keep` says how many do; its folder."""
-        if self._saver is None:
-            raise RunConfigError("an emulated run saves nothing; run on another device")
+        session = self._session
+        assert self._saver is not None, "what saves has one"
         self._saver.save(self.step, stays=True)
-        return self.trainer.session.folder / f"checkpoint-{self.step}"
+        return session.folder / f"checkpoint-{self.step}"
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each weight that is not packed, by its name in the model: a copy on the host, as it is computed with."""
-        host = self.trainer.session.store.host
+        host = self._session.store.host
         for p in host.all_owned():
             if not host.plan.is_packed(p):
                 host.settle(host.block_of(p))

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import penstock
 from penstock.data.data import read_data
 from penstock.data.given import Given
+from penstock.run_config import RunConfigError
 from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
@@ -187,8 +188,12 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
             saved = AutoModelForCausalLM.from_pretrained(turn.save()).state_dict()
             assert kept
             assert all(torch.equal(weight, saved[name]) for name, weight in kept.items())
+            first = turn
         if turn.step == 4:
-            turn.lr = 0.0
+            turn.lr = torch.tensor(0.0)
+            for late in (first.save, first.evaluate, first.weights().__next__):
+                with pytest.raises(RunConfigError, match="the turn after step 2 is over"):
+                    late()
         if turn.step == 6:
             assert turn.lr == 0.0
             assert all(torch.equal(weight, weights[name]) for name, weight in turn.weights())
@@ -198,5 +203,8 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
     assert [line["loss"] for line in seen[:5]] == [line.loss for line in done.metrics]
     assert (len(seen), [line["lr"] for line in seen]) == (6, [1e-2] * 4 + [0.0] * 2)
     assert {path.name for path in (home / "stream").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
+    looks = dict(how["settings"]) | {"evaluation.every": 7}
+    more = penstock.stream(found, home / "data", out=home / "stream", steps=9, every=2, **how | {"resume": True, "settings": looks})
+    assert [(turn.step, len(turn.metrics)) for turn in more] == [(8, 2), (9, 1)]
     with pytest.raises(PlanError, match="every is 0"):
         next(penstock.stream(found, home / "data", every=0))
