@@ -110,6 +110,7 @@ def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
     fields, columns = (row, f"; its columns are {shown(row)}") if isinstance(row, dict) else ({}, "")
     try:
         prompt, label = fields.get("prompt"), fields.get("label")
+        label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has words
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise ValueError('an empty "prompt"')
         kind: Any = str if isinstance(prompt, str) else list

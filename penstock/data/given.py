@@ -57,11 +57,13 @@ class Given:
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
         extras, shapes = made.extras, (shape[:1],) if self.objective.has_first_pass else (shape[:1], shape)
+        # Of a loss that we have: a number for each sequence would be taken for that of each token
+        of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
         for name in self.objective.extras:
-            found = extras.get(name)
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in shapes:
+            found, taken = extras.get(name), shapes[-1:] if name in of_tokens else shapes
+            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in taken:
                 problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
-                wanted = " or ".join(map(str, shapes))
+                wanted = " or ".join(map(str, taken))
                 raise DataError(f"the plan's loss asks for extras[{name!r}] of {wanted}, and step {step} brings {problem}")
         made = replace(made, extras={name: extras[name] for name in self.objective.extras})
         if made.document_tokens is None:

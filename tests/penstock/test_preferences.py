@@ -98,6 +98,21 @@ def test_an_answer_is_followed_by_its_prompt_with_anothers_answer(tmp_path):
     assert [(targets != -100).sum() for targets in short.targets] == [2, 2, 6, 2]  # as much of the other as there is room for
 
 
+def test_labels_of_a_csv_are_words(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,completion,label\ntea? ,yes,True\ntea? ,no,false\n")
+    data = read_data(
+        DataSettings(str(tmp_path / "a.csv"), shuffle=False),
+        None,
+        300,
+        64,
+        4,
+        3,
+        tmp_path / "t",
+        objective=parse_objective("kto:group=2"),
+    )
+    assert data.batch(0).extras["label"].tolist() == [1, 1, 0, 0]
+
+
 def test_a_run_of_answers_begins_at_its_reference(home):
     """At a half to the last bit: no answer has gained or lost, nor has the baseline."""
     shutil.rmtree(home / "data")
@@ -376,12 +391,14 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
 
 def test_batches_bring_what_the_loss_asks_and_keep_no_more():
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    given = lambda **extras: Given(  # noqa: E731
-        SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective("dpo")
+    given = lambda loss="dpo", **extras: Given(  # noqa: E731
+        SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective(loss)
     ).batch(0)
     assert given(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
     with pytest.raises(DataError, match=r"asks for extras\['reference'\] of \(2,\), and step 0 brings one of \(2, 8\)"):
         given(reference=torch.zeros(2, 8))
+    with pytest.raises(DataError, match=r"asks for extras\['old'\] of \(2, 8\), and step 0 brings one of \(2,\)"):
+        given("grpo", advantage=torch.zeros(2), old=torch.zeros(2))
 
 
 def grpo(logits, targets, advantage, sampled):
