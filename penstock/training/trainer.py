@@ -74,11 +74,12 @@ class Watch:
     first_loss: float | None = None
     n_without_gradient: int = 0
     found: str | None = None
+    may_be_flat: bool = False  # as rollouts are, all of whose rewards are equal
 
     def look(self, metrics: Metrics) -> bool:
         """Whether it is found at this step. A loss that is not finite is not below any limit."""
         self.first_loss = first = metrics.loss if self.first_loss is None else self.first_loss
-        self.n_without_gradient = self.n_without_gradient + 1 if metrics.grad_norm == 0 else 0
+        self.n_without_gradient = self.n_without_gradient + 1 if metrics.grad_norm == 0 and not self.may_be_flat else 0
         signs = {
             f"the loss is {metrics.loss:.4g}, and began at {first:.4g}": not metrics.loss < LOST_TIMES * max(first, LEAST_LOSS),
             f"the gradient has been exactly 0 for {LOST_STEPS} steps": self.n_without_gradient == LOST_STEPS,
@@ -112,7 +113,8 @@ class Trainer:
         settings, first_step = session.settings, session.first_step
         self.monitors = Monitors(settings.monitors, (session.folder, asdict(settings), first_step), session.say)
         self.validations = validations_of(session, self.monitors) if validations is None else validations
-        self.timeline, self.times_s, self.watch = Timeline(()), list[float](), Watch()
+        self.timeline, self.times_s = Timeline(()), list[float]()
+        self.watch = Watch(may_be_flat="advantage" in session.plan.semantics.objective.extras)
         self._made = list[Metrics]()  # since the last turn
         self.rests_after: int | None = None  # steps, while no lane is at work
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):

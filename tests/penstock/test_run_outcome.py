@@ -54,3 +54,9 @@ def test_a_lost_run_is_said_so_once_and_ends_where_asked(home, monkeypatch, loss
         assert words is None or f"{words}; the run is lost: lower --lr" in done.stderr
     is_whole = not ends or words is None
     assert (home / "out" / "checkpoint-12").exists() == (len(lines_of(home, "out")) == 12) == is_whole
+
+
+@pytest.mark.parametrize("may_be_flat", [True, False])
+def test_rollouts_of_equal_rewards_are_no_lost_run(may_be_flat):
+    watch, flat = trainer.Watch(may_be_flat=may_be_flat), SimpleNamespace(step=1, loss=0.0, grad_norm=0.0)
+    assert [watch.look(flat) for _ in range(3)] == [False, False, not may_be_flat]
