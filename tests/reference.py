@@ -50,11 +50,10 @@ def in_int8(x: torch.Tensor, key: int, is_root: bool) -> torch.Tensor:
     flat = flat.double().sqrt().float() if is_root else flat
     for at in range(0, len(flat), 32):
         of, most = flat[at : at + 32], flat[at : at + 32].abs().max()
-        if most <= 2.0**-50:
-            found.append(torch.zeros_like(of))
-            continue
         scale = (((most / n_codes if is_root else most).view(torch.int32) + numbers[at]) & ~0xFFFF).view(torch.float32)
-        if is_root:
+        if scale <= 2.0**-58:
+            found.append(torch.zeros_like(of))
+        elif is_root:
             root = scale * torch.round(of * (n_codes / most))
             found.append(root * root)
         else:

@@ -35,20 +35,21 @@ __device__ float loaded(const unsigned char* groups, int i, bool is_root) {
 template <typename Of> __device__ void keep(Of* to, int first, int, float* x, bool, unsigned random) { put(&to[first], *x, random); }
 __device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_root, unsigned random) {
     unsigned char *pack = groups + first / 128 * 136, *codes = pack + first % 128, *of_scale = pack + 128 + first % 128 / 32 * 2;
-    unsigned most = 0;
+    unsigned most = 0x22800000u;  // bounds of rounding.py
     for (int j = 0; j < n; j++) {
         if (is_root) x[j] = __fsqrt_rn(x[j]);
         const unsigned bits = __float_as_uint(x[j]) & 0x7FFFFFFFu;
         most = bits > most ? bits : most;
     }
-    const float largest = __uint_as_float(most <= 0x26800000u ? 0x26800000u : most), by = __fdiv_rn(255.0f, largest);
+    const float largest = __uint_as_float(most > 0x7F800000u ? 0x7F800000u : most), by = __fdiv_rn(255.0f, largest);
+    unsigned scale = (__float_as_uint(is_root ? __fdiv_rn(largest, 255.0f) : largest) + random) >> 16;
+    const bool is_there = scale > 0x2280u && scale <= 0x7B80u;
+    if (!is_there) scale = scale > 0x2280u ? 0x7F80u : 0;
     for (int j = 0; j < 32; j++) {
-        const float of = j < n && most > 0x26800000u ? x[j] : 0.0f;
+        const float of = j < n && is_there ? x[j] : 0.0f;
         const float code = is_root ? __fmul_rn(by, of) : __fdiv_rn(__fmul_rn(254.0f, of), __fadd_rn(largest, fabsf(of)));
         codes[j] = (unsigned char)__float_as_uint(__fadd_rn(code, 12582912.0f));
     }
-    const unsigned bits = __float_as_uint(is_root ? __fdiv_rn(largest, 255.0f) : largest);
-    const unsigned scale = most > 0x26800000u ? (bits + random) >> 16 : 0;
     of_scale[0] = (unsigned char)scale, of_scale[1] = (unsigned char)(scale >> 8);
 }
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.compiled import IS_COMPILED, compiled
 
-from .rounding import GROUP, HALF, LEAST, NEAREST, PACK, PACK_BYTES, TURN, Drawn, Keys, packed, unpacked
+from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN, Drawn, Keys, packed, unpacked
 
 Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32, 8 of int8 groups; of a remainder, int16
 State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
@@ -122,17 +122,18 @@ def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits, other: Bits)
         return
     x, by, bits = wide.view(np.float32), other.view(np.float32), np.empty(1, np.uint32)
     for g in range(len(x) // GROUP):
-        first, most = g * GROUP, np.uint32(0)
+        first, most = g * GROUP, LEAST
         for i in range(GROUP):
             most = max(most, wide[first + i] & np.uint32(0x7FFFFFFF))
-        if most <= LEAST:
-            wide[first : first + GROUP] = 0
-        bits[0] = max(most, LEAST)
+        bits[0] = min(most, INFINITE)
         of_group = bits.view(np.float32)[0]
         if is_root:
             bits.view(np.float32)[0] = np.divide(of_group, np.float32(255))
             of_group = np.divide(np.float32(255), of_group)
-        scale = (bits[0] + random[first]) >> NARROW if most > LEAST else np.uint32(0)
+        scale = (bits[0] + random[first]) >> NARROW
+        if scale <= LEAST >> NARROW or scale > MOST >> NARROW:
+            wide[first : first + GROUP] = 0
+            scale = INFINITE >> NARROW if scale > MOST >> NARROW else np.uint32(0)
         at = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
         to[at], to[at + 1] = np.uint8(scale), np.uint8(scale >> np.uint32(8))
         by[first : first + GROUP] = of_group

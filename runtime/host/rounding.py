@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 Keys = tuple[int, int, int]  # of the master and the moments
 TURN = 2**16
 GROUP, PACK, PACK_BYTES = 32, 128, 136
-LEAST = np.uint32(0x26800000)  # the bits of 2^-50: a group of which nothing is larger is zero
+# Bits of scales, 2^-58 and 2^120: a group with one that is not above the first is zero, with one above the second all of it is NaN.
+# They bound what is kept: a largest element above a bound may be rounded to it, and is not to be another when it is read again
+LEAST, MOST, INFINITE = np.uint32(0x22800000), np.uint32(0x7B800000), np.uint32(0x7F800000)
 NEAREST = np.float32(3 * 2**22)  # added to a code, it leaves that to the nearest, ties to even, in the lowest byte of the sum
 HALF = 0x8000  # in place of a random number: half up
 PIECE_ELEMENTS = 2**20  # unpacked at a time
@@ -63,11 +65,13 @@ def packed(x: NDArray[np.float32], is_root: bool, random: Any = HALF) -> NDArray
     of = np.pad(x, (0, -len(x) % PACK)).reshape(-1, GROUP)
     of = np.sqrt(of) if is_root else of
     most = (of.view(np.uint32) & 0x7FFFFFFF).max(1, keepdims=True)
-    is_there, largest = most > LEAST, np.maximum(most, LEAST).view(np.float32)
+    largest = most.clip(LEAST, INFINITE).view(np.float32)
     codes = np.float32(255) / largest * of if is_root else np.float32(254) * of / (largest + np.abs(of))
     scales = (largest / np.float32(255) if is_root else largest).view(np.uint32)
-    scales[: np.size(random), 0] += np.asarray(random, np.uint32)  # what a last pack lacks has no numbers
-    kept = ((codes + NEAREST).view(np.uint32) * is_there).astype(np.uint8), ((scales >> 16) * is_there).astype(np.uint16)
+    scales = scales + np.resize(np.asarray(random, np.uint32), scales.shape) >> 16  # what a last pack lacks is zero with any number
+    is_there = (scales > LEAST >> 16) & (scales <= MOST >> 16)
+    scales = np.where(is_there, scales, (scales > LEAST >> 16) * (INFINITE >> 16))
+    kept = ((codes + NEAREST).view(np.uint32) * is_there).astype(np.uint8), scales.astype(np.uint16)
     return np.concatenate(
         [of.view(np.uint8).reshape(-1, n) for of, n in zip(kept, (PACK, PACK_BYTES - PACK), strict=True)], 1
     ).ravel()
@@ -81,15 +85,19 @@ class Int8Moment:
     n: int
     is_root: bool
 
-    def whole(self, start: int = 0, n: int | None = None) -> torch.Tensor:
-        """As fp32, from an element on that begins a group."""
-        n = self.n - start if n is None else n
-        here = self.groups[group_bytes(start) :][: group_bytes(n)]
-        return torch.from_numpy(unpacked(here.cpu().numpy(), n, self.is_root))
+    def whole(self) -> torch.Tensor:
+        """As fp32."""
+        found = torch.empty(self.n)
+        for at, piece in zip(found.split(PIECE_ELEMENTS), self.pieces(), strict=False):  # unpacking takes several times a piece
+            at.copy_(piece)
+        return found
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The same, one piece after another."""
-        return (self.whole(at, min(PIECE_ELEMENTS, self.n - at)) for at in range(0, self.n, PIECE_ELEMENTS))
+        for at in range(0, self.n, PIECE_ELEMENTS):
+            n = min(PIECE_ELEMENTS, self.n - at)
+            here = self.groups[group_bytes(at) :][: group_bytes(n)]
+            yield torch.from_numpy(unpacked(here.cpu().numpy(), n, self.is_root))
 
     def copy_(self, given: torch.Tensor) -> None:
         """Take flat numbers of any dtype: scales half up, codes to the nearest."""

@@ -172,6 +172,22 @@ def test_packing_what_was_unpacked_changes_no_bit(is_root):
     assert torch.equal(kept.groups, torch.from_numpy(groups.reshape(-1)))
 
 
+@pytest.mark.parametrize("is_root", [False, True])
+def test_groups_of_every_size_are_rounded_once(is_root):
+    """However their scales were rounded: also at the least and the greatest that are kept, and with what is not finite."""
+    generator, bits = np.random.default_rng(0), np.uint32([0x7FC00000, 0x7FFFFFFF, 0x7F800000])
+    x = generator.random((3000, 32), np.float32) * 2.0 ** generator.integers(-70, 122, (3000, 1))
+    x[::3] *= (255 if is_root else 1) * 2.0**-58 * generator.uniform(0.99, 1.01, (1000, 1)) / x[::3].max(1, keepdims=True)
+    x = (np.minimum(x, 1e19) ** 2 if is_root else x).astype(np.float32)
+    x[5:20:5, 7] = bits.view(np.float32)
+    kept = rounding.packed(x.ravel(), is_root, generator.integers(0, 2**16, 3000))
+    found = rounding.unpacked(kept, x.size, is_root)
+    assert (rounding.packed(found, is_root) == kept).all()
+    assert {*np.flatnonzero(np.isnan(found[: 32 * 100])) // 32} >= {5, 10, 15}
+    nearest = rounding.unpacked(rounding.packed(np.ones(3200, np.float32) * np.float32(1.0078), is_root), 3200, is_root)
+    assert nearest == pytest.approx(1.0078, rel=4e-3)
+
+
 def of_part(state: ParamState, part: slice) -> ParamState:
     remainder = None if state.master.remainder is None else state.master.remainder[part]
     groups = slice(rounding.group_bytes(part.start), rounding.group_bytes(part.stop))
