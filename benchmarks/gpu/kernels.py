@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.model.workload import read_model
 from runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
-from runtime.host.rounding import Drawn
+from runtime.host.rounding import Drawn, group_bytes
 from runtime.layers.kernels import use_kernels
 from runtime.layers.pointwise import Pointwise, fastest
 from runtime.plan import Semantics
@@ -49,9 +49,10 @@ KEPT = (
     Kept(BF16, True, BF16),
     Kept(BF16, True, BF16, BF16),
     Kept(BF16, False, BF16, BF16, "adamw", True),
+    Kept(BF16, False, BF16, torch.uint8, "adamw", True),
     Kept(BF16, False, BF16, BF16, "lion", True),
 )
-DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16"}
+DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
 
 def kernels(asked: Asked, note: Note) -> None:
@@ -212,7 +213,8 @@ def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> Non
     master = torch.randn(n, device=device).to(kept.weight)
     remainder = torch.zeros(n, dtype=torch.int16, device=device) if kept.is_split else None
     n_moments = 1 if kept.rule == "lion" else 2
-    moments = tuple(torch.full((n,), 1e-4, device=device).to(kept.moments or torch.float32) for _ in range(n_moments))
+    size, of = (group_bytes(n), 60) if kept.moments is torch.uint8 else (n, 1e-4)
+    moments = tuple(torch.full((size,), of, dtype=kept.moments or torch.float32, device=device) for _ in range(n_moments))
     drawn = None if kept.moments is None else Drawn((5, 6, 7), kept.is_drawn)
     state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
     step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, kept.rule, drawn)
