@@ -100,8 +100,8 @@ def table(home: Path) -> Iterator[str]:
     of these steps, and how far they lie from fp32 state's of the same seed."""
     found: dict[Run, list[float]] = {}
     for path in sorted(home.glob("*/metrics.jsonl")):
-        losses = [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]
-        found[tuple(json.loads((path.parent / "run.json").read_text()))] = losses
+        if losses := [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]:
+            found[tuple(json.loads((path.parent / "run.json").read_text()))] = losses
     yield "| layers | optimizer | steps | loss by seed | mean | spread of seeds | from fp32 state, by seed |"
     yield "|---:|---|---:|---|---:|---:|---|"
     for n_layers in sorted({run[0] for run in found}):
