@@ -238,7 +238,7 @@ class CostModel:
         return (
             sum(self._matmul(of.compute_dtype, m) for m in matmuls)
             + self._attention(of, attention, backward=False)
-            + self._pointwise_s(work)
+            + self._pointwise_s(work, of)
             + work.n_kernels * self.profile.device.kernel_overhead_s.value
         )
 
@@ -247,7 +247,7 @@ class CostModel:
         return (
             sum(backward_matmuls(m) * self._matmul(of.compute_dtype, m) for m in block.matmuls)
             + self._attention(of, block.attention, backward=True)
-            + self._pointwise_s(block, backward=True)
+            + self._pointwise_s(block, of, backward=True)
             + block.tile_sum_bytes / self._memory_bytes_per_s
             + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
         )
@@ -275,8 +275,8 @@ class CostModel:
         return (
             first_s
             + sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
-            + self._pointwise_s(head)
-            + self._pointwise_s(head, backward=True)
+            + self._pointwise_s(head, of)
+            + self._pointwise_s(head, of, backward=True)
             + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
@@ -285,13 +285,13 @@ class CostModel:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
         return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
 
-    def _pointwise_s(self, work: Block | Tier, backward: bool = False) -> float:
+    def _pointwise_s(self, work: Block | Tier, of: Semantics, backward: bool = False) -> float:
         """Seconds of what is neither a product nor attention, forward or backward: eager modules, fused kernels, fused norms."""
         device = self.profile.device
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
-        is_head = isinstance(work, Block) and work.kind is BlockKind.HEAD
-        fused = (device.loss_bytes_per_s if is_head else None) or device.memory_bytes_per_s
+        is_loss = of.loss == "fused" and isinstance(work, Block) and work.kind is BlockKind.HEAD
+        fused = (device.loss_bytes_per_s if is_loss else None) or device.memory_bytes_per_s
         once_s = (
             (work.pointwise_bytes - work.fused_bytes) / eager.value
             + (work.fused_bytes - work.norm_bytes) / fused.value
