@@ -147,7 +147,7 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
         return plan.frozen_bytes(block) + (0 if block in plan.policy.device_blocks else state_bytes(block))
 
     def state_bytes(block: int) -> int:
-        return plan.part_elements(block) * sum(plan.state_bytes().values())
+        return sum(plan.state_bytes(plan.part_elements(block)).values())
 
     match name:
         case "weights" if not (is_load and plan.unpacks(b)):

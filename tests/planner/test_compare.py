@@ -77,7 +77,7 @@ def test_prices_are_the_same_wherever_they_are_shown():
     assert of.per_million() == pytest.approx((3.59 * million_hours, (1 + ram) * million_hours))
     assert of.hourly.ram_fraction == pytest.approx(ram / (1 + ram))
     assert of.to_json(36_000_000)["job"]["rent_usd"] == pytest.approx(36 * of.per_million()[0])
-    fit = Fit("h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "m", 1, of.speed.tokens_per_s)
+    fit = Fit("h200", "h200-pcie5", 1, "qwen", hourly(priced), False, "adamw", "m", 1, of.speed.tokens_per_s)
     told = hourly(priced).job_fields(36_000_000, of.speed.tokens_per_s)
     assert fit.to_json(36_000_000)["job"] == of.to_json(36_000_000)["job"] == told["job"]
     said = " ".join(prices_in_words(hourly(priced), of.speed.tokens_per_s))
