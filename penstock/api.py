@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from html import escape
+from inspect import signature
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -330,15 +331,13 @@ def train(
     machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
     last, and saves. `loss`: the function of a plan whose loss is one's own.
     """
-    made = list["Metrics"]()
+    given, made = dict(locals()), list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
         made.append(metrics)
         on_step(metrics)
 
-    of_run = {"out": out, "steps": steps, "lr": lr, "device": device, "resume": resume, "from_scratch": from_scratch}
-    of_loop = {"settings": settings, "time_scale": time_scale, "on_step": step, "stop": stop, "loss": loss}
-    with _trainer(plan, data, **cast("Any", of_run | of_loop)) as trainer:
+    with _trainer(given | {"on_step": step}) as trainer:
         timeline, _ = trainer.train()
     session = trainer.session
     return Trained(Path(out), made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
@@ -357,49 +356,41 @@ def stream(
     `turn.metrics` and `turn.weights()`, evaluates, saves, sets `turn.lr`, stops. Until it is over the next step waits. `how`: what
     `train` takes. A loop that is left by `break` saves nothing more; `turn.stop()` does. The bits are those of `train`.
     """
-    if every < 1:
+    if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
-    with _trainer(plan, data, every=every, **how) as trainer:
+    try:
+        given = signature(train).bind(plan, data, **how)
+    except TypeError as error:
+        raise PlanError(f"stream: {error}; it takes what train takes, and every") from None
+    given.apply_defaults()
+    with _trainer(given.arguments, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
-def _trainer(
-    plan: Planned | PlanFile | Plan | str | Path,
-    data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
-    *,
-    out: str | Path = "penstock-run",
-    steps: int | None = None,
-    lr: float | None = None,
-    device: str = "auto",
-    resume: bool = False,
-    from_scratch: bool = False,
-    settings: Mapping[str, Any] | None = None,
-    time_scale: float | None = None,
-    on_step: "Callable[[Metrics], None]" = lambda metrics: None,
-    stop: "Stop | None" = None,
-    loss: "Callable[..., Any] | None" = None,
-    every: int | None = None,
-) -> "Iterator[Trainer]":
-    """What trains, of a session that is open until the context ends."""
+def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
+    """What trains, of a session that is open until the context ends. `given`: the arguments of `train`, by name."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
     keep_outlines()
-    _, file = _file_of(plan)
+    _, file = _file_of(given["plan"])
+    settings = given["settings"] or {}
     arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
-    if given_twice := [name for name in settings or {} if name in arguments]:
+    if given_twice := [name for name in settings if name in arguments]:
         raise PlanError(f"settings: {given_twice[0]} is an argument of train; give it as one")
-    folder = Path(out)
-    named, given = _data(data, file.plan)
-    known: dict[str, Any] = {**named, "out": str(out), "device": device, "from_scratch": from_scratch}
-    known |= {name: value for name, value in (("steps", steps), ("optimizer.lr", lr)) if value is not None}
+    if every is not None and settings.get("checkpoint.background"):
+        raise PlanError("settings: checkpoint.background is not there in a loop, which saves in its turns; leave it out")
+    named, batches = _data(given["data"], file.plan)
+    known = {**named, "out": str(given["out"]), "device": given["device"], "from_scratch": given["from_scratch"]}
+    known |= {name: given[of] for name, of in (("steps", "steps"), ("optimizer.lr", "lr")) if given[of] is not None}
     # A loop that an error has left would leave a thread behind that waits for what to save
-    fixed = {"plan": str(folder / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
-    asked = read_run(None, {**known, **(settings or {}), **fixed})
-    with open_session(asked, file, resume=resume, time_scale=time_scale, data=given, stop=stop, loss=loss) as session:
-        trainer = Trainer(session, on_step, every=every)
+    fixed = {"plan": str(Path(given["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
+    asked = read_run(None, {**known, **settings, **fixed})
+    of_session = {name: given[name] for name in ("resume", "time_scale", "stop", "loss")}
+    with open_session(asked, file, data=batches, **of_session) as session:
+        trainer = Trainer(session, given["on_step"], every=every)
         write_settings(asked, file)
         yield trainer
 

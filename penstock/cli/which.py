@@ -82,7 +82,7 @@ def fits(
         part_of(profile, gpus, hosts, network_gbit)  # or say why not
     groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
     semantics, known = _part(gpus * hosts, micro_batch=1, **work), planned.families()
-    names = planned.families(semantics.train.lora is not None) if families is None else map(str.strip, families.split(","))
+    names = planned.families(semantics) if families is None else map(str.strip, families.split(","))
     asked = list(dict.fromkeys(names))
     if wrong := [name for name in asked if name not in known]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(known)}")

@@ -21,8 +21,9 @@ from planner.search.estimate import Greedy
 from planner.search.micro_batch import Size, possible_sizes
 from planner.search.space import leanest
 from planner.search.trial import Trial, without_collection
+from runtime.errors import WorkloadError
 from runtime.plan import Semantics
-from runtime.plan.workload import Model, has_towers
+from runtime.plan.workload import Model
 from runtime.units import GB
 
 from .compare import candidate
@@ -60,15 +61,24 @@ def family_of(name: str, model_type: str) -> str:
     return f"{stem}-moe" if model_type.endswith("_moe") else stem
 
 
-@lru_cache(maxsize=2)
-def families(of_adapters: bool = False) -> dict[str, list[str]]:
-    """The shipped models by family, the smallest first; families by name. `of_adapters`: those that adapters are trained of."""
+SHORT = Semantics(seq_len=1, batch_size=1, micro_batch=1)  # of a whole model, which all can
+
+
+@lru_cache(maxsize=8)
+def families(semantics: Semantics = SHORT) -> dict[str, list[str]]:
+    """The shipped models that can be trained so, by family, the smallest first; families by name. WorkloadError where none can."""
     sizes: dict[str, list[tuple[int, str]]] = {}
+    refused = list[WorkloadError]()
     for name in shipped_models():
-        if has_towers((model := read_model(name)).config) and of_adapters:
+        model = read_model(name)
+        try:
+            n_params = build_workload(model, _semantics(model, semantics)).n_params
+        except WorkloadError as error:
+            refused.append(error)
             continue
-        n_params = build_workload(model, _semantics(model, Semantics(seq_len=1, batch_size=1, micro_batch=1))).n_params
         sizes.setdefault(family_of(name, model.config["model_type"]), []).append((n_params, name))
+    if not sizes:
+        raise refused[0]
     return {family: [name for _, name in sorted(of)] for family, of in sorted(sizes.items())}
 
 
@@ -94,7 +104,8 @@ def fits(
 ) -> list[Fit]:
     """A `Fit` for each size of host memory. Of several ranks on `n_hosts` the semantics are one rank's part, the profiles and the
     memory a host's."""
-    models = [read_model(name) for name in reversed(families()[family])]
+    able = families(semantics).get(family) or families()[family]  # the latter say why they cannot
+    models = [read_model(name) for name in reversed(able)]
     found: list[Fit] = []
     # Of a machine with less and less memory: what did not fit does not fit again, and the best plan is the best while it fits.
     for _, of_machine in groupby(reversed([*hosts(profiles, host_memories)]), key=lambda host: host[0].name):

@@ -12,8 +12,9 @@ from planner.model.workload import build_workload, read_model, shipped_models
 from planner.search.micro_batch import sizes_of
 from planner.search.search import search
 from planner.show.fits import families, family_of, fits, fitting_sizes, hosts, speed_of
-from runtime.errors import ProfileError
+from runtime.errors import ProfileError, WorkloadError
 from runtime.plan import Semantics
+from runtime.plan.policy import trained
 from runtime.units import GB
 
 SEMANTICS = Semantics(seq_len=1024, batch_size=2, micro_batch=1)
@@ -26,11 +27,24 @@ def test_every_model_is_of_one_family_and_families_rise_in_size():
     assert sorted(name for names in found.values() for name in names) == shipped_models()
     assert found["qwen3-moe"] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
     assert found["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
-    assert {*found} - {*families(of_adapters=True)} == {"qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"}
     assert family_of("llama-3.1-70b", "llama") == family_of("llama-3.2-1b", "llama") == "llama"
     for names in found.values():
         sizes = [build_workload(read_model(name), SEMANTICS).n_params for name in names if not name.startswith(("gemma", "gpt"))]
         assert sizes == sorted(sizes)
+
+
+def test_models_that_cannot_be_trained_as_asked_are_left_out():
+    adapters = trained(SEMANTICS, "lora:r=8", None, None, None)
+    assert {*families()} - {*families(adapters)} == {"qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"}
+    packed = replace(adapters, base="mxfp4")
+    assert [*families(packed)] == ["gpt-oss"]
+    of_experts = families(trained(SEMANTICS, "lora:r=8,targets=q_proj+experts", None, None, None))
+    assert "qwen3-moe" in of_experts
+    assert "qwen3" not in of_experts
+    with pytest.raises(WorkloadError, match="experts of gpt_oss alone"):
+        fits("rtx4090", [DESKTOP], "qwen3", packed, (64 * GB,), False)
+    with pytest.raises(WorkloadError, match="a rank that 8 divides"):
+        families(trained(SEMANTICS, "lora:r=4,targets=q_proj+experts", None, None, None))
 
 
 def test_the_named_model_fits_and_the_next_larger_one_does_not():
