@@ -137,6 +137,8 @@ class AdaptedExperts(nn.Module):
             setattr(experts.get_submodule(part), factor, Factor(shape, like))
         self.scale, self.is_aside = lora.scale, False
         own: Any = grouped_mm_experts_forward
+        if "_grouped_linear" not in own.__code__.co_names:  # adapters would be left out without a word
+            raise WorkloadError("this transformers computes experts by other products, which no adapter joins; train without them")
         joined = FunctionType(own.__code__, own.__globals__ | {"_grouped_linear": partial(self._product, experts)}, own.__name__)
         experts.forward = MethodType(joined, experts)
 

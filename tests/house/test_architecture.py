@@ -57,7 +57,7 @@ MOST_KINDS = 22  # of op; three of them are what several ranks do together, one 
 # `planner/model`. Above them: runtime by losses of one's own, less optimizer state, the proof that packed documents are kept apart,
 # kernels of other packages, adapters of experts, and int8 moments; penstock by pairs, rollouts and references, the self-test,
 # towers, and the merging of experts; planner by what users met; hwprofiles by the loss's rate.
-MOST_LINES = {"runtime": 9_965, "planner": 8_474, "hwprofiles": 2_217, "penstock": 8_965, "tests": 26_715}
+MOST_LINES = {"runtime": 9_967, "planner": 8_474, "hwprofiles": 2_217, "penstock": 8_965, "tests": 26_715}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.

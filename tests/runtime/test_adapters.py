@@ -16,7 +16,7 @@ from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.errors import WorkloadError
 from runtime.executor import execute
-from runtime.layers.adapters import AdaptedLinear, adapt, initial_factors
+from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from runtime.plan import Policy, Semantics, saves
 from runtime.plan.train import TARGETS, Lora, Train
 from runtime.plan.workload import Model, Saved
@@ -106,7 +106,7 @@ def test_a_new_adapter_does_nothing_yet_and_is_drawn_as_pefts() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])  # inputs before outputs in a stack, and after
-def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str) -> None:
+def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients in fp32: of stacks to which `get_delta_weight` is added, and ours, which never make a delta."""
     config, lora = tiny_config(model_type, num_hidden_layers=1), Lora(rank=8, alpha=12.0, targets=("experts",))
     theirs = hf_model(config, dtype=torch.float32).requires_grad_(False)
@@ -137,6 +137,9 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str) 
     experts.base_layer.is_aside = True
     assert not torch.allclose(before[1], without := experts(x, ids, shares))
     assert torch.equal(without, outer.base_layer.base_layer(x, ids, shares))
+    monkeypatch.setattr("runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
+    with pytest.raises(WorkloadError, match="computes experts by other products"):
+        AdaptedExperts(theirs.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), {}, lora)
 
 
 def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
