@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from planner.lower.forward import forward_plan, most_micro_batches
 from runtime.batch import UNSUPERVISED, Batch, Batches
 from runtime.compute.compute import LastHidden
 from runtime.executor import Stop
-from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
 

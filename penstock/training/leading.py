@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from planner.lower.forward import forward_plan
 from runtime.batch import Batch
 from runtime.errors import PlanError
 from runtime.executor import Stop, execute
-from runtime.forward_plan import forward_plan
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE
 from runtime.machines.processes import Processes, refuse_errors

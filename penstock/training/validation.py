@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
+from planner.lower.forward import forward_plan
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.compute.compute import LastHidden
 from runtime.errors import DataError, PenstockError, PlanError
 from runtime.executor import Stop
-from runtime.forward_plan import forward_plan
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.objective import Of
 from runtime.units import on_one_line, show_seconds

@@ -68,8 +68,7 @@ class Sheet:
             self.operands.append(found[:, (found[0] != NONE) & (found[2] != NONE)])
 
     def outline(self, n_steps: int = 2, after: Callable[["Outline"], Mapping[int, Wait]] = lambda ops: {}) -> "Outline":
-        """The ops in order, and the fewest waits that keep what is right one after the other right. `after`: what ops wait for
-        besides."""
+        """The ops in order, with their waits. `after`: what ops wait for besides."""
         place, *ops = np.concatenate(self.ops, axis=1)
         order = np.argsort(place, kind="stable")
         kinds, blocks, micro_batches = (column[order] for column in ops)
@@ -79,7 +78,7 @@ class Sheet:
         of = number[of]
         operands = np.stack([of, names, used])[:, np.argsort(of * len(NAMES) + PLACES[kinds[of], names], kind="stable")]
         found = Outline(kinds, blocks, micro_batches, operands, NOTHING)
-        return replace(found, waits=waits_of(LANE_NUMBERS[kinds], *found.uses(), after(found), n_steps))
+        return found.ordered(after(found), n_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +99,10 @@ class Outline:
         kinds, blocks, micro_batches = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
         waits = [(i, wait.distance, wait.back, wait.op) for i, op in enumerate(plan.ops) for wait in op.waits]
         return Outline(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
+
+    def ordered(self, after: Mapping[int, Wait], n_steps: int = 2) -> "Outline":
+        """With the fewest waits that keep what is right one after the other right. `after`: what ops wait for besides."""
+        return replace(self, waits=waits_of(LANE_NUMBERS[self.kinds], *self.uses(), after, n_steps))
 
     def op(self, i: int) -> Op:
         """Without operands and waits."""

@@ -12,11 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from penstock.training.validation import evaluate
 from planner.check.check import check
+from planner.lower.forward import forward_plan
 from planner.model.workload import supported_attention
 from runtime.batch import Batch
 from runtime.errors import WorkloadError
 from runtime.executor import execute
-from runtime.forward_plan import forward_plan
 from runtime.layers import documents
 from runtime.layers.apart import supports_documents
 from runtime.machines.torch_machine import CpuMachine

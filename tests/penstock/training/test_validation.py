@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.training.validation import evaluate
+from planner.lower.forward import forward_plan, most_micro_batches
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.errors import DataError
 from runtime.executor import OpError, Stop, execute
-from runtime.forward_plan import forward_plan, most_micro_batches
 from runtime.machines.torch_machine import Abandoned, CpuMachine
 from runtime.plan import Kind, Lane, Policy, saves
 from runtime.plan.workload import Model

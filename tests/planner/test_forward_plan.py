@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.forward_plan import forward_plan
+from planner.lower.forward import forward_plan
 from runtime.plan import Kind, Lane, Plan, Slot
 from tests.oracle import race, unrolled
 from tests.strategies import plans

@@ -5,12 +5,15 @@ is made, so of each micro-batch only the input and the output of the block at wo
 large as half of these slots. The head's forward has no output.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
 
-from runtime.plan.ops import Kind, Lane, Op, Slot, Wait
-from runtime.plan.plan import Plan
+import numpy as np
+
+from runtime.plan import Kind, Op, Plan, Slot
+
+from .sheet import NAMES, Outline, number_of
 
 
 def most_micro_batches(plan: Plan) -> int:
@@ -28,12 +31,11 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     group = min(n_micro_batches, most_micro_batches(plan))
     groups = 1 if semantics.ranks == 1 else semantics.sum_groups  # by which the ranks' parts of weights are cut
     semantics = replace(semantics, batch_size=n_micro_batches * semantics.micro_batch, seq_len=seq_len, sum_groups=groups)
-    program = list(_program(plan, n_micro_batches, group))
-    ops = tuple(replace(op, waits=waits) for op, waits in zip(program, _waits(program), strict=True))
-    workload = replace(plan.workload, smaller=())  # all micro-batches are whole
-    return replace(
-        plan, semantics=semantics, workload=workload, policy=replace(plan.policy, accumulation_group=group), ops=ops, repeat=None
-    )
+    policy, workload = replace(plan.policy, accumulation_group=group), replace(plan.workload, smaller=())  # all are whole
+    ops = tuple(_program(plan, n_micro_batches, group))
+    forward = replace(plan, semantics=semantics, workload=workload, policy=policy, ops=ops, repeat=None)
+    operands = [(i, NAMES.index(name), number_of(slot)) for i, op in enumerate(ops) for name, slot in op.operands]
+    return replace(forward, ops=replace(Outline.of(forward), operands=np.array(operands).T).ordered({}).ops())
 
 
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
@@ -60,30 +62,3 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                 reads = [("weights", slot), *([("trained", plan.state_slot(b))] if plan.is_apart(b) else [])]
                 reads += [("x", x)] if b else []
                 yield Op(Kind.FORWARD, b, m, (*reads, *([("y", y)] if b != head else [])))
-
-
-def _waits(ops: Sequence[Op]) -> Iterator[tuple[Wait, ...]]:
-    """For each op the last one of each other lane that uses one of its slots, one of the two writing it, before it.
-
-    That is enough: what it does not wait for comes before that op, or is on its own lane. What an earlier op of its lane waited for
-    is left out. The second of two steps stands for all that follow the first.
-    """
-    n, lanes = len(ops), sorted({op.lane for op in ops})
-    used: dict[tuple[Slot, Lane, bool], int] = {}  # the last op that did: slot, lane, whether it wrote
-    known_after: list[dict[Lane, int]] = []  # once that op is done, the last op of each lane that is known to be done
-    last_of: dict[Lane, int] = {}
-    for at in range(2 * n):
-        op, kept = ops[at % n], list[int]()
-        known = dict(known_after[last_of[op.lane]]) if op.lane in last_of else dict.fromkeys(lanes, -1)
-        needed = [max(used.get((slot, other, True), -1) for _, slot in op.operands) for other in lanes if other is not op.lane]
-        needed += [used.get((slot, other, False), -1) for other in lanes if other is not op.lane for slot in op.writes]
-        for target in sorted({*needed} - {-1}, reverse=True):  # a later op may imply an earlier one
-            if known[ops[target % n].lane] < target:
-                kept.append(target)
-                known = {lane: max(known[lane], known_after[target][lane]) for lane in lanes}
-        known[op.lane] = last_of[op.lane] = at
-        known_after.append(known)
-        used |= {(slot, op.lane, slot in op.writes): at for _, slot in op.operands}
-        if at >= n:
-            waits = (Wait(target % n, 1 - target // n) for target in kept)
-            yield tuple(sorted(waits, key=lambda wait: (wait.distance, wait.op)))
