@@ -72,15 +72,11 @@ def show_overview(rows: Mapping[str, str]) -> None:
 
 
 def _optimizer(session: "Session") -> dict[str, str]:
-    """What less of an optimizer's state is kept, where it is less; and whether that is slow here."""
+    """What less of an optimizer's state is kept, where it is less."""
     plan, of = session.plan, session.settings.optimizer
     if not plan.semantics.is_lean:
         return {}
-    from runtime.compiled import IS_COMPILED
-
-    said = {"optimizer": f"{plan.semantics.optimizer_in_words}, betas {of.beta1:g}, {of.beta2:g}"}
-    slow = "without numba its updates on the host take some ten times as long; install it with: pip install numba"
-    return said if IS_COMPILED else said | {"warning, optimizer": slow}
+    return {"optimizer": f"{plan.semantics.optimizer_in_words}, betas {of.beta1:g}, {of.beta2:g}"}
 
 
 def overview(session: "Session") -> dict[str, str]:

@@ -1,7 +1,7 @@
 """AdamW and Lion on less state: moments in bf16 or int8, and bf16 masters, rounded stochastically, in one pass over memory.
 
 Every operation is of fp32 and rounds once, so that processors agree on every element (docs/optimizers.md). numba compiles the
-loops; without it numpy performs the same operations, slower.
+loops; without it no run begins.
 
 The random number of an element follows from a key (of run, update, parameter and tensor) and its place in the whole parameter:
 neither plan, rank, thread nor restart changes it. The 65,536 places of a turn take all 16-bit numbers, each once, in one fixed and
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.compiled import IS_COMPILED, compiled
+from runtime.compiled import compiled
 
-from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN, Drawn, Keys, packed, unpacked
+from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN, Drawn, Keys
 
 Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32, 8 of int8 groups; of a remainder, int16
 State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
@@ -49,7 +49,7 @@ def scalars(rule: str, numbers: list[float], n_updates: int) -> NDArray[np.float
     return np.array(of_lion if rule == "lion" else of_adamw, np.float32)
 
 
-# -- compiled ------------------------------------------------------------------------------------------------------------
+# -- the loops -----------------------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -236,66 +236,7 @@ def update(
         at = next
 
 
-# -- interpreted, and what calls either ----------------------------------------------------------------------------------
-
-
-def plainly(
-    start: int, end: int, keys: Keys, is_master_drawn: bool, first: int, order: Bits, halves: Bits, is_lion: bool, by: Any,
-    to: State, before: State, is_split: bool, parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any,
-) -> None:  # fmt: skip
-    """`update` by numpy, which performs the same operations in the same order."""
-    weight, remainder, m, v = to
-    for at in range(start, end, TURN):
-        part = slice(at, min(at + TURN, end))
-        places = first + np.arange(part.start, part.stop)
-        g = _wide(parts[0][part]) + _wide(parts[1][part]) if n_parts == 2 else _wide(parts[0][part])
-        if is_rounded:
-            bits = g.view(np.uint32)
-            g = (bits + np.uint32(0x7FFF) + (bits >> NARROW & np.uint32(1)) & np.uint32(0xFFFF0000)).view(np.float32)
-        g, w, a = g * factor, _wide(before[0][part]), _moment(before[2], part, False)
-        if is_split:
-            w = (w.view(np.uint32) + before[1][part].astype(np.uint32)).view(np.float32)
-        if is_lion:
-            d = g - a
-            step = by[3] * np.sign(a + by[1] * d)
-            w, a = w * by[0] - step, a + by[2] * d
-        else:
-            a = a + by[1] * (g - a)
-            b = _moment(before[3], part, True) * by[2] + (by[3] * g) * g
-            w = w * by[0] + (by[6] * a) / (np.sqrt(b) * by[4] + by[5])
-            _put(b, v, part, True, keys[2], places, order)
-        _put(a, m, part, False, keys[1], places, order)
-        if is_split:
-            remainder[part] = w.view(np.uint32).astype(np.uint16).view(np.int16)
-        weight[part] = _stored(w, weight, keys[0] if is_master_drawn else None, places, order)
-
-
-def _wide(bits: Bits) -> NDArray[np.float32]:
-    return (bits if bits.itemsize == 4 else bits.astype(np.uint32) << NARROW).view(np.float32)
-
-
-def _stored(x: NDArray[np.float32], to: Bits, key: int | None, places: NDArray[np.int64], order: Bits) -> Bits:
-    bits = x.view(np.uint32)
-    if to.itemsize == 4:
-        return bits
-    random = np.uint32(HALF) if key is None else _random(key, places, order)
-    found: Bits = np.where(np.isnan(x), np.uint32(0x7FC0), (bits + random) >> NARROW)
-    return found
-
-
-def _random(key: int, places: NDArray[np.int64], order: Bits) -> Bits:
-    found: Bits = order[(begin(key, places // TURN) + places) % TURN]
-    return found
-
-
-def _moment(of: Bits, part: slice, is_root: bool) -> NDArray[np.float32]:
-    here = there(of, part.start, part.stop)
-    return unpacked(here, part.stop - part.start, is_root) if of.itemsize == 1 else _wide(here)
-
-
-def _put(x: NDArray[np.float32], to: Bits, part: slice, is_root: bool, key: int, places: NDArray[np.int64], order: Bits) -> None:
-    here = there(to, part.start, part.stop)
-    here[:] = packed(x, is_root, _random(key, places[::GROUP], order)) if to.itemsize == 1 else _stored(x, to, key, places, order)
+# -- what calls them -----------------------------------------------------------------------------------------------------
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
@@ -327,7 +268,7 @@ class Update(NamedTuple):
     def run(self, start: int, end: int) -> None:
         """Elements start .. end - 1 of what is here."""
         parts, of_state = (self.parts[0], self.parts[-1]), (self.to, self.before, len(self.to[1]) > 0)
-        (update if IS_COMPILED else plainly)(
+        update(
             start, end, *self.drawn, order(), halves(), self.rule == "lion", self.scalars, *of_state,
             parts, len(self.parts), self.is_rounded, np.float32(self.factor),
         )  # fmt: skip

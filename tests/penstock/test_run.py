@@ -47,23 +47,24 @@ try:
     main()
 finally:
     lean = sys.modules.get("runtime.host.lean")
-    print("compiled:", lean and lean.IS_COMPILED)
+    print("compiled:", lean and bool(lean.update.signatures))
 """
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("optimizer", "numba", "said"),
-    [("lion:moments=bf16", "there", True), ("lion:moments=bf16", "hidden", False), ("adamw", "there", None)],
+    [("lion:moments=bf16", "there", True), ("lion:moments=bf16", "hidden", None), ("adamw", "there", None)],
 )
-def test_what_keeps_less_is_compiled_or_said_to_be_slow(home, optimizer, numba, said):
+def test_what_keeps_less_is_compiled_or_refused(home, optimizer, numba, said):
     """And torch's AdamW has no use for a compiler, which would take memory."""
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]
     command, alone = [sys.executable, "-c", RUN, *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
     assert f"compiled: {said}" in done.stdout
-    assert ("some ten times as long" in done.stderr) == (said is False)
+    is_refused = "lion:moments=bf16, whose loops numba compiles, which is not installed: pip install numba" in done.stderr
+    assert (numba == "hidden", 2 * is_refused) == (is_refused, done.returncode)
 
 
 @pytest.mark.fast("some")
