@@ -327,7 +327,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         return change
 
     def buffers(rng: random.Random) -> Policy:
-        name = rng.choice(("prefetch_depth", "gradient_slots"))
+        name = rng.choice(("prefetch_depth", "gradient_slots", "saved_slots"))
         return replace(policy, **{name: max(1, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
 
     def elsewhere(rng: random.Random) -> Policy:
@@ -357,8 +357,8 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
     if relaxation is not None:
         family = family_of(policy, of.semantics)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
-        sizes = policy.prefetch_depth, policy.gradient_slots
-        for name, part, buffers in (("family", family, (None, None)), ("buffers", one_size, sizes)):
+        sizes = policy.prefetch_depth, policy.gradient_slots, policy.saved_slots
+        for name, part, buffers in (("family", family, (None, None, None)), ("buffers", one_size, sizes)):
             relaxed = relaxation.solve(part, *buffers)
             # A policy that fits refutes a relaxation without members.
             found.append(Held(name, relaxed.bound_s if relaxed else float("inf"), mean_s, policy))

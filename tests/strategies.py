@@ -321,6 +321,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
     return Policy(
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
+        saved_slots=draw(st.integers(1, 3)),
         square_on_device=one_group and trains_all and of.ranks == 1 and draw(st.booleans()),
         device_blocks=on_device,
         accumulation_group=group,

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from hwprofiles.schema import Profile
-from planner.lower.arenas import N_SAVED_SLOTS
+from planner.lower.arenas import leaving_alike
 from planner.predict.cost import CostModel
 from planner.predict.resident import shares_memory
 from runtime.plan import LANE_OF, Kind, Lane, Setup
 from runtime.plan.legality import can_stay
+from runtime.plan.policy import LEAVE
 
 from .facets import Facets
 from .reasons import Numbers, Subject, reasons
-from .work import Buffers, Groups, Work, Works, early_fetches, least_slots, ops_of, spared_ops, until_each_block_s
+from .work import Buffers, Groups, Work, Works, early_fetches, least_slots, n_passing, ops_of, spared_ops, until_each_block_s
 
 SLACK = 2e-6  # what the solver's tolerances may move a bound or a limit by, twice
 
@@ -51,7 +52,7 @@ def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
     """A policy, as reasons are asked about it."""
     policy, group, cost = plan.policy, plan.policy.accumulation_group, works.cost
     groups = Groups.of(plan, range(group, group + 1))
-    buffers = Buffers.of(plan, policy.gradient_slots, group)
+    buffers = Buffers.of(plan, policy.gradient_slots)
     alike = plan.blocks_alike
     of_block = {b: works.of(plan, facets, b, groups) for b in alike}
     whole = Work(len(facets.keys))
@@ -62,11 +63,14 @@ def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
     of_block |= {b: of_block[first] for first, blocks in alike.items() for b in blocks}
     n_early = {
         Kind.FETCH_ACTIVATION: np.array([early_fetches(group, len(policy.spill_blocks))]),
-        Kind.FETCH_SAVED: np.array([min(N_SAVED_SLOTS, group * len(policy.offload_blocks))]),
+        Kind.FETCH_SAVED: np.array(
+            [sum(min(policy.saved_slots, group * len(blocks)) for blocks in leaving_alike(policy))], dtype=np.float64
+        ),
     }
     n_loads = np.array([float(policy.prefetch_depth + least_slots(plan))])
     one_block = np.array([max(until_each_block_s(plan, cost, of_block))])
-    return Subject(plan, groups, buffers, n_loads, np.zeros(1), n_early, whole, [one_block])
+    passing = n_passing(group, dict.fromkeys(LEAVE, np.array([float(policy.saved_slots)])))
+    return Subject(plan, groups, buffers, n_loads, np.zeros(1), n_early, passing, whole, [one_block])
 
 
 def busy_s(plan: Setup, cost: CostModel) -> dict[Lane, float]:

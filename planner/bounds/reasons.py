@@ -14,7 +14,7 @@ from runtime.plan import LANE_OF, Kind, Lane, Setup, Update
 from runtime.plan.region import Resource
 
 from .facets import Array, Facets
-from .work import COMING, LEAVING, Buffers, Groups, Work
+from .work import COMING, LEAVING, RINGS, Buffers, Groups, Work
 
 FACET = {
     Resource.H2D: "link to the device",
@@ -60,6 +60,7 @@ class Subject:
     n_loads: Array  # layers whose weights may be on the device when a way begins
     n_staying: Array  # layers whose state is on the device though the plan has it on the host
     n_early: dict[Kind, Array]  # activations that may be back before the first loss, by what brings them
+    n_passing: dict[str, Array]  # activations in the slots that they pass through, ring by ring
     work: Work
     one_block: list[Array]  # of each block: updates up to it and its load, less first forwards of earlier blocks
 
@@ -68,6 +69,11 @@ class Subject:
         """With a single gradient slot a layer's backward and the way home of its gradient take turns. Where weights are frozen the
         last of these may end in the next step: there is no such bound."""
         return self.buffers.n_slots == 1 and self.plan.semantics.ranks == 1 and self.plan.workload.trains_all
+
+    def passing(self, kind: Kind) -> Array:
+        """What the slots hold of one op's work that all ops of a kind pass through."""
+        held = (np.outer(self.work.largest[ring], self.n_passing[ring]) for ring in RINGS[kind])
+        return sum(held, np.zeros_like(self.work["total"]))
 
     def head_missing(self, n_slots: int) -> Array:
         """Minus one: the head's last gradient may leave after those of layers, as no more of these leave than there are slots. Else
@@ -119,7 +125,7 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
         """Computing; loads that lie wholly within the ways; and activations that leave, or come back."""
         own = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer's weights may have been unpacked before
         loading = algebra.positive(work[loads] - np.outer(largest["load"], of.n_loads))
-        moving = [work[kind] - lifted(n_slips * buffers.n_passing[kind] * largest[kind]) for kind in passing]
+        moving = [work[kind] - n_slips * of.passing(kind) for kind in passing]
         return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
 
     def leaving(n_slots: int) -> Array:
@@ -196,8 +202,7 @@ def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> I
     arriving = algebra.longest(work["arriving"])
     shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
     updated = work["updates"] + work["first_loads"]
-    leaving = first_share * work["first_leaving"]  # all but what the slots hold
-    leaving[:, 0] -= sum(of.buffers.n_passing[kind] * work.largest[kind] for kind in LEAVING)
+    leaving = first_share * work["first_leaving"] - sum(map(of.passing, LEAVING))  # all but what the slots hold
     until = algebra.longest(
         [
             scalars["update_of_embedding"] + scalars["load_of_embedding"] + way_up,

@@ -8,15 +8,17 @@ every inequality about them is written once (`reasons.py`).
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
-from planner.lower.arenas import N_SAVED_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
+from planner.lower.arenas import N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
 from planner.predict.cost import CostModel
 from runtime.plan import OPS, Kind, Lane, Op, Setup
 from runtime.plan.ops import Often, Phase
+from runtime.plan.policy import LEAVE
 from runtime.plan.region import Demand, Uses
-from runtime.plan.workload import BlockKind
+from runtime.plan.workload import BlockKind, Saved
 
 from .facets import Array, Facets, uses_of
 
@@ -40,8 +42,21 @@ VECTORS = (
     Kind.FETCH_ACTIVATION,
     Kind.FETCH_SAVED,
 )
+LEAVING, COMING = (Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED), (Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)
+
+
+def ring(kind: Kind, saved: Saved) -> str:
+    """The slots of what layers save in one way, as ops of a kind use them."""
+    return f"{kind} {saved}"
+
+
+# Of every kind of op by which activations leave or come back, the rings of slots that these pass through
+RINGS = {kind: (kind,) for kind in (LEAVING[0], COMING[0])} | {
+    kind: tuple(ring(kind, saved) for saved in LEAVE) for kind in (LEAVING[1], COMING[1])
+}
 # Of every facet, of the op that asks for most of it:
-LARGEST = ("load", "gather", "unpacking", "leaving", "staged", *VECTORS[-4:], "early_fetch_activation", "early_fetch_saved")
+EARLY = ("early_fetch_activation", "early_fetch_saved")
+LARGEST = ("load", "gather", "unpacking", "leaving", "staged", *chain.from_iterable(RINGS.values()), *EARLY)
 # In seconds on lanes, ops one after the other:
 SCALARS = (
     "forwards",  # of the first group
@@ -59,7 +74,6 @@ SCALARS = (
     "embedding_home",  # and to when the last of its gradients has left
     "first_gradient",  # from the first loss to the head's first gradient on the host
 )
-LEAVING, COMING = (Kind.OFFLOAD_ACTIVATION, Kind.OFFLOAD_SAVED), (Kind.FETCH_ACTIVATION, Kind.FETCH_SAVED)
 _SUMMING = (Kind.LOSS, Kind.BACKWARD, Kind.ACCUMULATE)  # a micro-batch that ends a sum takes longer
 _ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)
 
@@ -221,7 +235,8 @@ def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Gr
             case Phase.LEAVING | Phase.COMING:
                 if is_layer:
                     add(kind, load, count)
-                    take(kind, load)
+                    is_boundary = kind in (LEAVING[0], COMING[0])
+                    take(kind if is_boundary else ring(kind, plan.policy.saved(block)), load)
                 if OPS[kind].phase is Phase.COMING:
                     take(f"early_{kind}", load)
             case Phase.GRADIENTS if kind is not Kind.EXCHANGE and is_layer:
@@ -338,15 +353,20 @@ class Buffers:
 
     n_slots: int  # gradients of layers in device slots
     n_staged: int  # and on the host, waiting to be added
-    n_passing: dict[Kind, int]  # activations in the slots that ops of this kind share
 
     @staticmethod
-    def of(plan: Setup, gradient_slots: int, group: int) -> "Buffers":
+    def of(plan: Setup, gradient_slots: int) -> "Buffers":
         """Of several ranks, gradients of layers may also wait for the others', as sums."""
         n_slots = gradient_slots + (n_whole_sums(plan) if plan.semantics.ranks > 1 else 0)
-        passing = dict.fromkeys((Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION), spill_ring_slots(group))
-        passing |= dict.fromkeys((Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED), N_SAVED_SLOTS)
-        return Buffers(n_slots, 0 if plan.reduced else N_STAGING_SLOTS, passing)
+        return Buffers(n_slots, 0 if plan.reduced else N_STAGING_SLOTS)
+
+
+def n_passing(group: int, n_saved: Mapping[Saved, Array]) -> dict[str, Array]:
+    """Activations in each ring of slots, at most. `n_saved`: of what is saved in one way; others are not there."""
+    boundaries = np.zeros_like(next(iter(n_saved.values())))
+    boundaries[0] = spill_ring_slots(group)
+    found = dict.fromkeys((LEAVING[0], COMING[0]), boundaries)
+    return found | {ring(kind, saved): n for kind in (LEAVING[1], COMING[1]) for saved, n in n_saved.items()}
 
 
 def early_fetches(group: int, n_spilled: float) -> float:

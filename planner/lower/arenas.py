@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from runtime.plan import Arena, Place, Setup, Update
+from runtime.plan import Arena, Place, Policy, Setup, Update
+from runtime.plan.policy import LEAVE
 from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
-N_SAVED_SLOTS = 2  # device slots for what layers save, on its way to the host or back: more are worth 0.3 % where all leaves
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
 SQUARE_BYTES = 8  # the sum of a tensor's squares, fp64
 
@@ -45,6 +45,12 @@ def eager_ring(plan: Setup) -> bool:
     return plan.policy.update is Update.EAGER and plan.reduced
 
 
+def leaving_alike(policy: Policy) -> list[list[int]]:
+    """The layers whose saved activations leave, by what that is: each kind has slots of its own."""
+    alike = ([b for b in policy.offload_blocks if policy.saved(b) is saved] for saved in LEAVE)
+    return [blocks for blocks in alike if blocks]
+
+
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
@@ -70,9 +76,9 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         activations += [max(activation_bytes[b] for b in policy.spill_blocks)] * spill_ring_slots(group)
     activations += [max(activation_bytes)] * (policy.boundary_stride - 1) * group
     yield Arena("activations", Place.DEVICE, tuple(activations))
-    if policy.offload_blocks:
-        largest_bytes = max(plan.recompute(b).slot_bytes for b in policy.offload_blocks)
-        yield Arena("saved", Place.DEVICE, (_aligned(largest_bytes),) * N_SAVED_SLOTS)
+    rings = [max(plan.recompute(b).slot_bytes for b in blocks) for blocks in leaving_alike(policy)]
+    if rings:
+        yield Arena("saved", Place.DEVICE, tuple(_aligned(n_bytes) for n_bytes in rings for _ in range(policy.saved_slots)))
     leaving, on_device = _of_blocks(plan, partial(leaving_bytes, plan)), {*policy.device_blocks}
     ranks = plan.semantics.ranks
     layer_bytes, vocab_bytes = _largest([n_bytes * (b not in on_device) for b, n_bytes in enumerate(leaving)])

@@ -15,9 +15,9 @@ from runtime.plan import Kind, Setup, Slot, Update
 
 from .arenas import (
     N_EAGER_SLOTS,
-    N_SAVED_SLOTS,
     N_STAGING_SLOTS,
     eager_ring,
+    leaving_alike,
     n_whole_sums,
     spill_ring_slots,
     staying,
@@ -198,12 +198,17 @@ def with_activations(step: Step) -> None:
 
 
 def with_saved(step: Step) -> None:
-    """What a layer saves leaves after its forward, and is back for its backward, through slots that all such layers share."""
-    group, place = step.plan.policy.accumulation_group, _places(step.plan, step.plan.policy.offload_blocks)
+    """What a layer saves leaves after its forward, and is back for its backward, through slots that such layers share."""
+    policy, place = step.plan.policy, _places(step.plan, step.plan.policy.offload_blocks)
     b, m, numbers, forward = step.blocks, step.micro_batches, np.arange(len(step.blocks)), step.of(Kind.FORWARD)
     uses = (forward | step.of(Kind.BACKWARD)) & (place[b] != NONE)
-    saved, offloaded = slots("saved", step.turns(uses, N_SAVED_SLOTS)), slots("offloaded", place[b] * group + m % group)
-    step.sheet.use(numbers, saved=np.where(uses, saved, NONE))
+    index = np.full(len(b), NONE)
+    for i, blocks in enumerate(leaving_alike(policy)):
+        alike = uses & _listed(step.plan, blocks)[b]
+        index[alike] = (i * policy.saved_slots + step.turns(alike, policy.saved_slots))[alike]
+    group = policy.accumulation_group
+    saved, offloaded = slots("saved", index), slots("offloaded", place[b] * group + m % group)
+    step.sheet.use(numbers, saved=saved)
     for kind, turn, of in ((Kind.OFFLOAD_SAVED, SAVED_LEFT, forward), (Kind.FETCH_SAVED, SAVED_FETCHED, ~forward)):
         step.sheet.add(kind, numbers, turn, b, m, where=uses & of, saved=saved, offloaded=offloaded)
 

@@ -31,6 +31,7 @@ MOST_RESTARTED_OPS = 12_000  # of the plans of one climb in a smaller space
 CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
 HOPELESS_FRACTION = 0.25  # by which a plan may be slower than that of another size, and still be climbed from
 LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
+SAVED_SLOTS = 3  # of each kind, in what is suggested; a climb sees to others
 REFILLED_STEPS = (1, 3, -1)  # slots more or fewer, where a climb fills memory anew
 
 
@@ -184,16 +185,20 @@ class Tree:
                 yield replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
                 return
 
-    def _suggested(self, family: Family, depth: int, gradient_slots: int, lacking: Omission | None = None) -> Iterator[Policy]:
+    def _suggested(
+        self, family: Family, depth: int, gradient_slots: int, saved_slots: int = SAVED_SLOTS, lacking: Omission | None = None
+    ) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
-        relaxed = self.relaxation.solve(family, depth, gradient_slots, lacking)
+        relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking)
         if relaxed is None:
             return
         lean = family.policy()
-        buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots)
+        buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
         found: dict[Policy, None] = {}
         for spread in (False, True):
             suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
+            if not suggested.offload_blocks:
+                suggested = replace(suggested, saved_slots=lean.saved_slots)
             found[suggested] = None
             found[replace(suggested, speculate_blocks=())] = None  # what speculation costs the relaxation may not see
         yield from found
@@ -228,7 +233,7 @@ class Tree:
         yield (lean := omission.without(policy))
         one = family_of(lean, self.trial.semantics)
         one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
-        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, omission)
+        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, lean.saved_slots, omission)
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """Go from neighbour to faster neighbour, until none is faster or so many ops have been simulated."""
@@ -254,11 +259,16 @@ class Tree:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
         n, size = self.trial.semantics.n_micro_batches, best.accumulation_group
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
-        buffers = [(depth, n_slots + more) for more in REFILLED_STEPS] + [(depth + more, n_slots) for more in REFILLED_STEPS]
+        saved_slots = best.saved_slots
+        buffers = [(depth, n_slots + more, saved_slots) for more in REFILLED_STEPS]
+        buffers += [(depth + more, n_slots, saved_slots) for more in REFILLED_STEPS]
+        buffers += [(depth, n_slots, saved_slots + more) for more in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
-        for of, d, slots in [(size, *b) for b in buffers] + [(g, depth, n_slots) for g in dict.fromkeys(groups)]:
-            if d >= 1 and slots >= 1:
-                yield from self._suggested(replace(family, accumulation_group=of, largest_group=of), d, slots)
+        for of, d, slots, saved in [(size, *b) for b in buffers] + [
+            (g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)
+        ]:
+            if min(d, slots, saved) >= 1:
+                yield from self._suggested(replace(family, accumulation_group=of, largest_group=of), d, slots, saved)
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""

@@ -12,9 +12,10 @@ from math import inf
 from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.integer import Program
 from planner.bounds.work import early_fetches, least_slots
-from planner.lower.arenas import N_SAVED_SLOTS, leaving_bytes
+from planner.lower.arenas import leaving_bytes
 from runtime.plan import Policy, Update
 from runtime.plan.legality import can_square
+from runtime.plan.policy import LEAVE
 from runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
@@ -60,7 +61,13 @@ class Choices:
     """The variables of a program. Its cost is the mean step: `clipped_fraction` of steps repeat their early updates."""
 
     def __init__(
-        self, frames: Frames, lean: Policy, family: Family, prefetch_depth: int | None, clipped_fraction: float | None
+        self,
+        frames: Frames,
+        lean: Policy,
+        family: Family,
+        prefetch_depth: int | None,
+        saved_slots: int | None,
+        clipped_fraction: float | None,
     ) -> None:
         self.frames, self.lean, self.plan, self.group = frames, lean, frames.of(lean), family.groups[-1]
         self.workload, self.classes = frames.workload, frames.workload.classes
@@ -74,7 +81,10 @@ class Choices:
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
         self.spared = p.variable(0, inf, integer=False)  # loads that turns of the walk over the layers save
         self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
-        self.early_saved = p.variable(0, N_SAVED_SLOTS, integer=False)  # what layers saved that is
+        self.early_saved = p.variable(0, inf, integer=False)  # what layers saved that is
+        # Slots for what leaves of each kind besides those of the lean policy, where any number may be
+        most_slots = 0 if saved_slots else n_layers * self.group
+        self.more_slots = {saved: p.variable(0, most_slots, integer=False) for saved in LEAVE}
         self.squares = p.variable(0, 1)  # whether the device squares all gradients that are whole there
         # By way and class: to save so, stay loaded, spill the output, be updated early, be squared, keep the state.
         self.saving: dict[tuple[int, Way], Choice] = {}
@@ -98,6 +108,8 @@ class Choices:
                 self.squared[i] = self._choice(blocks, _squared)
             if b in self.may_stay:
                 self.staying[i] = self._choice(blocks, _stay, instead=_squared)
+
+        self.leaving = {saved: [of for (_, way), of in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
@@ -125,8 +137,12 @@ class Choices:
         # As many activations may be back early as have a slot
         p.at_most({self.early: 1.0}, early_fetches(self.group, n_layers))
         p.at_most({self.early: 1.0, **dict.fromkeys(spilled, -float(self.group))}, 0.0)
-        away = {choice.count: -float(self.group) for (_, way), choice in self.saving.items() if way.away}
-        p.at_most({self.early_saved: 1.0, **away}, 0.0)
+        p.at_most({self.early_saved: 1.0, **{of.count: -float(self.group) for of in chain(*self.leaving.values())}}, 0.0)
+        each = dict.fromkeys(self.more_slots.values(), -1.0)
+        p.at_most({self.early_saved: 1.0, **each}, float(len(LEAVE) * self.lean.saved_slots))
+        for saved, leaving in self.leaving.items():  # no slots where nothing passes through them
+            most = -float(n_layers * self.group)
+            p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], most)}, 0.0)
         for i, squared in self.squared.items():  # what stays is squared on the device, and all else if anything is
             n, stays = float(len(squared.blocks)), {self.staying[i].count: 1.0} if i in self.staying else {}
             p.at_most({**stays, squared.count: -1.0}, 0.0)
@@ -165,8 +181,7 @@ class Choices:
         per_slot = more(replace(self.lean, prefetch_depth=self.lean.prefetch_depth + 1), self.lean)
         add(self.depth, per_slot)
         add(self.squares, more(_squared(self.lean, ()), self.lean))
-        away = [choice for (_, way), choice in self.saving.items() if way.away]
-        sharing = [away, [*self.spilled.values()]]  # choices whose blocks share slots on the device
+        sharing = [*self.leaving.values(), [*self.spilled.values()]]  # choices whose blocks share slots on the device
         sharing += [[choice] for choice in self.all() if choice not in chain(*sharing, self.squared.values())]
         for group in sharing:
             slots: list[tuple[int, float]] = []
@@ -181,6 +196,8 @@ class Choices:
                 add(choice.count, each)
                 slots.append((choice.used, more(choice.treated(lean, first), lean)[0] - each[0]))
             largest(slots)
+            for number in [self.more_slots[saved] for saved, leaving in self.leaving.items() if leaving is group and slots]:
+                add(number, (min(n_bytes for _, n_bytes in slots) / self.lean.saved_slots, 0.0))
         staying_one = [(choice.used, choice.treated(self.lean, choice.blocks[:1])) for choice in self.staying.values()]
         transients = [(used, float(self.frames.of(policy).other_transient_bytes)) for used, policy in staying_one]
         for (i, way), choice in self.saving.items():

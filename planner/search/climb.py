@@ -20,6 +20,7 @@ from runtime.plan.workload import Saved
 from .space import WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 
 STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
+SAVED_STEPS = (1, -1, 2)
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
 MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them
 
@@ -85,6 +86,8 @@ def _buffers(policy: Policy) -> Iterator[Policy]:
     for more in STEPS:
         yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
         yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
+    for more in SAVED_STEPS if policy.offload_blocks else ():
+        yield replace(policy, saved_slots=max(1, policy.saved_slots + more))
 
 
 def _groups(plan: Setup) -> Iterator[Policy]:

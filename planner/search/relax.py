@@ -16,7 +16,7 @@ from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.facets import Array, Facets
 from planner.bounds.integer import Rows
 from planner.bounds.reasons import Subject, reasons
-from planner.bounds.work import Buffers, Groups, Work, Works, least_slots, until_each_block_s
+from planner.bounds.work import Buffers, Groups, Work, Works, least_slots, n_passing, until_each_block_s
 from planner.predict.cost import CostModel
 from runtime.plan import Kind, Policy, Setup, Update
 
@@ -25,7 +25,7 @@ from .climb import Omission
 from .frames import Frames
 from .space import GRADIENT_SLOTS, Family, Fill, can_spill, staying, ways_of, with_ways
 
-_Part = tuple[Family, int | None, int | None, Omission | None]
+_Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
 LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
 MORE_LONGEST = 64
@@ -55,11 +55,16 @@ class Relaxation:
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # of which only the linear bound is known
 
     def solve(
-        self, family: Family, prefetch_depth: int | None = None, gradient_slots: int | None = None, lacking: Omission | None = None
+        self,
+        family: Family,
+        prefetch_depth: int | None = None,
+        gradient_slots: int | None = None,
+        saved_slots: int | None = None,
+        lacking: Omission | None = None,
     ) -> Relaxed | None:
         """The relaxation with these buffers (None: any number of slots); None where nothing fits. `lacking`: a kind of choice that
         is not made, for a suggestion."""
-        key = (family, prefetch_depth, gradient_slots, lacking)
+        key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
             found = choices.program.solve()
@@ -71,17 +76,22 @@ class Relaxation:
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
         """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""
-        key = (family, None, gradient_slots, None)
+        key = (family, None, gradient_slots, None, None)
         self._programs[key] = choices, scale_s = self._program(*key)
         found = choices.program.solve(integers=False)
         return inf if found is None else found[0] * scale_s * (1 - SLACK)
 
     def _program(
-        self, family: Family, prefetch_depth: int | None, gradient_slots: int | None, lacking: Omission | None
+        self,
+        family: Family,
+        prefetch_depth: int | None,
+        gradient_slots: int | None,
+        saved_slots: int | None,
+        lacking: Omission | None,
     ) -> tuple[Choices, float]:
         """The program, and how many seconds its unit is."""
-        lean = replace(family.policy(), gradient_slots=gradient_slots or 1)
-        choices = Choices(self._frames, lean, family, prefetch_depth, self.clipped_fraction)
+        lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or 1)
+        choices = Choices(self._frames, lean, family, prefetch_depth, saved_slots, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
@@ -159,6 +169,9 @@ class Relaxation:
             Kind.FETCH_ACTIVATION: rows.variable(choices.early),
             Kind.FETCH_SAVED: rows.variable(choices.early_saved),
         }
+        n_saved = {saved: rows.variable(number) for saved, number in choices.more_slots.items()}
+        for n in n_saved.values():
+            n[0] = lean.saved_slots
         # Early updates and state on the device, of any blocks, count as if all were of earlier blocks
         sooner = work.scalars["update"] - work.scalars["forwards"]
         facets, one_block = self._facets_of(lean), list[Array]()
@@ -167,4 +180,5 @@ class Relaxation:
             for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())
                 one_block[-1][0] = seconds
-        return Subject(plan, groups, Buffers.of(plan, n_slots, family.groups[-1]), n_loads, n_staying, n_early, work, one_block)
+        passing = n_passing(family.groups[-1], n_saved)
+        return Subject(plan, groups, Buffers.of(plan, n_slots), n_loads, n_staying, n_early, passing, work, one_block)

@@ -18,7 +18,7 @@ from planner.bounds.bounds import places_to_stay
 from planner.predict.memory import Footprint, footprint, frame
 from runtime.plan import Policy, Semantics, Setup, Update, saves
 from runtime.plan.legality import can_stay
-from runtime.plan.policy import RICHER
+from runtime.plan.policy import LEAVE, RICHER
 from runtime.plan.workload import Block, Model, Saved, Workload
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -66,7 +66,7 @@ class Way(NamedTuple):
     away: bool = False
 
 
-WAYS = (*map(Way, Saved), Way(Saved.ATTENTION, away=True), Way(Saved.PRODUCTS, away=True))
+WAYS = (*map(Way, Saved), *(Way(saved, away=True) for saved in LEAVE))
 
 
 @dataclass(frozen=True, slots=True)

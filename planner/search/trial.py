@@ -119,8 +119,8 @@ class Trial:
 
 
 def _ordered(policy: Policy) -> Policy:
-    """The policy without what layers save: which ops there are, and in which order, does not depend on it."""
-    return replace(policy, save=())
+    """The policy without what layers save that stays: which ops there are, and in which order, does not depend on it."""
+    return replace(policy, save=tuple([policy.saved(b) for b in policy.offload_blocks]))
 
 
 def _essence(policy: Policy) -> tuple[object, ...]:

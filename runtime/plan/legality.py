@@ -2,7 +2,7 @@
 
 from runtime.errors import PlanError
 
-from .policy import Policy, Semantics, Update
+from .policy import LEAVE, Policy, Semantics, Update
 from .workload import Saved, Workload
 
 
@@ -132,7 +132,7 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
         if any(blocks[b].recompute(saved) is None for blocks in (workload.blocks, workload.smaller) if blocks):
             raise PlanError(f"this model's layers cannot save only {saved}; leave `{saved}` out of save")
     offloaded = policy.offload_blocks
-    if any(policy.saved(b) not in (Saved.ATTENTION, Saved.PRODUCTS) for b in offloaded) or list(offloaded) != sorted({*offloaded}):
+    if any(policy.saved(b) not in LEAVE for b in offloaded) or list(offloaded) != sorted({*offloaded}):
         raise PlanError("offload_blocks must be layers that save attention or products, in ascending order, each once")
     if policy.boundary_stride > 1 and (policy.spill_blocks or any(saved is not Saved.INPUT for saved in policy.save)):
         raise PlanError("with boundary_stride above 1 layers save their input alone and no boundary spills")

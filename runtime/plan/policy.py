@@ -25,6 +25,7 @@ MOST_LAYERS = 2**16  # more than any model has
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 UPDATE_RATIO = {"adamw": 1.05, "lion": 0.75, "adamw:moments=int8": 1.7, "lion:moments=int8": 1.1}
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # what a layer may save besides its input, the least first
+LEAVE = (Saved.ATTENTION, Saved.PRODUCTS)  # what of it may be on the host until backward, the least first
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,7 @@ class Policy:
     accumulation_group: Count = 1  # layer-major groups: 1 is row-major, all micro-batches is layer-major
     save: Save = ()  # of each layer from the first on, what is saved for its backward; of the others their input
     offload_blocks: tuple[Natural, ...] = ()  # layers of which what they save, but for their input, is on the host until backward
+    saved_slots: Slots = 2  # device slots for that on its way there and back, of each kind that is saved
     update: Update = Update.BARRIER
     resident_blocks: tuple[Natural, ...] = ()  # blocks whose weights stay on the device; uploaded once a step
     spill_blocks: tuple[Natural, ...] = ()  # blocks, not the last layer, whose output goes to the host until backward

@@ -21,9 +21,9 @@ def choices_of(of: Cell, policy: Policy) -> Choices | None:
     """The choices of the family that has this policy as a member, if its state on the device is one."""
     family, group = family_of(policy, of.semantics), policy.accumulation_group
     family = replace(family, accumulation_group=group, largest_group=group)
-    lean = replace(family.policy(), gradient_slots=policy.gradient_slots)
+    lean = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
     frames = Frames(of.model, of.workload, of.semantics, CostModel(of.profile))
-    found = Choices(frames, lean, family, policy.prefetch_depth, of.clipped_fraction)
+    found = Choices(frames, lean, family, policy.prefetch_depth, policy.saved_slots, of.clipped_fraction)
     may_stay = {*lean.device_blocks}.union(*(choice.blocks for choice in found.staying.values()))
     can_be_early = of.clipped_fraction is not None or not policy.speculate_blocks
     return found if may_stay.issuperset(policy.device_blocks) and can_be_early else None
