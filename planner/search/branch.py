@@ -186,10 +186,16 @@ class Tree:
                 return
 
     def _suggested(
-        self, family: Family, depth: int, gradient_slots: int, saved_slots: int = SAVED_SLOTS, lacking: Omission | None = None
+        self,
+        family: Family,
+        depth: int,
+        gradient_slots: int,
+        saved_slots: int = SAVED_SLOTS,
+        lacking: Omission | None = None,
+        below_s: float = inf,
     ) -> Iterator[Policy]:
         """Policies of these buffers that use memory as the relaxation would, packed and spread."""
-        relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking)
+        relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking, below_s)
         if relaxed is None:
             return
         lean = family.policy()
@@ -259,7 +265,7 @@ class Tree:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
         n, size = self.trial.semantics.n_micro_batches, best.accumulation_group
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
-        saved_slots = best.saved_slots
+        saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)
         buffers = [(depth, n_slots + more, saved_slots) for more in REFILLED_STEPS]
         buffers += [(depth + more, n_slots, saved_slots) for more in REFILLED_STEPS]
         buffers += [(depth, n_slots, saved_slots + more) for more in (1, -1) if best.offload_blocks]
@@ -268,7 +274,9 @@ class Tree:
             (g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)
         ]:
             if min(d, slots, saved) >= 1:
-                yield from self._suggested(replace(family, accumulation_group=of, largest_group=of), d, slots, saved)
+                yield from self._suggested(
+                    replace(family, accumulation_group=of, largest_group=of), d, slots, saved, below_s=below_s
+                )
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""

@@ -34,7 +34,7 @@ class Frames:
 
     def peaks(self, policy: Policy) -> tuple[int, int]:
         """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""
-        return self._peaks(replace(policy, gradient_slots=1))
+        return self._peaks(replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1))
 
     def _peaks_of(self, policy: Policy) -> tuple[int, int]:
         plan, found = self.of(policy), self.needs(policy)

@@ -61,12 +61,15 @@ class Relaxation:
         gradient_slots: int | None = None,
         saved_slots: int | None = None,
         lacking: Omission | None = None,
+        below_s: float = inf,
     ) -> Relaxed | None:
-        """The relaxation with these buffers (None: any number of slots); None where nothing fits. `lacking`: a kind of choice that
-        is not made, for a suggestion."""
+        """The relaxation with these buffers (None: any number of slots); None where nothing fits. For a suggestion: `lacking`, a
+        kind of choice that is not made; `below_s`, a step that no member is to be above."""
         key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
+            if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
+                return None
             found = choices.program.solve()
             self.known[key] = None
             if found is not None:
