@@ -20,7 +20,7 @@ from statistics import mean, stdev
 from demo.demo import CONFIG
 
 OPTIMIZERS = ("adamw", "adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion", "lion:moments=bf16,master=bf16")
-SEEDS, SEQ_LEN, BATCH_SIZE, LR, LAST_STEPS = (0, 1, 2), 256, 16, 1e-3, 50
+SEEDS, BATCH_SIZE, LR, LAST_STEPS = (0, 1, 2), 16, 1e-3, 50
 HELD_OUT_EVERY, MOST_FILES = 10, 400
 Run = tuple[int, str, int]  # layers, optimizer, seed
 
@@ -32,6 +32,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--machine", default="cpu-2core", help="whose plan is performed; it moves no bit of what is learned")
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS)
     parser.add_argument("--layers", default="3,10")
+    parser.add_argument("--width", type=int, default=512, help="of a layer; 64 a head, and three times as many within its MLP")
+    parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--perform", help=argparse.SUPPRESS)
@@ -82,8 +84,10 @@ def perform(asked: argparse.Namespace, run: Run) -> None:
     n_layers, optimizer, seed = run
     to, model = folder(asked.home, run), asked.home / f"model-{n_layers}-{optimizer.partition(':')[0]}-{seed}"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": n_layers}))
-    plan = penstock.plan(model, asked.machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, optimizer=optimizer)
+    width = {"hidden_size": asked.width, "intermediate_size": 3 * asked.width, "num_attention_heads": asked.width // 64}
+    config = CONFIG | {"num_hidden_layers": n_layers, "num_key_value_heads": max(1, asked.width // 128)} | width
+    (model / "config.json").write_text(json.dumps(config))
+    plan = penstock.plan(model, asked.machine, seq_len=asked.seq_len, batch_size=BATCH_SIZE, optimizer=optimizer)
     settings = {
         "tokenizer": "bytes", "seed": seed, "evaluation.data": str(asked.home / "held-out"), "evaluation.first": False,
         "optimizer.schedule.kind": "cosine", "optimizer.schedule.warmup_steps": asked.steps // 20, "optimizer.weight_decay": 0.1,
