@@ -25,6 +25,7 @@ from .tape import FP32, FP64, INT64, Tape, Weights
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
 LOG_SOFTMAX_READS = 3
+TEACHER_COPIES = 12  # fp32 values of each id that a teacher says most of, in the divergence's backward; measured
 SMALL = (1, 16)  # a micro-batch of which it is asked what modules there are
 
 
@@ -230,6 +231,9 @@ class _Layout:
         of_token_bytes = (
             2 * tokens * FP64 * (len(objective.extras) + (objective.per is not objective.of))
         )  # as they come, and one after another
+        if (k := objective.n_top) is not None:  # of two steps, as files have them; and of a tile what a divergence makes
+            of_token_bytes = 2 * semantics.batch_size * semantics.seq_len * objective.teacher_bytes
+            of_token_bytes += min(semantics.loss_tile_tokens, tokens) * (k + 1) * TEACHER_COPIES * FP32
         if objective.has_first_pass:  # a log-probability, its slope in both widths, and what a step of the sums makes
             of_token_bytes = tokens * (3 * FP32 + FP64)
         tile, weight_name, vocab = min(semantics.loss_tile_tokens, tokens), f"{names['head']}.weight", self.tree["vocab"]

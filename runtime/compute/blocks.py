@@ -32,7 +32,7 @@ from runtime.plan.objective import Of
 from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
-from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients
+from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients, top_and_rest
 
 
 class Templates:
@@ -185,11 +185,11 @@ class Templates:
         each row of a tile gets besides its target."""
         n_tokens = targets_BT.shape[1]
         if not self.objective.has_first_pass:
-            own = {name: extras[name] if extras[name].dim() == 2 else extras[name][:, None] for name in self.objective.extras}
+            own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
             if self.objective.per is Of.SEQUENCES:
                 own["n_tokens"] = (targets_BT != UNSUPERVISED).sum(dim=1, keepdim=True).clamp(min=1)
             none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
-            return none, {name: of.expand(-1, n_tokens).reshape(-1) for name, of in own.items()}
+            return none, {name: of.expand(-1, n_tokens, *of.shape[2:]).flatten(0, 1) for name, of in own.items()}
         assert self.loss_function is not None
         sums_B = self._summed(weights, normed_ND, targets_BT)
         total, slopes_B = self.loss_function.of_sequences(*sums_B, extras)
@@ -271,8 +271,13 @@ class Templates:
         self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are; for a
-        loss of tokens that has a reference (B, T) fp32, of each target."""
+        loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
+        teacher's row for each position."""
         normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
+        if (k := self.objective.n_top) is not None:
+            of_tiles = (self._logits(self._head(weights), rows_ND) for rows_ND in normed_ND.split(self.semantics.loss_tile_tokens))
+            rows = [top_and_rest(logits_NV, k, self.objective.numbers["temperature"]) for logits_NV in of_tiles]
+            return torch.cat(rows).view(*targets_BT.shape, -1), (targets_BT != UNSUPERVISED).sum(dim=1)
         if not self.objective.has_token_reference:
             return self._summed(weights, normed_ND, targets_BT)
         return self._each(weights, normed_ND, targets_BT), (targets_BT != UNSUPERVISED).sum(dim=1)

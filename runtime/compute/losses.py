@@ -11,11 +11,13 @@ It returns a number for each of them, and what has no supervised token is left o
 `logps` weighs the gradients of their tokens in a second pass over the tiles.
 """
 
-# B sequences, P pairs, T tokens, N = B * T or a tile of it, V vocabulary
+# B sequences, P pairs, T tokens, N = B * T or a tile of it, V vocabulary, K ids that a teacher says most of, and the rest
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,8 @@ from runtime.errors import PlanError
 from runtime.plan.objective import Objective, Of
 
 Extras = Mapping[str, Tensor]
+MOST_AHEAD = 20.0  # of the logarithm of a ratio, whose gradient is 0 above
+LEAST = 1e-30  # of a probability whose logarithm is taken
 HALVES = {Of.PAIRS: ("chosen", "rejected"), Of.ANSWERS: ("own", "other")}  # of two sequences that follow each other
 
 
@@ -51,13 +55,14 @@ def grpo(
     reference: Tensor | None = None,
 ) -> Tensor:
     """The clipped objective of PPO, each bound for itself (GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476), and `beta` times the k3
-    estimate of the divergence from a reference. `old`, `reference`: log-probabilities of the targets."""
+    estimate of the divergence from a reference. `old`, `reference`: log-probabilities of the targets, of which no ratio is
+    above exp(MOST_AHEAD): an infinite one, times 0, would be a gradient that is no number."""
     logps = -F.cross_entropy(logits, targets, ignore_index=UNSUPERVISED, reduction="none")
-    ratio = (logps - old).exp()
+    ratio = (logps - old).clamp(max=MOST_AHEAD).exp()
     losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - epsilon_low, 1 + epsilon_high) * advantage)
     if reference is None:
         return losses
-    ahead = reference - logps
+    ahead = (reference - logps).clamp(max=MOST_AHEAD)
     return losses + beta * (ahead.exp() - ahead - 1)
 
 
@@ -138,6 +143,55 @@ def kto(
     return torch.where(is_desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
 
 
+class _TopAndRest(torch.autograd.Function):
+    """Log-probabilities (N, K + 1) of some ids of each row, and of all its others together: of few passes over logits, and exact
+    where the others have next to nothing, of which 1 less the sum would be rounding alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, temperature: float) -> Tensor:
+        others_NV = (logits_NV if temperature == 1 else logits_NV / temperature).log_softmax(dim=-1)
+        top_NK = others_NV.gather(1, ids_NK)
+        others_NV.exp_().scatter_(1, ids_NK, 0.0)
+        rest_N1 = others_NV.sum(dim=1, keepdim=True).clamp(min=LEAST)
+        ctx.save_for_backward(others_NV, ids_NK, top_NK, rest_N1)
+        ctx.temperature = temperature
+        return torch.cat([top_NK, rest_N1.log()], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        others_NV, ids_NK, top_NK, rest_N1 = ctx.saved_tensors
+        of_top_NK, of_rest_N1 = (gradients[0] / ctx.temperature).tensor_split([top_NK.shape[1]], dim=1)
+        all_N1 = of_top_NK.sum(dim=1, keepdim=True) + of_rest_N1
+        towards_NV = others_NV * (of_rest_N1 / rest_N1 - all_N1)
+        return towards_NV.scatter_(1, ids_NK, of_top_NK - top_NK.exp() * all_N1), None, None
+
+
+def top_and_rest(logits_NV: Tensor, k: int, temperature: float) -> Tensor:
+    """A teacher's row (N, 3 k + 1) int16, as files hold it: the `k` likeliest ids, two words each, and in fp16 their
+    log-probabilities and that of all others together."""
+    ids_NK = logits_NV.topk(k, dim=-1).indices
+    of_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
+    return torch.cat([ids_NK.int().view(torch.int16), of_NK.half().view(torch.int16)], dim=1)
+
+
+def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
+    """The divergence of q from p, of log-probabilities."""
+    return (p_NK.exp() * (p_NK - q_NK)).sum(dim=1)
+
+
+def distill(logits: Tensor, targets: Tensor, teacher: Tensor, k: float, beta: float, temperature: float) -> Tensor:
+    """The generalised Jensen-Shannon divergence of student and teacher (GKD, arXiv 2306.13649): 0 is KL(teacher || student), 1 is
+    KL(student || teacher). Of the teacher's likeliest ids, and of all others as a single one."""
+    n = int(k)
+    ids_NK, theirs_NK = teacher[:, : 2 * n].contiguous().view(torch.int32).long(), teacher[:, 2 * n :].contiguous()
+    theirs_NK = theirs_NK.view(torch.float16).float().clamp(min=math.log(LEAST)).log_softmax(dim=1)  # add up to 1 again
+    own_NK = _TopAndRest.apply(logits, ids_NK, temperature)  # type: ignore[no-untyped-call]
+    if beta in (0, 1):
+        return _kl(own_NK, theirs_NK) if beta else _kl(theirs_NK, own_NK)
+    mixed_NK = torch.logaddexp(own_NK + math.log1p(-beta), theirs_NK + math.log(beta))
+    return beta * _kl(theirs_NK, mixed_NK) + (1 - beta) * _kl(own_NK, mixed_NK)
+
+
 def row_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     """The cross entropy of each row (N,), 0 where it is not supervised, and the probabilities (N, V); both fp32.
 
@@ -163,7 +217,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "label-smoothing": label_smoothing,
     "z-loss": z_loss,
     **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo),
-    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto)},
+    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto, distill)},
 }
 
 

@@ -37,6 +37,7 @@ class Known:
         return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != "reference")
 
 
+TEACHER = "teacher"  # an extra: the likeliest ids of each position, and their log-probabilities
 _REFERENCE = ("reference",)
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
@@ -55,8 +56,12 @@ KNOWN = {
         Of.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (*_REFERENCE, "label")
     ),
     "simpo": Known(Of.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
+    "distill": Known(Of.TOKENS, {"k": 64.0, "beta": 0.0, "temperature": 1.0}, (TEACHER,)),
 }
+INT32, FP16 = 4, 2
+MOST_TOP = 1024  # ids of a teacher
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
+_LEAST |= {"k": (1.0, MOST_TOP + 1.0), "temperature": (0.01, 100.0)}
 # least, and what it stays below; others: 0 to 10^6
 _OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
 _EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")
@@ -97,6 +102,8 @@ class Objective:
                 raise PlanError(f"--loss {self.name}: {number} is {value:g}; it lies from {least:g} to below {below:g}")
         if (group := self.numbers.get("group", MOST_GROUP)) != int(group) or not 2 <= group <= MOST_GROUP:
             raise PlanError(f"--loss {self.name}: group is {group:g}; it is a whole number of answers, from 2 to {MOST_GROUP}")
+        if self.name == "distill" and (self.numbers["beta"] > 1 or self.numbers["k"] % 1):
+            raise PlanError(f"--loss {self.name}: beta lies from 0 (forward KL) to 1 (reverse), and k is a whole number of ids")
         if self.numbers.get("beta") == 0 and known.numbers["beta"]:
             raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose one above it")
 
@@ -121,6 +128,16 @@ class Objective:
     def has_token_reference(self) -> bool:
         """Whether a reference is a log-probability of each token, not of sequences."""
         return self.of is Of.TOKENS and _REFERENCE[0] in self.extras
+
+    @property
+    def n_top(self) -> int | None:
+        """Ids of each position that a teacher says most of; None: there is none."""
+        return int(self.numbers["k"]) if TEACHER in self.extras and self.sha256 is None else None
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Of a position in a teacher's file: its likeliest ids, their log-probabilities, and that of all others."""
+        return 0 if (k := self.n_top) is None else k * INT32 + (k + 1) * FP16
 
     @property
     def has_first_pass(self) -> bool:

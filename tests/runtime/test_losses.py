@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
-from runtime.compute.losses import LossFunction, known_loss
+from runtime.compute.losses import LossFunction, grpo, known_loss, top_and_rest
 from runtime.errors import PlanError
 from runtime.executor import execute
 from runtime.plan import Policy, Semantics, Update, saves
@@ -22,8 +22,10 @@ from tests.training import Remembering, batches_of, fused, machine_for, plan_of,
 
 NAMES = ("dpo:beta=0.3,label_smoothing=0.1", "ipo", "hinge", "robust", "orpo", "simpo", "label-smoothing:0.2", "z-loss:0.01")
 KTO = "kto:beta=0.3,desirable_weight=1.5,undesirable_weight=0.5,group=2"
+DISTILL = ("distill:7,temperature=2", "distill:7,beta=1", "distill:96,beta=0.3")
 GRPO = ("grpo:epsilon_high=0.4", "dapo:beta=0.5", "dr-grpo:max_completion_length=9")
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -2])
+TEACHER = torch.randn(4, 16, 96, generator=torch.Generator().manual_seed(8)) * 2
 EXTRAS = {"label": torch.tensor([1.0, 1, 0, 0]), "advantage": ADVANTAGES, "old": torch.linspace(-9, -1, 64).view(4, 16)}
 
 
@@ -36,6 +38,16 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
         return (-(1 - n["epsilon"]) * own - n["epsilon"] * logps.mean(-1) * there).sum()
     if of.name == "z-loss":
         return (-own + n["weight"] * logits.exp().sum(-1).log() ** 2 * there).sum()
+    if of.name == "distill":  # each distribution with all but the teacher's likeliest ids as one outcome
+        ids = TEACHER.topk(int(n["k"])).indices
+        top = [(z / n["temperature"]).double().softmax(-1).gather(-1, ids) for z in (TEACHER, logits)]
+        exact, q = (torch.cat([t, 1 - t.sum(-1, keepdim=True)], -1).clamp(min=1e-20) for t in top)
+        p = teacher_of(of)["teacher"][..., -ids.shape[-1] - 1 :].contiguous().view(torch.float16).double().softmax(-1)
+        torch.testing.assert_close(p, exact, rtol=5e-3, atol=1e-15)  # as files round it
+        kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
+        beta, mixed = n["beta"], (1 - n["beta"]) * q + n["beta"] * p
+        each = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, mixed) + (1 - beta) * kl(q, mixed)
+        return (each * there).sum()
     sums, means = own.sum(1), own.sum(1) / there.sum(1)
     (chosen, rejected), (mean_c, mean_r) = ((t[0::2], t[1::2]) for t in (sums, means))
     z, e = n["beta"] * ((chosen - reference[0::2]) - (rejected - reference[1::2])), n.get("label_smoothing", 0.0)
@@ -66,6 +78,13 @@ def obvious(of: Objective, logits: torch.Tensor, targets: torch.Tensor, referenc
     return -(n["beta"] * (mean_c - mean_r) - n["gamma"]).sigmoid().log().sum()
 
 
+def teacher_of(of: Objective) -> dict[str, torch.Tensor]:
+    """What a teacher's file has of it."""
+    if of.n_top is None:
+        return {}
+    return {"teacher": top_and_rest(TEACHER.flatten(0, 1), of.n_top, of.numbers["temperature"]).view(4, 16, -1)}
+
+
 def head_of(semantics: Semantics, vocab_size: int = 96) -> tuple[Templates, dict[str, torch.Tensor], int]:
     """Templates, random weights of their head, and what the planner books for it."""
     config = tiny_config("llama", vocab_size=vocab_size)
@@ -83,7 +102,7 @@ def batch_of_pairs(seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
-@pytest.mark.parametrize("name", [*NAMES, KTO, *GRPO])
+@pytest.mark.parametrize("name", [*NAMES, KTO, *GRPO, *DISTILL])
 def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     of = parse_objective(name)
     more = fused("llama") | ({"loss": "eager"} if of.takes_eager else {}) if kernels == "fused" else {}
@@ -93,7 +112,8 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     reference -= 50 * (of.name == "kto")  # above which the others' answers are, too
     reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # of a token
     n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head_weight])
-    loss, gradient, _ = templates.loss(weights, hidden, targets, n, total, EXTRAS | {"reference": reference})
+    extras = EXTRAS | {"reference": reference} | teacher_of(of)
+    loss, gradient, _ = templates.loss(weights, hidden, targets, n, total, extras)
     leaf, head = hidden.clone().requires_grad_(), weights[templates.head_weight].clone().requires_grad_()
     expected = obvious(of, F.linear(templates._normed(weights, leaf), head).double(), targets, reference)
     by_hidden, by_head = torch.autograd.grad(expected / n, [leaf, head])
@@ -102,24 +122,31 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1"])
+@pytest.mark.parametrize(
+    "name", ["cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "distill:16,beta=0.5,temperature=2"]
+)
 def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
     sizes = {"compute_dtype": "fp32", "micro_batch": 4, "seq_len": 64, "loss_tile_tokens": 128}
     semantics = replace(semantics_of("llama", **sizes), objective=parse_objective(name))
     templates, weights, booked = head_of(semantics, vocab_size=4096)
     hidden, targets, reference = batch_of_pairs(64)
     total = torch.zeros_like(weights[templates.head_weight])
-    work = lambda: templates.loss(weights, hidden, targets, 4, total, EXTRAS | {"reference": reference, "old": reference})  # noqa: E731
+    extras = EXTRAS | {"reference": reference, "old": reference}
+    if (k := semantics.objective.n_top) is not None:
+        extras["teacher"] = top_and_rest(torch.randn(4 * 64, 4096), k, 1.0).view(4, 64, -1)
+    work = lambda: templates.loss(weights, hidden, targets, 4, total, extras)  # noqa: E731
     work()
     assert peak_bytes(work) <= booked <= 1.5 * peak_bytes(work)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto:group=2", "grpo:beta=0.1"])
+@pytest.mark.parametrize("name", ["dpo", "kto:group=2", "grpo:beta=0.1", "distill:9,beta=0.5"])
 def test_five_policies_train_the_same_bits_with_any_loss(name):
     n = max((objective := parse_objective(name)).rows_each, 2)
     semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective)
     extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
     extras |= {"advantage": torch.linspace(-1, 1, 4 * n), "old": torch.full((4 * n, semantics.seq_len), -4.5)}
+    if objective.n_top is not None:
+        extras["teacher"] = top_and_rest(torch.randn(4 * n * 16, 96), objective.n_top, 1.0).view(4 * n, 16, -1)
     extras["reference"] /= 8 if objective.of is Of.TOKENS else 1
     batches = [replace(batch, extras=extras) for batch in batches_of(96, 4 * n, semantics.seq_len)]
     policies = [
@@ -158,6 +185,16 @@ def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     torch.testing.assert_close(loss.float(), (each * extras["weight"][:, None] * extras["advantage"]).sum())
 
 
+def test_a_rollout_that_nobody_would_draw_has_a_finite_gradient():
+    logits = torch.zeros(4, 8, requires_grad=True)
+    given = torch.zeros(4).long(), torch.tensor([1.0, -1, 1, -1]), torch.tensor([-200.0, -200, -1e30, -2]), 0.2, 0.2, 0.1
+    losses = grpo(logits, *given, reference=torch.tensor([-2.0, 200, -2, -2]))
+    (gradient,) = torch.autograd.grad(losses.sum(), [logits])
+    assert bool(losses.isfinite().all())
+    assert bool(gradient.isfinite().all())
+    assert bool(gradient[3].any())
+
+
 @pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])
 def test_a_pair_of_which_a_half_has_no_token_teaches_nothing(name):
     loss, logps, reference = known_loss(parse_objective(name)), torch.tensor([-20.0, 0, -3, -4]).double(), torch.zeros(4)
@@ -168,7 +205,7 @@ def test_a_pair_of_which_a_half_has_no_token_teaches_nothing(name):
 
 
 def test_a_loss_that_is_printed_is_read_back():
-    for name in (*NAMES, KTO, *GRPO, *KNOWN):
+    for name in (*NAMES, KTO, *GRPO, *DISTILL, *KNOWN):
         of = parse_objective(name)
         assert parse_objective(str(of)) == of
     file, own = TypeAdapter(Semantics), Objective("own.py:f", {}, Of.PAIRS, ("reference",), 3, "0" * 64)
@@ -187,6 +224,8 @@ def test_a_loss_that_is_printed_is_read_back():
         ("dpo:beta=0", "nothing is learned"),
         ("dpo:0.1,beta=0.2", "beta is said twice"),
         ("dpo:beta=nan", "beta is nan"),
+        ("distill:beta=1.5", "beta lies from 0 (forward KL) to 1"),
+        ("distill:k=2000", "k is 2000; it lies from 1 to below 1025"),
         ("kto:group=2.5", "group is 2.5; it is a whole number of answers"),
     ],
 )
