@@ -189,7 +189,9 @@ def _packed(reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cac
         raise DataError(f"{_about(reader)}: nothing to learn in it ({in_words(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
     fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)
-    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, BRINGS.get(reader.format, ()))
+    read = {"tokenizer": reader.template.tokenizer.identity, "data": _fingerprint(content, reader.format, reader.columns)}
+    read["sequences"] = _fingerprint(shape.identity, segments)
+    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, BRINGS.get(reader.format, ()), read)
 
 
 def _fingerprint(*of: Any) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import DataError
-from runtime.plan.objective import CROSS_ENTROPY, Objective
+from runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective
 
 
 class Batches(Protocol):
@@ -60,7 +60,10 @@ class Given:
         # Of a loss that we have: a number for each sequence would be taken for that of each token
         of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
         for name in self.objective.extras:
-            found, taken = extras.get(name), shapes[-1:] if name in of_tokens else shapes
+            taken: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes
+            if name == TEACHER and self.objective.n_top is not None:
+                taken = ((*shape, 3 * self.objective.n_top + 1),)
+            found = extras.get(name)
             if not isinstance(found, torch.Tensor) or tuple(found.shape) not in taken:
                 problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
                 wanted = " or ".join(map(str, taken))

@@ -11,7 +11,7 @@ them. Nothing is carried from one buffer to the next, so the state that the libr
 sequences were used) resumes exactly; its own `shuffle` loses what a buffer holds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
@@ -46,6 +46,7 @@ class PackedSet:
     about: str  # the data set and how it is read, for the user
     fingerprint: str
     brings: tuple[str, ...] = ()  # extras that its documents have for a loss
+    read: Mapping[str, str] = field(default_factory=dict)  # digests of what decides its tokens, by name
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +60,8 @@ class MapStyleData:
     fingerprint: str
     n_sequences: int = field(init=False)
     n_steps: int = field(init=False)  # of one epoch; the last step may begin the next epoch
-    references: Sequence[torch.Tensor] = ()  # of each set (n_sequences, rows of each): log-probabilities under a reference
+    # Of each set (n_sequences, rows of each): what a reference or a teacher has written of it, by the extra's name
+    references: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     _turns: Array = field(init=False, repr=False)  # (set, how many of its samples came before) of each sample of a round
 
     def __post_init__(self) -> None:
@@ -93,7 +95,7 @@ class MapStyleData:
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
         rows = (row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape))
         batch = batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
-        extras = {"reference": torch.cat([self.references[k][i] for k, i in samples])} if self.references else {}
+        extras = {name: torch.cat([of[k][i] for k, i in samples]) for name, of in self.references.items()}
         if brings := self.parts[0].brings:
             brought = [part.documents.brought(d) for part, segments in chosen for d, _, _ in segments]
             extras |= extras_of(brings, brought, batch)

@@ -1,7 +1,7 @@
 """Streamed forwards over samples: as many passes as their micro-batches take in the arenas of a training plan."""
 
 # B sequences, T positions of a sequence
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,26 +17,35 @@ from runtime.plan import Plan
 def log_probabilities(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Of each sample's sequences the log-probability of its targets, summed, and how many tokens these are, (n_samples, sequences
-    of each) fp64 and int64, of the weights as they are, without dropout; and the extras that samples bring. For a loss of tokens
-    with a reference those of each position, fp32, in place of the sum.
+    """`each_pass` of all samples, and the extras that these bring."""
+    found = [torch.cat(of) for of in zip(*each_pass(machine, sample, n_samples, stop), strict=True)]
+    brought = [sample(i).extras for i in range(n_samples)]
+    return found[0], found[1], {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
+
+
+def each_pass(
+    machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each sample's sequences the log-probability of its targets, summed, and how many tokens these are, (samples of the pass,
+    sequences of each) fp64 and int64, of the weights as they are, without dropout. For a loss of tokens with a reference those of
+    each position, fp32, in place of the sum; for one with a teacher its row of each position.
 
     `sample(i)`: a batch of one. All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
     plan, n_passes, batch = passes(machine.plan, sample, n_samples)
-    sums, n_tokens = list[torch.Tensor](), list[torch.Tensor]()
+    rows_each = len(sample(0).input_ids)
+    of_pass, found = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
 
     def note(last: LastHidden) -> None:
         of_sequences = last.templates.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT)
-        for found, new in zip((sums, n_tokens), of_sequences, strict=True):
-            found.append(new.cpu())
+        found.append(tuple(of.cpu() for of in of_sequences))
 
-    machine.forward(plan, batch, note, n_passes, stop)
-    brought = [sample(i).extras for i in range(n_samples)]
-    extras = {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
-    of_each = (n_samples, len(sample(0).input_ids))
-    found = [torch.cat(of)[: of_each[0] * of_each[1]] for of in (sums, n_tokens)]
-    return found[0].view(*of_each, *found[0].shape[1:]), found[1].view(of_each), extras
+    for number in range(n_passes):
+        found.clear()
+        machine.forward(plan, lambda _, number=number: batch(number), note, 1, stop)  # type: ignore[misc]
+        n = min(of_pass, n_samples - number * of_pass)
+        values, n_tokens = (torch.cat(of)[: n * rows_each] for of in zip(*found, strict=True))
+        yield values.view(n, rows_each, *values.shape[1:]), n_tokens.view(n, rows_each)
 
 
 def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[Plan, int, Batches]:

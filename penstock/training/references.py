@@ -1,14 +1,15 @@
-"""A reference: log-probabilities of data under weights that are not trained, by a streamed forward, in a file that says of what.
+"""A reference or a teacher: log-probabilities of data under weights that are not trained, by a streamed forward, in a file.
 
-The file holds a tensor for each set of data, by its fingerprint, and a key: a reference of other weights, precision or kernels is
-refused. Its values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
+The file holds a tensor for each set of data, by all that decides its tokens, then the digest of these tensors; and a key: a
+reference of other weights, precision or kernels is refused, and a teacher's ids of another number or temperature. A reference's
+values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,32 +20,41 @@ from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
 from penstock.data.data import BRINGS, Report, RunData, needed, unheard
-from penstock.data.sampling import MapStyleData, Stream
+from penstock.data.sampling import MapStyleData, PackedSet, Stream
 from penstock.settings import RunSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError
 from runtime.executor import Stop
 from runtime.machines.torch_machine import Abandoned, TorchMachine
 from runtime.plan import Plan
-from runtime.plan.objective import Objective
+from runtime.plan.objective import REFERENCE, TEACHER, Objective
 
-from .forwards import log_probabilities
+from .forwards import each_pass
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
-REFERENCE, BASE = "reference", "base"  # of the extras, this one; and the reference that is the model before training
+BASE = "base"  # the reference that is the model before training
 _KERNELS = ("attention", "attention_kernel", "experts", "norm", "loss", "pointwise", "library_kernels")
-_DECIDE = ("seq_len", "compute_dtype", "base", *_KERNELS)
+_DECIDE = ("compute_dtype", "base", *_KERNELS)
 _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
+_HOW_TEACHER = "make it with `penstock forward PLAN --data DATA --out FILE`, of the teacher's PLAN with this --loss and --seq-len"
+_ODD = {
+    "tokenizer": "of another tokenizer, or chat template, than this model's, which would read other tokens",
+    "sequences": "of this data in other sequences: another --seq-len, --packing or --seed",
+}
+DIGEST, PIECE = "sha256", 2**24  # the tensor that ends a file, and elements whose bytes are taken at a time
 
 
 def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
     """Give data its log-probabilities under the reference of the settings, where that is a file; before memory is taken."""
+    if plan.semantics.objective.n_top is not None and maps and _is_base(settings):
+        raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
     if settings.reference is not None and not maps:
         raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
     if maps and _is_base(settings) and plan.semantics.ranks > 1:
         raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
     if maps and not _is_base(settings):
-        put_reference(Path(settings.reference or ""), plan, maps, _of_weights(settings, folder))
+        is_teacher = plan.semantics.objective.n_top is not None
+        put_reference(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
 
 
 def refer_to_base(
@@ -74,8 +84,15 @@ def _is_base(settings: RunSettings) -> bool:
 
 
 def _key(plan: Plan) -> dict[str, str]:
-    """What decides a reference's values besides the weights, by name."""
-    return {"model": plan.model.fingerprint} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
+    """What decides a file's values besides the weights, by name."""
+    return _kind(plan) | {"model": plan.model.fingerprint} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
+
+
+def _kind(plan: Plan) -> dict[str, str]:
+    """What a file's values are, and of how long sequences, which a student's plan shares with its teacher's."""
+    of, by = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
+    top = f"the {of.n_top} likeliest ids at temperature {of.numbers.get('temperature', 1):g}"
+    return {"kind": f"log-probabilities by {by}" if of.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
 
 
 def _of_weights(settings: RunSettings, folder: Path | None) -> dict[str, str]:
@@ -93,74 +110,98 @@ def write_reference(
     report: Report = unheard,
     stop: Stop | None = None,
 ) -> int:
-    """Write the log-probabilities of all sets under the weights as they are, without adapters; how many answers these are.
-    Abandoned after `stop.request()`."""
-    found, templates = dict[str, torch.Tensor](), machine.compute.templates
-    is_adapted = machine.plan.semantics.train.lora is not None
-    for data in sets:
-        for k, part in enumerate(data.parts):
-            report(f"log-probabilities of {len(part.sequences):,} samples under the reference")
-            one = partial(_sample, data, k)
-            with templates.without_adapters() if is_adapted else nullcontext():
-                found[f"logps.{part.fingerprint}"] = log_probabilities(machine, one, len(part.sequences), stop)[0]
-    key = json.dumps(_key(machine.plan) | _of_weights(settings, folder))
-    unfinished = path.with_name(path.name + ".partial")
-    with writing(path):
+    """Write the log-probabilities of all sets under the weights as they are, without adapters, pass by pass; how many sequences
+    these are. Abandoned after `stop.request()`."""
+    templates, parts = machine.compute.templates, {_name(part): (data, k) for data in sets for k, part in enumerate(data.parts)}
+    outlines = {name: _outline(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
+    read, digest = {name: dict(data.parts[k].read) for name, (data, k) in parts.items()}, hashlib.sha256()
+
+    def contents() -> Iterator[torch.Tensor]:
+        for data, k in parts.values():
+            n = len(data.parts[k].sequences)
+            report(f"log-probabilities of {n:,} samples under the reference")
+            for values, _ in each_pass(machine, partial(_sample, data, k), n, stop):
+                digest.update(values.numpy().data)
+                yield values
+        yield torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+    key, unfinished = _key(machine.plan) | _of_weights(settings, folder), path.with_name(path.name + ".partial")
+    with writing(path), ExitStack() as undo:
+        undo.callback(unfinished.unlink, missing_ok=True)
         unfinished.unlink(missing_ok=True)
-        write_tensors(unfinished, found, found.values(), {"key": key, "sha256": _digest(found)})
+        with templates.without_adapters():
+            digests = {DIGEST: torch.empty(digest.digest_size, dtype=torch.uint8)}
+            write_tensors(unfinished, outlines | digests, contents(), {"key": json.dumps(key), "sets": json.dumps(read)})
         os.replace(unfinished, path)
-    return sum(len(tensor) * tensor.shape[1] for tensor in found.values())
+    return sum(len(of) * of.shape[1] for of in outlines.values())
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:
     return data.of([(k, i)])
 
 
-def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(tensors[name].numpy().tobytes())
-    return digest.hexdigest()
+def _name(part: PackedSet) -> str:
+    """Of the tensor of a set, by all that decides its tokens."""
+    return f"logps.{hashlib.sha256(json.dumps(part.read).encode()).hexdigest()}"
+
+
+def _outline(part: PackedSet, plan: Plan) -> torch.Tensor:
+    """What a file has of a set."""
+    of, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
+    if of.n_top is not None:
+        return torch.empty(*shape, of.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
+    by_token = of.has_token_reference
+    return torch.empty(shape[: 2 + by_token], dtype=torch.float32 if by_token else torch.float64, device="meta")
 
 
 def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Give each set of data the log-probabilities that a file holds of it; CheckpointError where they are others', or damaged.
-    `more`: what its key has to hold besides the plan's."""
-    key, (fields, tensors) = _key(plan) | dict(more), read_tensors(path)
+    """Give each set of data what a file holds of it, which stays there, memory-mapped; CheckpointError where it is others', or
+    damaged. `more`: what its key has to hold besides the plan's."""
+    of = plan.semantics.objective
+    key, (fields, tensors) = (_kind(plan) if of.n_top else _key(plan)) | dict(more), read_tensors(path)
+    how = _HOW if of.n_top is None else _HOW_TEACHER
     try:
-        found = json.loads(fields.get("key", ""))
+        found, read = (json.loads(fields.get(name, "")) for name in ("key", "sets"))
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: no file of a reference; {_HOW}")
+        found = read = None
+    if not isinstance(found, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
+        raise CheckpointError(f"{path}: no file of a reference; {how}")
     if odd := next((name for name in key if found.get(name) != key[name]), None):
-        was, now = (str(of.get(odd))[:16] for of in (found, key))
-        raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {_HOW}")
-    if _digest(tensors) != fields.get("sha256"):
-        raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {_HOW}")
+        was, now = (str(of.get(odd))[:60] for of in (found, key))
+        raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")
     for data in sets:
-        data.references = [*_of_parts(path, data, tensors, plan)]
-
-
-def _of_parts(path: Path, data: MapStyleData, tensors: dict[str, torch.Tensor], plan: Plan) -> Iterator[torch.Tensor]:
-    by_token = plan.semantics.objective.has_token_reference
-    for part in data.parts:
-        found, dtype = tensors.get(f"logps.{part.fingerprint}"), torch.float32 if by_token else torch.float64
-        shape = [len(part.sequences), part.shape.rows_each, plan.semantics.seq_len][: 2 + by_token]
-        if found is None or list(found.shape) != shape or found.dtype != dtype:
-            raise CheckpointError(f"{path}: holds nothing of this data, template and length ({part.about[:80]}); {_HOW}")
-        yield found
+        its = [tensors.get(_name(part)) for part in data.parts]
+        for part, of_set in zip(data.parts, its, strict=True):
+            outline = _outline(part, plan)
+            if of_set is None or (of_set.shape, of_set.dtype) != (outline.shape, outline.dtype):
+                same = [other for other in read.values() if isinstance(other, dict) and other.get("data") == part.read["data"]]
+                odd = next((name for name in part.read if same and same[0].get(name) != part.read[name]), None)
+                what = "holds nothing of this data" if odd is None else _ODD[odd]
+                raise CheckpointError(f"{path}: {what} ({part.about[:80]}); {how}")
+        data.references = {TEACHER if of.n_top else REFERENCE: [each for each in its if each is not None]}
+        if of.n_top:  # the model and its weights are any: a resumed run has to learn from the same
+            data.fingerprint = hashlib.sha256(data.fingerprint.encode() + digest.numpy().tobytes()).hexdigest()
+    whole, largest = hashlib.sha256(), 0
+    for tensor in (tensors[name] for name in read if name in tensors):  # as they were written
+        for piece in tensor.flatten().split(PIECE):
+            whole.update(piece.numpy().data)
+        if of.n_top:
+            largest = max(largest, *(int(each[..., : 2 * of.n_top].contiguous().view(torch.int32).max()) for each in tensor))
+    if whole.digest() != digest.numpy().tobytes():
+        raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {how}")
+    if largest >= (n_ids := plan.workload.blocks[0].parameters[0].shape[0]):
+        raise CheckpointError(f"{path}: the teacher says id {largest}, and this model has {n_ids} ids; distil into one that has it")
 
 
 def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
     """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
-    used = [data, held_out if objective.has_first_pass else None]
-    brought = (REFERENCE, *BRINGS.get(needed(objective) or "", ()))
+    used, from_file = [data, held_out if objective.has_first_pass else None], {REFERENCE, TEACHER}.intersection(objective.extras)
+    brought = (*from_file, *BRINGS.get(needed(objective) or "", ()))
     for other in (name for name in objective.extras if name not in brought):
         if any(isinstance(each, MapStyleData | Stream) for each in used):
             raise DataError(
                 f"the plan's loss asks batches for {other!r}, which no file brings; give `train` an object with batch(step)"
             )
-    if REFERENCE in objective.extras and isinstance(data, Stream):
+    if from_file and isinstance(data, Stream):
         raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
-    return [each for each in used if isinstance(each, MapStyleData) and REFERENCE in objective.extras]
+    return [each for each in used if isinstance(each, MapStyleData) and from_file]

@@ -7,6 +7,7 @@ from statistics import median
 
 from hwprofiles.schema import Profile
 from planner.predict.cost import CostModel, region_of
+from planner.predict.forward_pass import ForwardPass, forward_pass
 from planner.predict.memory import footprint
 from planner.predict.resident import resident_in_parts
 from planner.predict.rests_on import RestsOn, rests_on
@@ -14,6 +15,7 @@ from planner.predict.simulate import simulate
 from planner.search.answer import Answer, model_flop
 from planner.search.claim import claimed
 from runtime.plan import PlanFile
+from runtime.plan.objective import REFERENCE, TEACHER
 from runtime.plan.timeline import Timeline
 
 from .price import hourly
@@ -69,6 +71,13 @@ class Facts:
         self.model_flop_per_s = model_flop(plan) / self.step_s
         self.needs, self.hourly = footprint(plan, self.profile), hourly(self.profile)
         self.measured = None if run is None else measured(run.timeline, run.step_times_s(plan.semantics.tokens_per_step))
+
+    @cached_property
+    def forward(self) -> ForwardPass | None:
+        """None: the plan's loss has neither a reference nor a teacher."""
+        of, extras = self.plan.semantics, self.plan.semantics.objective.extras
+        is_asked = of.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
+        return forward_pass(self.plan, self.cost, region_of(self.profile)) if is_asked else None
 
     @property
     def is_analysed(self) -> bool:

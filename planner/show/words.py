@@ -98,6 +98,13 @@ def verdict(f: Facts) -> Iterator[Line]:
     saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in told)
     if bound_by := [*bound_by, *([f"10 % more {saves}"] if saves else [])]:
         yield "bound by", "; ".join(bound_by)
+    if (forward := f.forward) is not None:
+        rate, pace = forward.n_sequences * f.plan.semantics.seq_len / forward.seconds, exact(forward.seconds)
+        bound = f"no schedule below {exact(forward.bound_s)} (gap {forward.seconds / forward.bound_s - 1:.1%})"
+        yield (
+            "forward",
+            f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s; {bound}",
+        )
     if f.n_tokens is not None:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):

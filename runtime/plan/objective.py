@@ -34,11 +34,11 @@ class Known:
 
     def asks(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
         """Its extras with these numbers: no reference where that weighs nothing."""
-        return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != "reference")
+        return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != REFERENCE)
 
 
-TEACHER = "teacher"  # an extra: the likeliest ids of each position, and their log-probabilities
-_REFERENCE = ("reference",)
+REFERENCE, TEACHER = "reference", "teacher"  # extras that a file has: log-probabilities; and those of likely ids of each position
+_REFERENCE = (REFERENCE,)
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(Of.TOKENS),
@@ -127,7 +127,7 @@ class Objective:
     @property
     def has_token_reference(self) -> bool:
         """Whether a reference is a log-probability of each token, not of sequences."""
-        return self.of is Of.TOKENS and _REFERENCE[0] in self.extras
+        return self.of is Of.TOKENS and REFERENCE in self.extras
 
     @property
     def n_top(self) -> int | None:

@@ -211,7 +211,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
     write_lines(home / "data" / "groups.jsonl", rows)
     plan = plan_in(home, "--loss", "grpo:beta=0.1")
     succeeded(train(home, plan, steps=4))
-    (held,) = load_file(home / "out" / "reference.safetensors").values()
+    held, _ = load_file(home / "out" / "reference.safetensors").values()
     assert (held.shape, held.dtype, int((held != 0).sum())) == ((16, 1, 32), torch.float32, 16 * 6)
     written = ("forward", plan, "--data", home / "data", "--out", home / "ref", *SCRATCH)
     succeeded(command(*written))

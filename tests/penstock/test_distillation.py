@@ -1,0 +1,116 @@
+"""Distillation: what a teacher writes of data, what a student learns from it, and files that are refused."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hwprofiles.schema import Profile
+from penstock.data.data import read_data
+from penstock.settings import DataSettings
+from planner.predict.cost import CostModel, region_of
+from planner.predict.forward_pass import forward_pass
+from runtime.forward_plan import most_micro_batches
+from runtime.plan import PlanFile
+from tests.running import lines_of, one_line, plan_in, succeeded, train, weights_sha
+from tests.running import penstock as command
+from tests.tiny import tiny_config
+
+BYTES = ["--tokenizer", "bytes"]
+LOSS = ("--loss", "distill:k=5,temperature=2", "--compute", "fp32")
+
+
+@pytest.fixture
+def school(home):
+    """A teacher that was trained, and a smaller student that knows nothing."""
+    (home / "teacher").mkdir()
+    config = tiny_config("llama", vocab_size=272, num_hidden_layers=2, hidden_size=64)
+    (home / "teacher" / "config.json").write_text(json.dumps(config))
+    succeeded(train(home, plan_in(home, model="teacher", name="first.json"), out="taught", steps=2))
+    shutil.copytree(home / "taught" / "checkpoint-2", home / "teacher", dirs_exist_ok=True)
+    plan_in(home, *LOSS, model="teacher", name="teacher.json")
+    return home
+
+
+def written(home, *more, plan="teacher.json", scratch=BYTES):
+    return command("forward", home / plan, "--data", home / "data", "--out", home / "top", *scratch, *more)
+
+
+def test_a_teachers_file_is_what_transformers_says(school):
+    succeeded(written(school))
+    held = next(of for name, of in load_file(school / "top").items() if name.startswith("logps"))
+    ids, logps = (
+        held[..., cut].contiguous().view(dtype) for cut, dtype in ((slice(10), torch.int32), (slice(10, 16), torch.float16))
+    )
+    data = read_data(DataSettings(str(school / "data")), None, 272, 32, 4, 0, school / "run" / "tokens")
+    teacher = AutoModelForCausalLM.from_pretrained(school / "teacher", dtype=torch.float32)
+    assert held.shape == (data.n_sequences, 1, 32, 16)
+    for i in range(data.n_sequences):
+        with torch.no_grad():
+            likely = (teacher(data.of([(0, i)]).input_ids).logits[0] / 2).log_softmax(-1)
+        torch.testing.assert_close(likely.gather(1, ids[i, 0].long()), logps[i, 0, :, :5].float(), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(likely.topk(5).values, logps[i, 0, :, :5].float(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(logps.float().exp().sum(-1), torch.ones(held.shape[:3]), rtol=1e-3, atol=0)
+
+
+def test_a_student_comes_nearer_to_its_teacher_and_resumes(school):
+    succeeded(written(school))
+    plan, more = plan_in(school, *LOSS), ("--reference", school / "top", "--save-every", 3, "--save-minutes", 0)
+    succeeded(train(school, plan, *more, steps=6))
+    losses = [line["loss"] for line in lines_of(school, "out") if "loss" in line]
+    assert 0 < losses[-1] < losses[0] / 3
+    shutil.copytree(school / "out", school / "again")
+    shutil.rmtree(school / "again" / "checkpoint-6")
+    succeeded(train(school, plan, *more, "--resume", out="again", steps=6))
+    assert weights_sha(school / "again" / "checkpoint-6") == weights_sha(school / "out" / "checkpoint-6")
+    shutil.rmtree(school / "again" / "checkpoint-6")
+    succeeded(written(school, "--from-scratch", "--seed", 0))  # of other weights
+    one_line(train(school, plan, *more, "--resume", out="again", steps=6), 2, "of another set of data")
+
+
+def test_a_teacher_of_something_else_is_refused(school):
+    succeeded(written(school))
+    plan, top = plan_in(school, *LOSS), school / "top"
+    one_line(train(school, plan), 2, "learns from a teacher's file", "--reference FILE")
+    one_line(train(school, plan, "--reference", top, "--packing", "one"), 2, "another --seq-len, --packing or --seed")
+    other = plan_in(school, "--loss", "distill:k=6", name="other.json")
+    one_line(
+        train(school, other, "--reference", top), 2, "another kind (the 5 likeliest ids at temperature 2, and here it is the 6"
+    )
+    (school / "data" / "c.txt").write_text("Another text.")
+    one_line(train(school, plan, "--reference", top), 2, "holds nothing of this data")
+    (school / "data" / "c.txt").unlink()
+    (school / "small").mkdir()
+    (school / "small" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=258)))
+    one_line(
+        train(school, plan_in(school, *LOSS, model="small", name="small.json"), "--reference", top), 2, "this model has 258 ids"
+    )
+    whole = top.read_bytes()
+    top.write_bytes(whole[:-9])
+    one_line(train(school, plan, "--reference", top), 2, "not a whole safetensors file")
+    top.write_bytes(whole[:-99] + bytes([whole[-99] ^ 1]) + whole[-98:])
+    one_line(train(school, plan, "--reference", top), 2, "damaged")
+    assert not (school / "out").exists() or not os.listdir(school / "out")
+
+
+def test_a_forward_that_is_stopped_leaves_no_file(school, monkeypatch):
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.checkpoint.tensor_files.os.fsync", broken)
+    one_line(written(school), 2, "cannot be written (No space left on device)")
+    assert not [path.name for path in school.iterdir() if path.name.startswith("top")]
+
+
+def test_a_forward_pass_takes_as_long_as_its_busiest_lane(school):
+    plan = PlanFile.read(school / "teacher.json").plan
+    profile = Profile.from_json(plan.profile)
+    found = forward_pass(plan, CostModel(profile), region_of(profile))
+    assert found.n_sequences == most_micro_batches(plan) * plan.semantics.micro_batch
+    assert found.bound_s <= found.seconds <= 3 * found.bound_s
+    shown = succeeded(command("plan", school / "teacher", "--machine", "cpu-2core", *LOSS)).output
+    assert "a pass that writes log-probabilities" in shown
