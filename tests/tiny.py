@@ -75,12 +75,27 @@ _OWN: dict[str, dict[str, Any]] = {
     },
 }
 
+_OTHERS: dict[str, dict[str, Any]] = {  # asked for what they alone have
+    "bloom": {"n_head": 4, "hidden_dropout": 0.0},
+    "gemma4_text": {
+        **_SILU,
+        "hidden_activation": _GELU,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": _ALTERNATING,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+        "num_kv_shared_layers": 0,
+    },
+}
+
 # The oldest transformers that is allowed does not know all of them
 MODEL_TYPES: tuple[str, ...] = tuple(t for t in _OWN if find_spec(f"transformers.models.{t}"))
 # Of which every law is asked: the others have nothing but parts that these have, and loss, gradients, bits and bytes of theirs are
 # asked for where they are computed (test_outside, test_exactness, test_documents, test_footprint, test_workload).
 STRUCTURES: tuple[str, ...] = tuple(t for t in MODEL_TYPES if t not in ("gemma", "smollm3", "internlm3"))
-EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss")  # transformers refuses scaled-dot-product attention for these
+EAGER_ONLY: tuple[str, ...] = ("gemma2", "gpt_oss", "bloom")  # transformers refuses scaled-dot-product attention for these
 EXPERT_TYPES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
 ALIKE = {"mistral": "llama", "qwen2": "llama", "qwen3": "llama", "qwen3_moe": "mixtral"}  # layers of these take the same paths
 
@@ -92,7 +107,7 @@ def families(types: Sequence[str]) -> list[tuple[str, ...]]:
 
 def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:
     """A `config.json` of the type, with `overrides` put over it; alternating layer types follow `num_hidden_layers`."""
-    config = {"model_type": model_type, **_COMMON, **_OWN[model_type], **overrides}
+    config = {"model_type": model_type, **_COMMON, **(_OWN | _OTHERS)[model_type], **overrides}
     if "layer_types" in config and "layer_types" not in overrides:
         config["layer_types"] = [_ALTERNATING[i % 2] for i in range(config["num_hidden_layers"])]
     if "rope_parameters" in config:

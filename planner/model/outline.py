@@ -18,6 +18,7 @@ from .tape import Call, Tape, Tensor, Weights
 RECORDED_ITEM_BYTES = 2
 NORM_AFTER = "post_feedforward_layernorm"  # of an MLP, some types have one: it is part of the tile (`runtime/layers/tiles.py`)
 FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # stands for whichever kernel runs
+OWN_FUNCTION, OWN_SCRATCH = "function", 4  # the last call of one with a backward of its own, which is taken to make so many tensors
 # Library calls that one is: that widens a mask of what is visible to a bias of scores; that only finds room
 _CALLS = {"bias_of_mask": 3, "empty_like": 0, "new_empty": 0, "empty": 0}
 # Calls whose saved operands serve the gradient of the other operand alone
@@ -71,12 +72,14 @@ class Outline:
     calls: list[Called]
     groups: list[Group]
     attention: list[int | None] | None = None  # heads, those of keys and values, width, window
+    sides: Sequence[int] = ()  # what a layer is given besides the hidden state that gets a gradient
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> "Outline":
         """The outline of a tree that has no polynomials."""
         made, calls = [Made(*each) for each in tree["made"]], [Called(*each) for each in tree["calls"]]
-        return cls(tree["parameters"], made, calls, [Group(*each) for each in tree["groups"]], tree["attention"])
+        groups, sides = [Group(*each) for each in tree["groups"]], tree.get("sides", ())
+        return cls(tree["parameters"], made, calls, groups, tree["attention"], sides)
 
 
 def mlp_of(outline: "Outline") -> Group | None:
@@ -160,8 +163,8 @@ class _Player:
         self.requires: dict[int, bool] = {}
         for i, made in enumerate(outline.made):
             if not made.ours:
-                self.there[i] = Tensor(made.n_elements, self._item_bytes(made), ours=False, differentiable=i == 0)
-                self.requires[i] = i == 0
+                self.requires[i] = i == 0 or i in outline.sides
+                self.there[i] = Tensor(made.n_elements, self._item_bytes(made), ours=False, differentiable=self.requires[i])
         self.groups = {group.first: group for group in outline.groups if self._at_once(group)}
         self.overwritten = {call.reads[0] for call in outline.calls if not call.makes and call.reads}
         self.spelled = {n for g in outline.groups if g.kind == "attention" for n in range(g.first, g.end)}
@@ -268,6 +271,8 @@ class _Player:
             moved_bytes = n_moved * tape.item_bytes + call.moved[1] * rows // all_rows
             wide = {tensor.item_bytes for tensor in reads if tensor.differentiable}
             scratch_bytes = 0 if call.name == "add" else None
+            if call.name == OWN_FUNCTION:
+                scratch_bytes = OWN_SCRATCH * max(t.n_bytes for t in reads)
             if call.name == "mul" and len(wide) > 1:  # one of the factors is also made in the wider precision
                 scratch_bytes = 2 * out.n_elements * rows // all_rows * max(wide)
         step = tape.step(

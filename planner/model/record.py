@@ -33,7 +33,7 @@ from runtime.plan import Semantics
 from runtime.plan.workload import text_of
 
 from . import kept
-from .outline import FUSED_ATTENTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
+from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
 
 _OWN = {"rotary", "attention"}
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
@@ -108,6 +108,9 @@ class _Recorder(TorchDispatchMode):
     def group(self, kind: str, name: str, operands: Sequence[Any]) -> Iterator[list[Any]]:
         """Around a part of the pass; its results are to be put in the list."""
         first, results = len(self.calls), list[Any]()
+        if self.pending and self.calls:  # by a function of the module's own, when it was done
+            self.calls[-1].name, self.calls[-1].saves = OWN_FUNCTION, [*self.calls[-1].saves, *self.pending]
+            self.pending = []
         known = [self.number(t) for t in operands if isinstance(t, torch.Tensor)]
         yield results
         if len(self.calls) > first:
@@ -205,14 +208,16 @@ def record(
         out = run()
     del out
     recorder.finished()
-    if recorder.needed and hidden is None:
-        raise WorkloadError("what comes before its layers needs weights in its backward, when they are gone")
+    sides = [recorder.number(t) for t in given if t.requires_grad]
+    more: dict[str, Any] = {"sides": sides} if sides else {}
+    if hidden is None and recorder.needed:
+        more["needed"] = sorted(recorder.needed)
     parameters = {name: list(p.shape) for name, p in module.named_parameters()}
     return {
         "parameters": parameters,
         **{key: [[getattr(each, f) for f in each.__slots__] for each in of] for key, of in
            (("made", recorder.made), ("calls", recorder.calls), ("groups", recorder.groups))},
-        "attention": recorder.attention,
+        "attention": recorder.attention, **more,
     }  # fmt: skip
 
 
@@ -433,19 +438,21 @@ def _recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str
 
 
 def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
-    """The outline of what comes before the layers: of its calls those that a gradient goes back through."""
+    """The outline of what comes before the layers: of its calls those that a gradient goes back through.
+
+    `handed`: elements and bytes of each of what layers are given of it that learns, and of each gradient of that; `needed`: weights
+    that its backward uses. Where there are neither, no tensors are told."""
     tree = record(split.model, lambda: _prologue(split, tokens_BT), None, [tokens_BT])
     learns = set[int]()
     for call in tree["calls"]:
         if call[2] or learns & {*call[1]}:
             learns |= {*call[3]}
     calls = [call for call in tree["calls"] if learns & {*call[3]}]
-    return tree | {
-        "parameters": {name: list(p.shape) for name, p in split.outside.items()},
-        "calls": calls,
-        "groups": [],
-        "made": [],
-    }
+    sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+    made = tree["made"] if sides or "needed" in tree else []
+    more = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
+    parameters = {name: list(p.shape) for name, p in split.outside.items()}
+    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": made} | more
 
 
 def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
@@ -454,9 +461,7 @@ def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
 
 
 def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: int, how: How) -> dict[str, Any]:
-    leaves = tuple(t.to("meta") if isinstance(t, torch.Tensor) else t for t in call.leaves)
-    if any(isinstance(t, torch.Tensor) and t.requires_grad for t in call.leaves):
-        raise WorkloadError("layers are given a second tensor that learns (embeddings of each layer), which is not there yet")
+    leaves = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in call.leaves)
     meta, x = LayerCall(leaves, call.spec, call.at, call.out_at), hidden.detach().requires_grad_()
     args, kwargs = meta.arguments(x)
     tree = record(
@@ -492,8 +497,13 @@ def _of_logits(split: Split, width: int) -> list[int]:
 
 def _shared(calls: Sequence[LayerCall]) -> list[list[int]]:
     """Elements and bytes of each of what layers are given besides their hidden states: tables and masks."""
-    found = {_key(t): t for call in calls for t in call.leaves if isinstance(t, torch.Tensor) and t.dtype is not torch.int64}
-    return [[t.untyped_storage().nbytes() // t.element_size(), t.element_size()] for t in found.values()]
+    leaves = (t for call in calls for t in call.leaves if isinstance(t, torch.Tensor))
+    return _sizes([t for t in leaves if t.dtype is not torch.int64 and not t.requires_grad])
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Elements and bytes of each, of those that lie in one place once."""
+    return [[t.untyped_storage().nbytes() // t.element_size(), t.element_size()] for t in {_key(t): t for t in tensors}.values()]
 
 
 # -- polynomials --------------------------------------------------------------------------------------------------------

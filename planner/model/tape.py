@@ -257,7 +257,9 @@ class Tape:
             return len(self.steps)
         last = max(i for i, s in enumerate(self.steps) if s.saves)
         step = self.steps[last]
-        return last + (step.looped or any(t in step.made for t in step.saves))
+        return last + (
+            step.looped or not step.out.n_elements or any(t in step.made for t in step.saves)
+        )  # or changes what it reads
 
     # ---- memory
 
@@ -361,7 +363,8 @@ class _Memory:
                 beside_bytes = max(0 if there else s.scratch_bytes, tape.waiting_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + beside_bytes)
         if stop == len(tape.steps) and not tape.tiles:
-            self.live_bytes += self.size(tape.steps[-1].out)  # its gradient lies in the boundary's slot
+            # The output, which the last calls may have changed in place; its gradient lies in the boundary's slot
+            self.live_bytes += next(n_bytes for s in reversed(tape.steps) if (n_bytes := self.size(s.out)))
 
     def go_back(self, tape: Tape, gradients: set[Tensor]) -> None:
         """The backward, from the `gradients` that lie there, or from the output's, which lies in the boundary's slot."""

@@ -6,7 +6,7 @@ compute is read off outlines (`outline.py`) that were recorded of transformers' 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -127,9 +127,7 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
     assert tree is not None
     item_bytes = ITEM_BYTES[semantics.compute_dtype]
     # What all layers of a micro-batch share lies there too (tables, masks), and that of a smaller last one beside it
-    shared_bytes = sum(
-        n * (item_bytes if each == RECORDED_ITEM_BYTES else each) for of in (whole, left) if of for n, each in of["shared"]
-    )
+    shared_bytes = sum(_bytes_of(of["shared"], item_bytes) for of in (whole, left) if of)
     layout = _Layout(tree, semantics, n_sequences, item_bytes)
     # Layers of one structure, of which the same is trained, differ in nothing but their names
     kinds: dict[tuple[int, frozenset[str]], Block] = {}
@@ -141,6 +139,11 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
             kinds[kind, trained] = layout.layer(Outline.of(tree["kinds"][kind]), trained, shared_bytes)
         layers.append(_renamed(kinds[kind, trained], name))
     return layout.embedding(), *layers, layout.head()
+
+
+def _bytes_of(sizes: Iterable[tuple[int, int]], item_bytes: int) -> int:
+    """Of tensors of so many elements of so many bytes as they were recorded."""
+    return sum(n * (item_bytes if each == RECORDED_ITEM_BYTES else each) for n, each in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,17 +213,29 @@ class _Layout:
         parameters = tuple(Parameter(n, tuple(s), frozen=not trains(n)) for n, s in outline.parameters.items())
         moved = [call.moved for call in outline.calls]
         ids_bytes = self.n_tokens * INT64
+        tape, handed_bytes, side_bytes, peak_bytes = Tape(self.item_bytes), 0, 0, 0
+        if outline.made:
+            trained = frozenset(p.name for p in parameters if not p.frozen)
+            play(outline, tape, self.semantics, lambda _, bias: Weights(bias), trained, self.n_tokens)
+            handed_bytes = _bytes_of(self.tree["embedding"].get("handed", ()), self.item_bytes)
+            needed = sum(p.n_elements for p in parameters if p.name in self.tree["embedding"].get("needed", ()))
+            peak_bytes = tape.backward_peak_bytes()
+            side_bytes = handed_bytes + tape.kept_bytes + needed * self.item_bytes
         return Block(
             name=self.tree["names"]["embedding"],
             kind=BlockKind.EMBEDDING,
             parameters=parameters,
+            matmuls=tuple(tape.matmuls) if outline.made else (),
+            side_bytes=side_bytes,
             pointwise_bytes=sum(n * self.item_bytes + others for n, others in moved),
             n_kernels=len(outline.calls),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=ids_bytes,
-            # The recomputed output, the gradient before a scale, and the tables' gradients
-            transient_bytes=sum(p.n_elements for p in parameters if not p.frozen) * self.item_bytes
+            # The recomputed output, the gradient before a scale, the tables' gradients; and of what is handed to layers that of one
+            # layer's part, which is as large as all of it, and the sum of these
+            transient_bytes=max(sum(p.n_elements for p in parameters if not p.frozen) * self.item_bytes, peak_bytes)
             + 2 * self.boundary_bytes
+            + handed_bytes
             + ids_bytes,
         )
 

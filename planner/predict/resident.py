@@ -90,7 +90,8 @@ def _tiers(plan: Setup, cost: CostModel) -> Iterator[tuple[int, float]]:
         kept = [again for layer in layers if (again := layer.recompute(saved)) is not None]
         if len(kept) == len(layers):
             transient_bytes = max(embedding.transient_bytes, head.transient_bytes, *(again.transient_bytes for again in kept))
-            kept_bytes = embedding.boundary_bytes + sum(a.boundary_bytes + b.saved_bytes for a, b in zip(layers, kept, strict=True))
+            kept_bytes = embedding.boundary_bytes + embedding.side_bytes
+            kept_bytes += sum(a.boundary_bytes + b.saved_bytes for a, b in zip(layers, kept, strict=True))
             again_s = sum(cost.recompute_s(*each, plan.semantics) for each in zip(layers, kept, strict=True))
             yield kept_bytes + transient_bytes, n_micro_batches * again_s
 

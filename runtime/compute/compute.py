@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from runtime.batch import Batch, Batches, positions_of
 from runtime.host.memory import Arenas
@@ -63,6 +63,7 @@ class Compute:
         self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
+        self._of_sides: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # gradients that go back to a micro-batch's embedding
         self.unpack = self._views.unpack
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
@@ -72,6 +73,7 @@ class Compute:
         self.losses.clear()
         self._site = None
         self._graphs.clear()
+        self._of_sides.clear()
         self._shelves.clear()
         return nullcontext() if self._head is None else self.templates.evaluating()
 
@@ -106,10 +108,10 @@ class Compute:
         if op.block == 0:
             self._begin(step)
             weights = self._views.leaves(op.block, weight_slot)
-            with torch.set_grad_enabled(has_backward), self._keeping(weight_slot):
+            with torch.set_grad_enabled(has_backward), self._keeping(op.block, weight_slot):
                 output_BTD = self.inputs.embed(weights, m)
             if has_backward:
-                self._graphs[0, m] = _graph(output_BTD, [], weights)
+                self._graphs[0, m] = _graph(output_BTD, [], weights, self.inputs.cut(m))
         elif not has_backward or (remembering := self._remembering(op, step, weight_slot)) is None:
             hidden_BTD = self._at(op, op["x"])
             output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.of_layer(op.block, m))
@@ -122,9 +124,10 @@ class Compute:
         """A layer's forward with its graph, which is remembered for the backward."""
         weights = self._views.leaves(op.block, op["weights"], op.get("trained"))
         hidden_BTD = self._at(op, op["x"]).requires_grad_()
+        inputs = self.inputs.of_layer(op.block, m)
         with torch.enable_grad():
-            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, self.inputs.of_layer(op.block, m))
-        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD], weights)
+            output_BTD = self.templates.layer(op.block, weights, hidden_BTD, inputs)
+        self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *inputs.sides.values()], weights, dict.fromkeys(inputs.sides))
         return output_BTD
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
@@ -133,18 +136,22 @@ class Compute:
         if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
             return None
         if saved is Saved.ALL:
-            return self._keeping(weight_slot)
+            return self._keeping(op.block, weight_slot)
         shelf = None
         if (slot := op.get("saved")) is not None:
             moved = self.plan.recompute(op.block, op.micro_batch).slot_bytes  # of the slot, which may be larger; the rest stays
             shelf = self._shelves[op.block, op.micro_batch or 0] = Shelf(self.arenas.raw(slot)[:moved])
         return Replay(saved, lambda: self._again(op, step), shelf).recording()
 
-    def _keeping(self, weight_slot: Slot) -> AbstractContextManager[None]:
+    def _keeping(self, block: int, weight_slot: Slot) -> AbstractContextManager[None]:
         """Hooks under which autograd saves a weight as its spot, to be found in whichever slot holds the block at backward."""
+
+        copies = dict[int, torch.Tensor]()  # of the embedding's weights, which are not there in its backward
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Spot:
             offset_bytes = self.arenas.offset_in(weight_slot, tensor)
+            if offset_bytes is not None and block == 0:
+                return copies.setdefault(offset_bytes, tensor.detach().clone()).as_strided(tensor.shape, tensor.stride(), 0)
             return tensor.detach() if offset_bytes is None else Spot(offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
 
         def unpack(packed: torch.Tensor | Spot) -> torch.Tensor:
@@ -172,16 +179,22 @@ class Compute:
         if (slot := op.get("saved")) is not None:
             self._shelves.pop((op.block, op.micro_batch)).slot = self.arenas.raw(slot)
         graph = self._graphs.pop((op.block, op.micro_batch))
-        gradients = torch.autograd.grad(graph.edge, graph.inputs, self._at(op, op["y"]), allow_unused=True)
+        sides = self._of_sides.setdefault(op.micro_batch, {})
+        # In the embedding's the last layer's first, as autograd adds what several layers make of one
+        keys = [] if op.block else sorted(sides, reverse=True)
+        edges, of_edges = [graph.edge, *(graph.sides[key] for key in keys)], [self._at(op, op["y"]), *map(sides.pop, keys)]
+        gradients = torch.autograd.grad(edges, graph.inputs, of_edges, allow_unused=True)
+        del of_edges
         self._site = None
         if op.block == self._first_trained:
             self.inputs.done(op.micro_batch)
         if op.block:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
-            gradients = gradients[1:]
-        found = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
-        self._add(op, self._running(op)[0], found)
+            sides |= {(op.block, j): g for j, g in zip(graph.sides, gradients[1:], strict=False) if g is not None}
+            gradients = gradients[1 + len(graph.sides) :]
+        of_weights = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
+        self._add(op, self._running(op)[0], of_weights)
 
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
@@ -232,10 +245,10 @@ class Compute:
                 view.copy_(running[name])
 
 
-def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights) -> Graph:
+def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, sides: dict[Any, Any]) -> Graph:
     """That of a forward, of some inputs and of those weights that are trained."""
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained))
+    return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained), sides)
 
 
 class Inputs:
@@ -280,20 +293,34 @@ class Inputs:
                 batch = replace(batch, positions_BT=positions_of(batch.document_tokens))
             if n_sequences not in self.first:
                 with torch.no_grad():
-                    self.first[n_sequences] = self.templates.embed(weights, tokens_BT)[1]
+                    self._shared(n_sequences, self.templates.embed(weights, tokens_BT)[1])
             hidden_BTD, self.passed[m] = self.templates.embed_packed(weights, batch, self.first[n_sequences])
             return hidden_BTD
         if n_sequences in self.alike:
             self.passed[m] = self.first[n_sequences]
             return self.templates.looked_up(weights, tokens_BT)
+        is_first = n_sequences not in self.first
         hidden_BTD, passed = self.templates.embed(weights, tokens_BT)
-        first = self.first.setdefault(n_sequences, passed)
-        if first is not passed and _same(passed, first):
-            passed = first
-            if torch.equal(hidden_BTD, self.templates.looked_up(weights, tokens_BT)):
-                self.alike.add(n_sequences)
-        self.passed[m] = passed
+        self.passed[m] = passed = self._shared(n_sequences, passed)
+        is_alike = not is_first and _same(passed, self.first[n_sequences])
+        if is_alike and torch.equal(hidden_BTD, self.templates.looked_up(weights, tokens_BT)):
+            self.alike.add(n_sequences)
         return hidden_BTD
+
+    def _shared(self, n_sequences: int, passed: list[Call]) -> list[Call]:
+        """What layers are passed, with the first such micro-batch's tensors where these are the same. Of that one all is kept but
+        what follows from its tokens."""
+        if n_sequences not in self.first:
+            of_tokens = self.templates.split.sides
+            self.first[n_sequences] = [call.with_leaves(dict.fromkeys(at)) for call, at in zip(passed, of_tokens, strict=True)]
+        firsts = zip(passed, self.first[n_sequences], strict=True)
+        return [new.with_leaves({j: t for j, t in enumerate(old.leaves) if _same(new.leaves[j], t)}) for new, old in firsts]
+
+    def cut(self, m: int) -> dict[tuple[int, int], GradientEdge]:
+        """Where what layers are passed that learns comes from, by layer and place; instead they get leaves of autograd's."""
+        calls = self.passed[m]
+        self.passed[m] = [call.with_leaves({j: t.detach().requires_grad_() for j, t in call.sides.items()}) for call in calls]
+        return {(i, j): get_gradient_edge(t) for i, call in enumerate(calls, start=1) for j, t in call.sides.items()}
 
     def of_layer(self, block: int, m: int) -> Call:
         """What layer number `block` is passed for the micro-batch that was embedded last under this number."""

@@ -36,11 +36,15 @@ CALLS_SAVED: dict[Saved, frozenset[str]] = {
 
 @dataclass(slots=True)
 class Graph:
-    """A forward whose backward is to come: where that begins, and its differentiable inputs. The output is not kept alive."""
+    """A forward whose backward is to come: where that begins, and its differentiable inputs. The output is not kept alive.
+
+    `sides`: of a layer the places of its arguments that are inputs, too; of the embedding where those begin, by layer and place.
+    """
 
     edge: GradientEdge
     inputs: list[torch.Tensor]
     names: list[str]  # of the weights, which are the last inputs
+    sides: dict[Any, Any]
 
 
 class Replay:

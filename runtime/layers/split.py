@@ -7,7 +7,7 @@ each must be given the very tensor that the one before returned. A model that is
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,15 @@ class Call:
     def output(self, returned: Any) -> torch.Tensor:
         """The hidden state (B, T, D) among what a layer returns."""
         return tree_leaves(returned)[self.out_at]  # type: ignore[no-any-return]
+
+    @property
+    def sides(self) -> dict[int, torch.Tensor]:
+        """What learns of the arguments besides the hidden state, by its place."""
+        return {j: t for j, t in enumerate(self.leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
+
+    def with_leaves(self, others: Mapping[int, Any]) -> "Call":
+        """The same with others at these places."""
+        return replace(self, leaves=tuple(others.get(j, t) for j, t in enumerate(self.leaves))) if others else self
 
     def window(self, seq_len: int) -> int | None:
         """Tokens of a sequence that each sees at most, if a mask hides more than what comes after it."""
@@ -133,6 +142,7 @@ class Split:
         of = model.config
         self._forms_of_kinds = _forms_of(type(model).__name__, of.to_json_string(use_diff=False), of._attn_implementation)
         self.calls: list[Call] = []
+        self.sides: list[tuple[int, ...]] = []  # of each layer, the places of what it is given that follows from tokens
         self._made: list[tuple[nn.Module, str]] = []  # buffers that no file has
 
     def _fail(self, why: str) -> Any:
@@ -276,7 +286,7 @@ class Split:
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
             self.around(None, input_ids=tokens_BT, use_cache=False)
             self.prove_norm(tokens_BT)
-        self.noted()
+        self.sides = [tuple(call.sides) for call in self.noted()[1]]
 
     @staticmethod
     def kind(layer: nn.Module, call: Call, by_place: bool = True) -> object:
@@ -288,7 +298,10 @@ class Split:
             (name, type(m).__name__, *sorted((k, str(v)) for k, v in vars(m).items() if type(v) in plain and k not in _BESIDE_KIND))
             for name, m in layer.named_modules()
         ]
-        given = [(id(t) if by_place else 0, t.shape, t.dtype) if isinstance(t, torch.Tensor) else str(t)[:80] for t in call.leaves]
+        given = [
+            (id(t) if by_place and not t.requires_grad else 0, t.shape, t.dtype) if isinstance(t, torch.Tensor) else str(t)[:80]
+            for t in call.leaves
+        ]
         return (*numbers, *((name, p.shape, p.dtype) for name, p in layer.named_parameters()), *given)
 
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:

@@ -306,10 +306,10 @@ class Setup:
 
     @property
     def kept_bytes(self) -> int:
-        """What layers save on the device, of one group of micro-batches, besides their input."""
+        """What layers save on the device, of one group of micro-batches, besides their input; and the embedding for them."""
         away = sum(self.recompute(b).saved_bytes for b in self.policy.offload_blocks)
         saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike.values())
-        return self.policy.accumulation_group * (saved - away)
+        return self.policy.accumulation_group * (saved - away + self.workload.blocks[0].side_bytes)
 
     @cached_property
     def _layers_alike(self) -> dict[tuple[int, Saved], tuple[int, int]]:

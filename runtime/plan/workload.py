@@ -137,6 +137,7 @@ class Block:
     n_kernels: Natural = 0  # library calls of one forward
     boundary_bytes: Natural = 0  # the block's output
     kept_bytes: Natural = 0  # what autograd keeps of one forward until its backward, without weights and input
+    side_bytes: Natural = 0  # of the embedding, what it hands to layers besides its output, and saves for its backward besides ids
     transient_bytes: Natural = 0  # peak in the allocator during backward (or loss) with recompute, gradients of weights included
     own_sum_bytes: Natural = 0  # of the head's peak: a micro-batch's own sum of gradients, beside one of those before it
     tile_sum_bytes: Natural = 0  # memory traffic in one backward of adding up weight gradients of the MLP's tiles

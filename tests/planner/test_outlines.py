@@ -144,7 +144,6 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
     [
         ("glm_moe_dsa", "given what another layer made"),
         ("deepseek_v4", "after its layers it does more than a norm"),
-        ("bloom", "needs weights in its backward"),
         ("megatron-bert", "the head is no single product"),
         ("jetmoe", "cannot be recorded by layers"),
     ],

@@ -1,0 +1,50 @@
+"""What comes before the layers, where it learns more than rows of a table: embeddings of each layer, and norms with weights."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from planner.model.config import outlines
+from runtime.plan import Policy, saves
+from runtime.plan.workload import Model
+from tests.rank_law import trained_alone, trained_by
+from tests.tiny import tiny_config
+from tests.training import EVERYTHING, differences, plan_of, semantics_of, streamed
+
+from .test_replay import REMEMBERING, device_bytes
+
+TYPES = [name for name in ("gemma4_text", "bloom") if find_spec(f"transformers.models.{name.removesuffix('_text')}")]
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
+def test_gradients_of_what_layers_are_given_reach_what_is_before_them(policy, compute_dtype):
+    """Micro-batches of two sizes, whose embeddings wait for several backwards."""
+    config = tiny_config("gemma4_text", num_hidden_layers=4)
+    semantics = semantics_of("gemma4_text", compute_dtype=compute_dtype, batch_size=5, micro_batch=2)
+    machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
+    assert differences(machine) == []
+
+
+@pytest.mark.soak
+def test_ranks_send_gradients_to_what_is_before_the_layers(tmp_path):
+    cases = ["gemma4_text:plain:2", "gemma4_text:deferred:2"]
+    assert trained_by(2, cases, tmp_path / "digests") == {case: trained_alone(case) for case in cases}
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("way", ["keep", "boundaries"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_layers_are_given_is_booked(model_type, way):
+    """For each micro-batch of a group, from its embedding's forward to its backward."""
+    semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
+    config = tiny_config(model_type, hidden_size=128, num_hidden_layers=3)
+    plan = plan_of(config, semantics, replace(REMEMBERING[way], accumulation_group=2))
+    left_bytes, peak_bytes = device_bytes(plan)
+    assert 0.7 * (plan.kept_bytes + plan.transient_bytes) < peak_bytes <= plan.kept_bytes + plan.transient_bytes
+    shared_bytes = sum(
+        4 * n if each == 2 else n * each for n, each in outlines(Model(config), semantics.attention, 1, 96)["shared"]
+    )
+    assert left_bytes - shared_bytes == pytest.approx(plan.kept_bytes, rel=0.02, abs=1000)
