@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from runtime.forward_plan import forward_plan, most_micro_batches
+from planner.lower.forward import forward_plan, most_micro_batches
 from runtime.plan import Kind, Plan
 from runtime.plan.region import Region
 
@@ -16,9 +16,7 @@ class ForwardPass:
 
     n_sequences: int
     seconds: float
-    bound_s: (
-        float  # of any schedule, by these costs: the device computes all of it, and each block that is not there is copied once
-    )
+    bound_s: float  # of any schedule, by these costs: the device computes all, and each block that is not there is copied once
 
 
 def forward_pass(plan: Plan, cost: CostModel, region: Region) -> ForwardPass:

@@ -6,7 +6,6 @@ from typing import Any
 from planner.bounds.bounds import policy_bound
 from planner.bounds.machine import machine_bound
 from planner.bounds.reasons import FACET, LANE_NAME
-from planner.predict.arithmetic import arithmetic
 from planner.predict.cost import CostModel
 from planner.predict.memory import Footprint, footprint
 from planner.predict.resident import Resident, resident_in_parts
@@ -16,7 +15,7 @@ from runtime.plan import Plan, Policy
 from runtime.plan.region import Resource
 from runtime.plan.workload import Block
 
-from .claim import Certificate, Claim, Predicted
+from .claim import Certificate, Claim, Predicted, arithmetic
 from .trial import MAX_STEPS, Trial
 
 ROUNDING = 1 - 1e-9  # of sums of floats

@@ -1,12 +1,16 @@
 """The claim of a plan file: its prediction and its certificate, as a search writes them and as a file is read."""
 
+import hashlib
 import json
+import sys
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from planner.predict.arithmetic import arithmetic
 from runtime.errors import PlanError
 from runtime.plan import Lane
 from runtime.plan.workload import FILE, Count, Natural
@@ -16,12 +20,31 @@ SAME_FRACTION = 1e-9  # two times that differ by less are one: sums of floats
 MAX_NAME = 80  # characters, of what binds and of the code that claimed it
 CUT = "memory_cut"  # among what was free: how the one memory of a machine is cut
 
+ROOT = Path(__file__).parents[2]
+# The sources that a claim rests on: of the planner, what profiles mean, what a plan asks for, and how ops share a machine.
+SOURCES = (
+    *(f"planner/{room}/*.py" for room in ("model", "lower", "predict", "bounds", "search")),
+    *(f"hwprofiles/{name}.py" for name in ("schema", "curves")),
+    *(f"runtime/plan/{name}.py" for name in ("plan", "ops", "policy", "workload", "region", "footprint", "timeline")),
+)
+N_DIGITS = 16
+
 Time = Annotated[float, Field(gt=0, lt=1e15)]
 Busy = Annotated[float, Field(ge=0, lt=1e15)]
 Rate = Annotated[float, Field(gt=0, lt=1e30)]
 Gap = Annotated[float, Field(ge=-SAME_FRACTION, lt=1e15)]  # a step at its bound may miss it by rounding
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+@cache
+def arithmetic() -> str:
+    """A fingerprint of the code that computed a claim: sources, Python, and the libraries that solve integer programs. Two versions
+    of the planner may differ in a cost or a bound, and both be honest: what another version finds otherwise is no lie."""
+    sha256 = hashlib.sha256(repr((sys.version_info[:2], *map(metadata.version, ("numpy", "scipy")))).encode())
+    for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        sha256.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
+    return sha256.hexdigest()[:N_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)

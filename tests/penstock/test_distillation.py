@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from hwprofiles.schema import Profile
 from penstock.data.data import read_data
 from penstock.settings import DataSettings
+from planner.lower.forward import most_micro_batches
 from planner.predict.cost import CostModel, region_of
 from planner.predict.forward_pass import forward_pass
-from runtime.forward_plan import most_micro_batches
 from runtime.plan import PlanFile
 from tests.running import lines_of, one_line, plan_in, succeeded, train, weights_sha
 from tests.running import penstock as command
