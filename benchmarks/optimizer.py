@@ -21,7 +21,6 @@ from statistics import median
 
 import torch
 
-from runtime.host.adamw import fused
 from runtime.host.chunks import UPDATE_ELEMENTS, Scratch
 from runtime.host.memory import DTYPE
 from runtime.host.norms import squares_tasks
@@ -101,12 +100,14 @@ def update_case(kind: str, n: int) -> Case:
 def fused_case(n: int) -> Case:
     """torch's fused AdamW on fp32 master, gradient and moments, chunk by chunk: nothing is split, rounded or scaled."""
     tensors = [flat(n, torch.float32).uniform_(1e-8, 1e-6) for _ in range(4)]
-    step = torch.tensor(10.0)
+    step, of = torch.tensor(10.0), SETTINGS
+    how = {"lr": of.lr, "beta1": of.beta1, "beta2": of.beta2, "weight_decay": of.weight_decay, "eps": of.eps}
+    how |= {"amsgrad": False, "maximize": False}
 
     def run(workers: Workers[Scratch]) -> None:
         def task(parts: tuple[torch.Tensor, ...]) -> None:
             master, gradient, exp_avg, exp_avg_sq = parts
-            fused([[master], [gradient], [exp_avg], [exp_avg_sq]], SETTINGS.numbers, step)
+            torch._fused_adamw_([master], [gradient], [exp_avg], [exp_avg_sq], [], [step], **how)
 
         chunks = zip(*(tensor.split(UPDATE_ELEMENTS) for tensor in tensors), strict=True)
         workers.run([lambda _, parts=parts: task(parts) for parts in chunks])  # type: ignore[misc]

@@ -18,11 +18,6 @@ UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # the optimizer's unit. Smaller, the calls
 SQUARES_ELEMENTS = 8 * CHUNK_ELEMENTS  # squared at a time: 2 MB, so that a call is much longer than what it takes to make it
 TASK_CHUNKS = 16  # that a thread takes at a time: about a millisecond, far above a hand-over, and short enough to share evenly
 
-# An optimizer's arithmetic on a chunk, in place: the fp32 master, the gradient and each moment, each in a list of its own, as
-# torch's fused kernels take them; the hyperparameters; how many updates there were with this one. Callers make the lists: of lists
-# made in a loop TorchScript would say that nothing reads what the kernel does to them, and leave it out.
-Kernel = Callable[[list[list[torch.Tensor]], list[float], torch.Tensor], None]
-UpdateLoop = Callable[..., None]  # as `update_loop` makes it
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
@@ -96,55 +91,46 @@ def cut(wide: torch.Tensor, wide_bits: torch.Tensor, weight_bits: torch.Tensor, 
     round_up_half(wide_bits, nan, weight_bits)
 
 
-def update_loop(kernel: Kernel) -> UpdateLoop:
-    """The loop in which an optimizer's kernel updates a parameter."""
+def update_chunks(
+    start: int, end: int, chunk: int, to: list[torch.Tensor], weight_bits: torch.Tensor, is_split: bool, before: list[torch.Tensor],
+    parts: list[torch.Tensor], rounded: torch.Tensor | None, factor: float, numbers: list[float], n_updates: float,
+    scratch: list[torch.Tensor], operands: list[list[torch.Tensor]],
+) -> None:  # fmt: skip
+    """AdamW by torch's fused kernel, elements start .. end - 1, `start` being a chunk's.
 
-    def update_chunks(
-        start: int,
-        end: int,
-        chunk: int,
-        to: list[torch.Tensor],
-        weight_bits: torch.Tensor,
-        is_split: bool,
-        before: list[torch.Tensor],
-        parts: list[torch.Tensor],
-        rounded: torch.Tensor | None,
-        factor: float,
-        numbers: list[float],
-        n_updates: float,
-        scratch: list[torch.Tensor],
-        operands: list[list[torch.Tensor]],
-    ) -> None:
-        """Elements start .. end - 1, `start` being a chunk's, of the state `to`: the master, fp32 or bf16, or the bf16 half of a
-        split one and its remainder; then moments. `weight_bits` are those of the first as integers. `before`: a state to start
-        from, which stays; or empty. The gradient is the sum of `parts`, rounded to the dtype of `rounded`, times `factor`."""
-        wide_scratch, wide_bits_scratch, bits_scratch, gradient_scratch = scratch
-        step = torch.full([], n_updates, dtype=torch.float32)
-        scale = torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None
-        in_place = to[0].dtype == torch.float32  # the kernel then works on the master itself
-        source, first_moment = before if len(before) > 0 else to, 2 if is_split else 1
-        for at in range(start, end, chunk):
-            n = min(chunk, end - at)
-            gradient = widened(parts, at, n, gradient_scratch, rounded, scale)
-            wide = to[0].narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
-            wide_bits = weight_bits.narrow(0, at, n) if in_place else wide_bits_scratch.narrow(0, 0, n)
-            if is_split:
-                join(source[0].narrow(0, at, n), source[1].narrow(0, at, n), wide, wide_bits, bits_scratch.narrow(0, 0, n))
-            elif not in_place or len(before) > 0:
-                wide.copy_(source[0].narrow(0, at, n))
-            operands[0][0], operands[1][0] = wide, gradient
-            for i in range(first_moment, len(to)):
-                moment = to[i].narrow(0, at, n)
-                if len(before) > 0:
-                    moment.copy_(source[i].narrow(0, at, n))
-                operands[i - first_moment + 2][0] = moment
-            kernel(operands, numbers, step)
-            if is_split:
-                cut(wide, wide_bits, weight_bits.narrow(0, at, n), to[1].narrow(0, at, n))
-            elif not in_place:
-                round_up_half(wide_bits, nan_of(wide), weight_bits.narrow(0, at, n))
-
-    return update_chunks
+    `to`: the state, of the master, fp32 or bf16, or the bf16 half of a split one and its remainder; then moments. `weight_bits` are
+    those of the first as integers. `before`: a state to start from, which stays; or empty. The gradient is the sum of `parts`,
+    rounded to the dtype of `rounded`, times `factor`. `operands`: a list for each of the kernel's, made by the caller: of lists
+    made in a loop TorchScript would say that nothing reads what the kernel does to them, and leave it out."""
+    wide_scratch, wide_bits_scratch, bits_scratch, gradient_scratch = scratch
+    step = torch.full([], n_updates, dtype=torch.float32)
+    scale = torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None
+    in_place = to[0].dtype == torch.float32  # the kernel then works on the master itself
+    source, first_moment = before if len(before) > 0 else to, 2 if is_split else 1
+    lr, beta1, beta2, weight_decay, eps = numbers
+    for at in range(start, end, chunk):
+        n = min(chunk, end - at)
+        gradient = widened(parts, at, n, gradient_scratch, rounded, scale)
+        wide = to[0].narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
+        wide_bits = weight_bits.narrow(0, at, n) if in_place else wide_bits_scratch.narrow(0, 0, n)
+        if is_split:
+            join(source[0].narrow(0, at, n), source[1].narrow(0, at, n), wide, wide_bits, bits_scratch.narrow(0, 0, n))
+        elif not in_place or len(before) > 0:
+            wide.copy_(source[0].narrow(0, at, n))
+        operands[0][0], operands[1][0] = wide, gradient
+        for i in range(first_moment, len(to)):
+            moment = to[i].narrow(0, at, n)
+            if len(before) > 0:
+                moment.copy_(source[i].narrow(0, at, n))
+            operands[i - first_moment + 2][0] = moment
+        torch._fused_adamw_(
+            operands[0], operands[1], operands[2], operands[3], [], [step],
+            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if is_split:
+            cut(wide, wide_bits, weight_bits.narrow(0, at, n), to[1].narrow(0, at, n))
+        elif not in_place:
+            round_up_half(wide_bits, nan_of(wide), weight_bits.narrow(0, at, n))
 
 
 def squares_of_chunks(
@@ -181,4 +167,4 @@ def add_chunks(
         running.add_(wide)
 
 
-run_squares, run_add = scripted(squares_of_chunks), scripted(add_chunks)
+run_update, run_squares, run_add = scripted(update_chunks), scripted(squares_of_chunks), scripted(add_chunks)

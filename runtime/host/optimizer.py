@@ -4,9 +4,10 @@ A chunk's bits do not depend on where it lies: a kernel sees the same elements i
 whole. A task is some chunks of one parameter, and needs nothing but a thread's own scratch memory.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -14,8 +15,8 @@ import torch
 from runtime.errors import PlanError
 from runtime.plan.optimizer import AdamW, Hyperparameters
 
-from . import adamw, chunks
-from .chunks import Scratch, UpdateLoop
+from . import chunks
+from .chunks import Scratch
 from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from .rounding import TURN, Drawn, group_bytes, packed, signed
 
@@ -28,12 +29,6 @@ MOST_BLOCKS = 2**14  # of a kernel, whose threads go on to more elements
 
 T = TypeVar("T")
 Task = Callable[[Scratch], None]
-
-
-@cache
-def host_loop() -> UpdateLoop:
-    """The host's, compiled when it is first asked for."""
-    return chunks.scripted(chunks.update_loop(chunks.scripted(adamw.fused)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +146,11 @@ class Step:
     rule: str = "adamw"
     drawn: Drawn | None = None
 
-    def run(self, loop: UpdateLoop, start: int, end: int, chunk: int, own: Scratch) -> None:
+    def run(self, start: int, end: int, chunk: int, own: Scratch) -> None:
         """Elements start .. end - 1, `chunk` at a time."""
         before, weight = [] if self.start_from is None else self.start_from.tensors, self.to.master.weight
         weight_bits = weight.view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
-        loop(
+        chunks.run_update(
             start, end, chunk, self.to.tensors, weight_bits, self.to.master.remainder is not None, before,
             list(self.gradient.parts), self.gradient.rounded(own), self.factor, self.settings.numbers, float(self.n_updates),
             [own.wide, own.wide.view(torch.int32), own.bits, own.gradient], [[own.wide] for _ in (0, 1, *self.to.moments)],
@@ -165,8 +160,7 @@ class Step:
         """The host's, to be shared."""
         if (less := self._less()) is not None:
             return tasks_of(lambda start, end, own: less.run(start, end), self.gradient.numel())
-        loop = host_loop()
-        return tasks_of(lambda start, end, own: self.run(loop, start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
+        return tasks_of(lambda start, end, own: self.run(start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
 
     def _less(self) -> "lean.Update | None":
         """The same for an optimizer that keeps less."""
@@ -187,8 +181,8 @@ class Step:
             return less.run(0, n_elements)
         if kernel is None:
             chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
-            return self.run(host_loop(), 0, n_elements, chunk, Scratch(chunk, chunk))
-        by, keys = adamw.factors(self.settings.numbers, self.n_updates), list[int]()
+            return self.run(0, n_elements, chunk, Scratch(chunk, chunk))
+        by, keys = factors(self.settings.numbers, self.n_updates), list[int]()
         if self.drawn is not None:
             from . import lean
 
@@ -202,6 +196,15 @@ class Step:
             n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // TURN)] if keys else []
             kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *turn, *keys, self.factor, *by])
         return None
+
+
+def factors(numbers: list[float], n_updates: int) -> list[float]:
+    """What a device's AdamW (`adamw.cu`) multiplies by, divides by and adds in one update, in the order of its arguments: doubles,
+    each rounded to fp32 where it is used. `n_updates` counts from 1, as the fused kernel's step does."""
+    lr, beta1, beta2, weight_decay, eps = numbers
+    # decay; towards, of the first moment; beta2; of the square; correction, of the second moment's root; eps; rate
+    corrections = 1 - beta1**n_updates, math.sqrt(1 - beta2**n_updates)
+    return [1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, corrections[1], eps, -lr / corrections[0]]
 
 
 class Kept(NamedTuple):

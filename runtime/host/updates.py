@@ -18,7 +18,7 @@ from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, host_loop, summed
+from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, summed
 from .rounding import Drawn, drawn
 from .workers import Workers
 
@@ -71,10 +71,9 @@ class Updates:
         self.forget()
 
     def _compile(self) -> None:
-        """The host's loop, now: two lanes may be the first to ask for it, and a compiler of Python's is for one thread."""
+        """The loops of `lean.py`, now: two lanes may be the first to ask for one, and a compiler of Python's is for one thread."""
         plan, of = self.plan, self.plan.semantics
         if not of.is_lean:
-            host_loop()
             return
         first = dict[torch.dtype, Parameter]()  # of those that the host updates by gradients of a dtype
         for b, owned in enumerate(self.state.owned):

@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
-from runtime.host import adamw, chunks, lean, optimizer, rounding, updates
+from runtime.host import chunks, lean, optimizer, rounding, updates
 from runtime.host.chunks import Scratch
 from runtime.host.memory import DTYPE
 from runtime.host.norms import added, squares_tasks, sum_of_squares
-from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, host_loop, summed
+from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, summed
 from runtime.host.workers import Workers
 from runtime.plan import Policy, Semantics
 from runtime.plan.optimizer import AdamW
@@ -249,12 +249,12 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
     """TorchScript once left the optimizer's kernel out: it did not see what the kernel does to lists made inside the loop."""
-    for loop in (host_loop(), chunks.run_squares, chunks.run_add):
+    for loop in (chunks.run_update, chunks.run_squares, chunks.run_add):
         assert isinstance(loop, torch.jit.ScriptFunction)
     n, found = chunks.UPDATE_ELEMENTS + 200, []
     gradients = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    for loop in (host_loop(), chunks.update_loop(adamw.fused)):
-        monkeypatch.setattr(optimizer, "host_loop", lambda loop=loop: loop)
+    for loop in (chunks.run_update, chunks.update_chunks):
+        monkeypatch.setattr(chunks, "run_update", loop)
         state = random_state(kind, n, seed=8)
         for i, gradient in enumerate(gradients):  # TorchScript compiles anew after the first calls
             update_(state, gradient, 0.5, i + 1, SETTINGS)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.predict.cost import update_bytes_per_param
-from runtime.host import adamw, chunks, norms, optimizer
+from runtime.host import chunks, norms, optimizer
 from runtime.host.chunks import Scratch
 from runtime.host.norms import sum_of_squares
 from runtime.plan import Policy, Update
@@ -83,7 +83,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
 
 def interpreted(monkeypatch):
     """Loops run by the interpreter, whose calls are seen."""
-    monkeypatch.setattr(optimizer, "host_loop", lambda: chunks.update_loop(adamw.fused))
+    monkeypatch.setattr(chunks, "run_update", chunks.update_chunks)
     monkeypatch.setattr(norms, "run_squares", chunks.squares_of_chunks)
     monkeypatch.setattr(chunks, "run_add", chunks.add_chunks)
 
