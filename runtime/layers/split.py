@@ -5,10 +5,10 @@ each must be given the very tensor that the one before returned. A model that is
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -72,46 +72,18 @@ class _Output(BaseModelOutputWithPast):
         return None
 
 
-class _Hidden(nn.Module):
-    """Takes the place of a model's body: what it has made is known."""
-
-    def __init__(self, hidden: torch.Tensor, body: nn.Module) -> None:
-        super().__init__()
-        self.__dict__.update(hidden=hidden, body=body)
-
-    def __getattr__(self, name: str) -> Any:
-        """What heads read of the body besides; a part of it that they call in its place is this."""
-        found = getattr(self.__dict__["body"], name)
-        return self if isinstance(found, nn.Module) else found
-
-    def forward(self, *_: Any, **__: Any) -> _Output:
-        return _Output(last_hidden_state=self.hidden)
-
-
-class _StandIn(nn.Module):
-    """Takes a layer's place; what the model reads of the layer (`attention_type`), it reads there."""
-
-    def __init__(self, layer: nn.Module, index: int, split: "Split") -> None:
-        super().__init__()
-        self.__dict__.update(_layer=layer, _index=index, _split=split)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._split.met(self._index, args, kwargs)
-
-
-class _OfPrologue(nn.Module):
-    """Takes the place of a norm without weights, which nanochat uses before its layers, too: after them it does nothing."""
-
-    def __init__(self, split: "Split") -> None:
-        super().__init__()
-        self.__dict__.update(_split=split)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        split: Split = self.__dict__["_split"]
-        return x if len(split.calls) == len(split.layers) else split.norm(x)
+@contextmanager
+def _instead(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Until the context ends these modules do that when they are called; what else a model reads of them is theirs."""
+    own = {part: vars(part).get("forward") for part in forwards}
+    for part, forward in forwards.items():
+        vars(part)["forward"] = forward
+    try:
+        yield
+    finally:
+        for part, before in own.items():
+            del vars(part)["forward"]
+            vars(part).update({} if before is None else {"forward": before})
 
 
 class Split:
@@ -119,25 +91,25 @@ class Split:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """WorkloadError for a model that has no list of layers, or whose layers share a weight."""
-        self.model, self._where = model, _layer_list(model)
+        self.model, layers = model, _layer_list(model)
         names = {id(module): name for name, module in model.named_modules()}
-        self.layers_name = names[id(self._where)]
-        self._owner = model.get_submodule(self.layers_name.rpartition(".")[0])
-        body = self._owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
-        self.body = model.get_decoder() if sees_images(model.config) and body is not self._owner else body
-        self.body_name, self._whole_body, self._whole_name = names[id(self.body)], body, names[id(body)]
+        self.layers_name = names[id(layers)]
+        owner = model.get_submodule(self.layers_name.rpartition(".")[0])
+        body = owner if model.base_model is model else model.base_model  # Llama 4's prefix is of a larger model
+        self.body = model.get_decoder() if sees_images(model.config) and body is not owner else body
+        self.body_name, self._whole_body = names[id(self.body)], body
         self.embedding_name = names[id(model.get_input_embeddings())]
         self.head: Any = model.get_output_embeddings()
         self.head_name = names[id(self.head)] if self.head is not None else self._fail("it has no output matrix")
-        self.layers = list(self._where)
+        self.layers = list(layers)
         self._refuse_shared()
-        norms = [name for name, part in self._owner.named_children() if "norm" in type(part).__name__.lower()]
+        norms = [name for name, part in owner.named_children() if "norm" in type(part).__name__.lower()]
         norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
-        self._norm_child = norms[0] if len(norms) == 1 else self._fail("it is not known what follows its layers")
-        self.norm: nn.Module = getattr(self._owner, self._norm_child)
+        child = norms[0] if len(norms) == 1 else self._fail("it is not known what follows its layers")
+        self.norm: nn.Module = getattr(owner, child)
         self.norm_name = names[id(self.norm)]
         self._norm_is_free = not list(self.norm.parameters())  # of weights, and so may be used before the layers, too
-        self.stand_ins = nn.ModuleList(_StandIn(layer, i, self) for i, layer in enumerate(self.layers))
+        self._forwards = [layer.forward for layer in self.layers]  # their own
         self._forms: dict[int, tuple[list[Any], Any, int]] = {}  # of each layer, what it returns
         of = model.config
         self._forms_of_kinds = _forms_of(type(model).__name__, of.to_json_string(use_diff=False), of._attn_implementation)
@@ -163,7 +135,7 @@ class Split:
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         return [m for m in self.model.modules() if id(m) not in inside]
 
-    def met(self, i: int, args: Any, kwargs: Any) -> Any:
+    def met(self, i: int, /, *args: Any, **kwargs: Any) -> Any:
         """A layer's turn: what it is given is noted, and the hidden state handed on untouched."""
         leaves, spec = tree_flatten((args, kwargs))
         if i != len(self.calls):
@@ -198,8 +170,10 @@ class Split:
         key = self.kind(self.layers[i], Call(tuple(given), spec, at, 0), by_place=False)
         if key not in self._forms_of_kinds:
             args, kwargs = tree_unflatten([_narrow(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+            with _instead({self.layers[i]: self._forwards[i]}):
+                layer = copy.deepcopy(self.layers[i]).bfloat16()
             with torch.no_grad():
-                out_leaves, out_spec = tree_flatten(copy.deepcopy(self.layers[i]).bfloat16()(*args, **kwargs))
+                out_leaves, out_spec = tree_flatten(layer(*args, **kwargs))
             if len(tree_leaves((args, kwargs))) != len(leaves):
                 self._fail("a layer leaves something for others in what it is given")
             shape = leaves[at].shape
@@ -216,14 +190,12 @@ class Split:
         returned; else nothing that means anything, and no norm is computed. Weights by their names in the body."""
         self.calls, self._handed = [], handed
         self._others: dict[int, torch.Tensor] = {}
-        self._where._modules.update({str(i): m for i, m in enumerate(self.stand_ins)})
+        stand_ins: dict[nn.Module, Callable[..., Any]] = {layer: partial(self.met, i) for i, layer in enumerate(self.layers)}
         if handed is None:
-            setattr(self._owner, self._norm_child, _OfPrologue(self) if self._norm_is_free else nn.Identity())
-        try:
+            own = self.norm.forward  # one without weights may be used before the layers, too, as nanochat does
+            stand_ins[self.norm] = lambda x: own(x) if self._norm_is_free and len(self.calls) < len(self.layers) else x
+        with _instead(stand_ins):
             out = self.body(**batch) if weights is None else functional_call(self.body, dict(weights), (), batch, strict=False)
-        finally:
-            self._where._modules.update({str(i): m for i, m in enumerate(self.layers)})
-            setattr(self._owner, self._norm_child, self.norm)
         if len(self.calls) != len(self.layers):
             self._fail(f"{len(self.calls)} of {len(self.layers)} layers were run")
         return out[0]  # type: ignore[no-any-return]
@@ -251,12 +223,9 @@ class Split:
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """What the model's own head makes of the body's output; weights by their names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
-        parent, _, child = self._whole_name.rpartition(".")
-        setattr(self.model.get_submodule(parent), child, _Hidden(hidden_BTD, self._whole_body))
-        try:
+        parts = [self._whole_body, *self._whole_body.children()]  # which some heads call in its place
+        with _instead({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
             out = self.model(**batch) if weights is None else functional_call(self.model, dict(weights), (), batch, strict=False)
-        finally:
-            setattr(self.model.get_submodule(parent), child, self._whole_body)
         return out.logits  # type: ignore[no-any-return]
 
     @property
