@@ -1,4 +1,5 @@
-"""CUDA kernels, compiled by g++: each thread of a block is one of the system's, and blocks take turns."""
+"""CUDA kernels, compiled by g++: each thread of a block is one of the system's, and blocks take turns. C's headers alone: those of
+C++ threads take longer to compile than the kernels do."""
 
 from collections.abc import Callable
 from ctypes import CDLL, c_double, c_int, c_void_p
@@ -14,40 +15,46 @@ from runtime.host import device_kernels
 
 NEEDS_A_COMPILER = pytest.mark.skipif(which("g++") is None, reason="no compiler")
 HEAD = """
-#include <algorithm>
-#include <barrier>
-#include <cmath>
-#include <cstring>
-#include <thread>
-#include <vector>
-using std::min;
+#include <math.h>
+#include <pthread.h>
+#include <string.h>
+static int min(int a, int b) { return a < b ? a : b; }
 #define __device__ static
 #define __global__
 #define __shared__ static
 static thread_local struct { int x; } threadIdx, blockIdx, blockDim, gridDim;
-static std::barrier<>* all_threads;
-static void __syncthreads() { all_threads->arrive_and_wait(); }
-static float __fmaf_rn(float a, float b, float c) { return FUSED ? std::fma(a, b, c) : a * b + c; }
+static pthread_barrier_t all_threads;
+static void __syncthreads() { pthread_barrier_wait(&all_threads); }
+static float __fmaf_rn(float a, float b, float c) { return FUSED ? fmaf(a, b, c) : a * b + c; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
-static float __fsqrt_rn(float a) { return std::sqrt(a); }
+static float __fsqrt_rn(float a) { return sqrtf(a); }
 static double __dadd_rn(double a, double b) { return a + b; }
 static float __uint_as_float(unsigned bits) { float x; memcpy(&x, &bits, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned bits; memcpy(&bits, &x, 4); return bits; }
 """
 LAUNCH = """
-template <typename... Given> static void perform(void (*kernel)(Given...), int grid, int block, Given... given) {
-    std::barrier<> met(block);
-    all_threads = &met;
-    std::vector<std::thread> threads;
-    for (int t = 0; t < block; t++)
-        threads.emplace_back([=] {
-            threadIdx.x = t, blockDim.x = block, gridDim.x = grid;
-            for (int b = 0; b < grid; b++) blockIdx.x = b, kernel(given...), __syncthreads();
-        });
-    for (auto& thread : threads) thread.join();
+template <typename Kernel> struct Thread {
+    pthread_t id;
+    int x, grid, block;
+    Kernel* kernel;
+    static void* of_blocks(void* given) {
+        auto* of = (Thread*)given;
+        threadIdx.x = of->x, blockDim.x = of->block, gridDim.x = of->grid;
+        for (int b = 0; b < of->grid; b++) blockIdx.x = b, (*of->kernel)(), __syncthreads();
+        return nullptr;
+    }
+};
+template <typename Kernel> static void perform(int grid, int block, Kernel kernel) {
+    pthread_barrier_init(&all_threads, nullptr, block);
+    Thread<Kernel> threads[block];
+    for (int t = 0; t < block; t++) {
+        threads[t] = {0, t, grid, block, &kernel};
+        pthread_create(&threads[t].id, nullptr, Thread<Kernel>::of_blocks, &threads[t]);
+    }
+    for (auto& thread : threads) pthread_join(thread.id, nullptr);
 }
 """
 # What a launch is given, by the kernel's name
@@ -66,7 +73,7 @@ def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: st
     source = Path(device_kernels.__file__).with_name(file).read_text()
     given = SIGNATURES[name]
     names = ", ".join(word.split()[-1] for word in given.split(","))
-    launch = f'extern "C" void launch(int grid, int block, {given}) {{ perform(&{name}, grid, block, {names}); }}\n'
+    launch = f'extern "C" void launch(int grid, int block, {given}) {{ perform(grid, block, [=] {{ {name}({names}); }}); }}\n'
     head = "".join(f"#define {key} {value}\n" for key, value in ({"FUSED": int(fused)} | defined).items())
     (folder / f"{name}.cpp").write_text(head + HEAD + source + LAUNCH + launch)
     flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
