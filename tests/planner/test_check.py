@@ -15,7 +15,7 @@ from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
 from planner.lower.lower import lower
 from runtime.errors import PlanError, ProfileError
 from runtime.plan import OPS, Kind, Plan, Policy, Semantics, Slot, Update, Wait, saves
-from runtime.plan.workload import Block, Parameter, Tier
+from runtime.plan.workload import Block, Parameter, Saved, Tier
 from tests.edits import (
     at,
     error_of,
@@ -219,13 +219,18 @@ def test_memory_is_enough_at_the_peak_and_not_one_byte_below(plan: Plan) -> None
 def test_what_layers_save_is_counted_where_it_is() -> None:
     """1000 bytes of each of two layers, for both micro-batches of a group; or of one layer, in slots of multiples of 256."""
     workload = small_workload(3, tied=False)
-    tiers = (Tier(saves(products=(1,))[0], 1000, 500, 0, False, 0, 0),)
+    tiers = (Tier(Saved.PRODUCTS, 1000, 500, 0, False, 0, 0), Tier(Saved.ATTENTION, 300, 500, 0, False, 0, 0))
     workload = replace(workload, blocks=tuple(replace(b, tiers=tiers) for b in workload.blocks))
     for away, kept_bytes in (((), 4000), ((1,), 2000), ((1, 2), 0)):
         policy = Policy(accumulation_group=2, save=saves(products=(1, 2)), offload_blocks=away)
         plan = lower(MODEL, workload, Semantics(4, 2, 1), policy, PROFILE)
         assert plan.kept_bytes == kept_bytes
         assert sizes_of(plan, "saved") + sizes_of(plan, "offloaded") == ((1024,) * (2 + 2 * len(away)) if away else ())
+    policy = Policy(save=saves(products=(1,), attention=(2, 3)), offload_blocks=(1, 2, 3), saved_slots=3)
+    plan = lower(MODEL, workload, Semantics(4, 2, 1), policy, PROFILE)
+    assert sizes_of(plan, "saved") == (512,) * 3 + (1024,) * 3, "a ring for each kind"
+    taken = [(op.block, op["saved"].index) for op in plan.ops if op.kind is Kind.OFFLOAD_SAVED]
+    assert taken == [(1, 3), (2, 0), (3, 1), (1, 5), (2, 1), (3, 2)]
 
 
 def test_a_profile_without_its_numbers_is_refused() -> None:
