@@ -81,11 +81,10 @@ def fits(
     for profile in chain(*groups.values()):
         part_of(profile, gpus, hosts, network_gbit)  # or say why not
     groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
-    semantics, known = _part(gpus * hosts, micro_batch=1, **work), planned.families()
-    names = planned.families(semantics) if families is None else map(str.strip, families.split(","))
-    asked = list(dict.fromkeys(names))
-    if wrong := [name for name in asked if name not in known]:
-        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(known)}")
+    semantics = _part(gpus * hosts, micro_batch=1, **work)
+    names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
+    if wrong := [name for name in names or () if name not in planned.known()]:
+        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
     for (name, of), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
@@ -94,8 +93,11 @@ def fits(
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in LEANER)
         of_each += [of for of in leaner if of.state_bytes < semantics.state_bytes]
-    tasks = [(gpu, of, family, each, sizes, search, hosts) for gpu, of in groups.items() for family in asked for each in of_each]
-    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs")), semantics.whole
+    # A family's machines one after the other: they share its models' blocks
+    families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
+    tasks = [(gpu, of, *family, each, sizes, search, hosts) for family, (gpu, of) in families_of_gpus for each in of_each]
+    at_once = len(groups) * len(of_each)
+    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
     found = _larger(swept_over) if less_state else swept_over
     if as_json:
         rows = [fit.to_json(tokens) for fit in found]
@@ -268,18 +270,19 @@ def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
     return 1, _part(n_hosts, **work)
 
 
-def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str) -> Iterator[Found]:
-    """`work` of each task, in their order, on all cores; a terminal shows the progress."""
+def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str, at_once: int = 1) -> Iterator[Found]:
+    """`work` of each task, in their order, on all cores; a terminal shows the progress. Where they are many, one process does
+    `at_once` of them."""
     console = Console(stderr=True)
     show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
     if n_workers <= 1:
         yield from (work(*task) for task in show(tasks))
         return
-    context = multiprocessing.get_context("spawn")
+    context, n_each = multiprocessing.get_context("spawn"), at_once if len(tasks) >= 4 * n_workers * at_once else 1
     pool = ProcessPoolExecutor(n_workers, context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_DFL))
     try:
-        yield from show(pool.map(work, *zip(*tasks, strict=True)))
+        yield from show(pool.map(work, *zip(*tasks, strict=True), chunksize=n_each))
     except BrokenProcessPool:
         raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
     finally:

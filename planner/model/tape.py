@@ -351,6 +351,7 @@ class _Memory:
         stop = tape._stop if self.early_stop else len(tape.steps)
         last_use = {t: i for i, s in enumerate(tape.steps) for t in s.uses}
         made: set[Tensor] = set()
+        waiting_bytes = tape.waiting_bytes
         for i, s in enumerate(tape.steps):
             there = _is_saved(s, self.tier)
             if there and i < stop:
@@ -360,7 +361,7 @@ class _Memory:
             made |= s.uses
             if i < stop:
                 passing = {t for t in made if last_use[t] >= i} - self.saved
-                beside_bytes = max(0 if there else s.scratch_bytes, tape.waiting_bytes)
+                beside_bytes = max(0 if there else s.scratch_bytes, waiting_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + beside_bytes)
         if stop == len(tape.steps) and not tape.tiles:
             # The output, which the last calls may have changed in place; its gradient lies in the boundary's slot

@@ -14,7 +14,8 @@ from typing import Any
 
 from hwprofiles.schema import Profile
 from hwprofiles.several import shared_by
-from planner.model.config import shipped_models
+from planner.bounds.bounds import busy_s
+from planner.model.config import library_kernels, shipped_models
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, supported_attention
 from planner.search.estimate import Greedy
@@ -22,7 +23,7 @@ from planner.search.micro_batch import Size, possible_sizes
 from planner.search.space import leanest
 from planner.search.trial import Trial, without_collection
 from runtime.errors import WorkloadError
-from runtime.plan import Semantics
+from runtime.plan import Policy, Semantics
 from runtime.plan.workload import Model
 from runtime.units import GB
 
@@ -64,22 +65,36 @@ def family_of(name: str, model_type: str) -> str:
 SHORT = Semantics(seq_len=1, batch_size=1, micro_batch=1)  # of a whole model, which all can
 
 
-@lru_cache(maxsize=8)
-def families(semantics: Semantics = SHORT) -> dict[str, list[str]]:
-    """The shipped models that can be trained so, by family, the smallest first; families by name. WorkloadError where none can."""
-    sizes: dict[str, list[tuple[int, str]]] = {}
-    refused = list[WorkloadError]()
+@lru_cache(maxsize=1)
+def known() -> dict[str, list[str]]:
+    """All shipped models, by family; families by name."""
+    found: dict[str, list[str]] = {}
     for name in shipped_models():
-        model = read_model(name)
-        try:
-            n_params = build_workload(model, _semantics(model, semantics)).n_params
-        except WorkloadError as error:
-            refused.append(error)
-            continue
-        sizes.setdefault(family_of(name, model.config["model_type"]), []).append((n_params, name))
-    if not sizes:
+        found.setdefault(family_of(name, read_model(name).config["model_type"]), []).append(name)
+    return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=8)
+def families(semantics: Semantics = SHORT, names: tuple[str, ...] | None = None) -> dict[str, list[str]]:
+    """The shipped models that can be trained so, by family, the smallest first. WorkloadError where none can: of all, or of one of
+    the families that are named."""
+    found: dict[str, list[str]] = {}
+    refused: list[WorkloadError] = []
+    for family in known() if names is None else names:
+        sizes: list[tuple[int, str]] = []
+        for name in known()[family]:
+            model = read_model(name)
+            try:
+                sizes.append((build_workload(model, _semantics(model, semantics)).n_params, name))
+            except WorkloadError as error:
+                refused.append(error)
+        if sizes:
+            found[family] = [name for _, name in sorted(sizes)]
+        elif names is not None:
+            raise refused[-1]
+    if not found:
         raise refused[0]
-    return {family: [name for _, name in sorted(of)] for family, of in sorted(sizes.items())}
+    return found
 
 
 def hosts(profiles: Sequence[Profile], host_memories: Sequence[int]) -> Iterator[tuple[Profile, int]]:
@@ -97,14 +112,14 @@ def fits(
     gpu: str,
     profiles: Sequence[Profile],
     family: str,
+    able: Sequence[str],
     semantics: Semantics,
     host_memories: Sequence[int],
     searched: bool,
     n_hosts: int = 1,
 ) -> list[Fit]:
-    """A `Fit` for each size of host memory. Of several ranks on `n_hosts` the semantics are one rank's part, the profiles and the
-    memory a host's."""
-    able = families(semantics).get(family) or families()[family]  # the latter say why they cannot
+    """A `Fit` for each size of host memory, of the models of a family that are `able`, the smallest first. Of several ranks on
+    `n_hosts` the semantics are one rank's part, the profiles and the memory a host's."""
     models = [read_model(name) for name in reversed(able)]
     found: list[Fit] = []
     # Of a machine with less and less memory: what did not fit does not fit again, and the best plan is the best while it fits.
@@ -138,8 +153,20 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
     if not likely:  # so tight that only the leanest fit
         lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in trials)
         likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
-    of, policy = min(likely, key=lambda pair: pair[0].frames.bound_s(pair[1]))
+    of, policy = lowest(likely)
     return semantics.tokens_per_step / of.step_s(policy), of.frames.needs(policy).host_peak_bytes
+
+
+def lowest(likely: Sequence[tuple[Trial, Policy]]) -> tuple[Trial, Policy]:
+    """The policy with the lowest bound: bounds, which take long, only of those whose busiest lane alone is not above it."""
+    busy = [(max(busy_s(of.frames.of(policy), of.cost).values()), i) for i, (of, policy) in enumerate(likely)]
+    best_s, best = inf, 0
+    for floor_s, i in sorted(busy):
+        if floor_s > best_s:
+            break
+        of, policy = likely[i]
+        best_s, best = min((best_s, best), (of.frames.bound_s(policy), i))
+    return likely[best]
 
 
 def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Sequence[Size]:
@@ -155,4 +182,5 @@ def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Seque
 
 
 def _semantics(model: Model, semantics: Semantics) -> Semantics:
-    return replace(semantics, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+    """With the model's best attention, and library kernels: its outlines are shipped with these, and not recorded by torch."""
+    return replace(semantics, attention=supported_attention(model)[0], library_kernels=library_kernels(model))  # type: ignore[arg-type]

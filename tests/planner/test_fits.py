@@ -7,11 +7,14 @@ import pytest
 
 from hwprofiles.schema import Profile, read_profile
 from hwprofiles.several import on_network, shared_by
+from planner.model import config
 from planner.model.kernels import with_kernels
 from planner.model.workload import build_workload, read_model, shipped_models
+from planner.search.estimate import Greedy
 from planner.search.micro_batch import sizes_of
 from planner.search.search import search
-from planner.show.fits import families, family_of, fits, fitting_sizes, hosts, speed_of
+from planner.search.trial import Trial
+from planner.show.fits import families, family_of, fits, fitting_sizes, hosts, lowest, speed_of
 from runtime.errors import ProfileError, WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.policy import trained
@@ -22,8 +25,15 @@ DESKTOP, SERVER, SPARK = (read_profile(name) for name in ("rtx4090-desktop", "rt
 H100 = read_profile("h100-sxm")
 
 
-def test_every_model_is_of_one_family_and_families_rise_in_size():
-    found = families()
+def of(family: str) -> tuple[str, list[str]]:
+    return family, families()[family]
+
+
+def test_every_model_is_of_one_family_and_families_rise_in_size(monkeypatch):
+    families.cache_clear()
+    with monkeypatch.context() as without:
+        without.setattr(config, "_recorder", None)  # outlines of all are shipped: torch, which takes seconds, is not asked
+        found = families()
     assert sorted(name for names in found.values() for name in names) == shipped_models()
     assert found["qwen3-moe"] == ["qwen3-30b-a3b", "qwen3-235b-a22b"]
     assert found["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
@@ -42,30 +52,30 @@ def test_models_that_cannot_be_trained_as_asked_are_left_out():
     assert "qwen3-moe" in of_experts
     assert "qwen3" not in of_experts
     with pytest.raises(WorkloadError, match="experts of gpt_oss alone"):
-        fits("rtx4090", [DESKTOP], "qwen3", packed, (64 * GB,), False)
+        families(packed, ("qwen3",))
     with pytest.raises(WorkloadError, match="a rank that 8 divides"):
         families(trained(SEMANTICS, "lora:r=4,targets=q_proj+experts", None, None, None))
 
 
 def test_the_named_model_fits_and_the_next_larger_one_does_not():
-    sizes, names = (32 * GB, 64 * GB), families()["qwen3"]
-    found = fits("rtx4090", [DESKTOP, SERVER], "qwen3", SEMANTICS, sizes, searched=False)
+    sizes, (_, names) = (32 * GB, 64 * GB), of("qwen3")
+    found = fits("rtx4090", [DESKTOP, SERVER], *of("qwen3"), SEMANTICS, sizes, searched=False)
     assert [(fit.machine, fit.host_memory_bytes) for fit in found] == [("rtx4090-desktop", n) for n in sizes]
     for fit, n_bytes in zip(found, sizes, strict=True):
         assert fit.is_estimate
         profile = DESKTOP.with_memory(None, n_bytes)
         assert fitting_sizes(read_model(fit.model), SEMANTICS, profile)
         assert not fitting_sizes(read_model(names[names.index(fit.model) + 1]), SEMANTICS, profile)
-    (none,) = fits("rtx4090", [DESKTOP], "qwen3", SEMANTICS, (8 * GB,), searched=False)
+    (none,) = fits("rtx4090", [DESKTOP], *of("qwen3"), SEMANTICS, (8 * GB,), searched=False)
     assert (none.model, none.n_params, none.tokens_per_s, none.to_json(1000).get("job")) == (None,) * 4
 
 
 def test_a_row_is_about_its_own_memory_whatever_the_others():
-    of = replace(SEMANTICS, seq_len=4096, batch_size=16)
+    larger = replace(SEMANTICS, seq_len=4096, batch_size=16)
     sizes = (24 * GB, 40 * GB, 56 * GB, 1000 * GB)  # the largest leaves room for another plan of the same model
-    rows = fits("x", [DESKTOP, SERVER], "llama", of, sizes, False)
-    assert rows == [fit for n in sizes for fit in fits("x", [DESKTOP, SERVER], "llama", of, (n,), False)]
-    one, two = (fits("h100-sxm", [H100], "qwen3", of, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
+    rows = fits("x", [DESKTOP, SERVER], *of("llama"), larger, sizes, False)
+    assert rows == [fit for n in sizes for fit in fits("x", [DESKTOP, SERVER], *of("llama"), larger, (n,), False)]
+    one, two = (fits("h100-sxm", [H100], *of("qwen3"), larger, sizes, False) for sizes in ((128 * GB,), (64 * GB, 128 * GB)))
     assert one[-1] == two[-1]
     assert two[0].model == two[1].model == "qwen3-8b"
     assert two[1].tokens_per_s > 1.1 * two[0].tokens_per_s
@@ -83,18 +93,19 @@ def test_no_machine_has_more_memory_than_it_takes():
 def test_several_gpus_train_what_their_parts_hold_together(gpus, n_hosts):
     """The host's memory is that of all its GPUs, and another host has as much again."""
     box, n_bytes = on_network(read_profile("8xrtx4090"), 100), 128 * GB
-    of = replace(SEMANTICS, batch_size=8, sum_groups=4).shared_by(gpus * n_hosts)
-    (found,) = fits("8xrtx4090", [box], "qwen2.5", of, (n_bytes,), False, n_hosts)
-    part, names = shared_by(box.with_memory(None, n_bytes), gpus, n_hosts), families()["qwen2.5"]
-    assert fitting_sizes(read_model(found.model), of, part)
-    assert not fitting_sizes(read_model(names[names.index(found.model) + 1]), of, part)
+    part_of_step = replace(SEMANTICS, batch_size=8, sum_groups=4).shared_by(gpus * n_hosts)
+    (found,) = fits("8xrtx4090", [box], *of("qwen2.5"), part_of_step, (n_bytes,), False, n_hosts)
+    part, (_, names) = shared_by(box.with_memory(None, n_bytes), gpus, n_hosts), of("qwen2.5")
+    assert fitting_sizes(read_model(found.model), part_of_step, part)
+    assert not fitting_sizes(read_model(names[names.index(found.model) + 1]), part_of_step, part)
     assert (found.machine, found.model) == ("8xrtx4090", {1: "qwen2.5-7b", 2: "qwen2.5-14b"}[n_hosts])
 
 
 def test_an_estimate_is_within_some_per_cent_of_a_search():
     model = read_model("qwen3-0.6b")
     sizes = sizes_of(model, with_kernels(model, SEMANTICS, DESKTOP), DESKTOP)
-    estimate, _ = speed_of(model, fitting_sizes(model, SEMANTICS, DESKTOP), DESKTOP, searched=False)
+    fitting = fitting_sizes(model, SEMANTICS, DESKTOP)
+    estimate, _ = speed_of(model, fitting, DESKTOP, searched=False)
     assert SEMANTICS.tokens_per_step / estimate == pytest.approx(search(model, sizes, DESKTOP).step_s, rel=0.1)
 
 
@@ -105,3 +116,12 @@ def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
     for device, host in ((None, 120 * GB), (60 * GB, None), (20 * GB, 101 * GB)):
         with pytest.raises(ProfileError, match="one pool of 120 GB"):
             SPARK.with_memory(device, host)
+
+
+def test_the_lowest_bound_is_found_without_asking_all():
+    model, asked = read_model("qwen3-1.7b"), replace(SEMANTICS, seq_len=4096, batch_size=16)
+    trials = [Trial(model, workload, of, DESKTOP, None) for of, workload in fitting_sizes(model, asked, DESKTOP)]
+    likely = [(of, policy) for of in trials for policy in Greedy(of.frames).policies()]
+    found, least = lowest(likely), min(likely, key=lambda pair: pair[0].frames.bound_s(pair[1]))
+    assert len({of.frames.bound_s(policy) for of, policy in likely}) > 5
+    assert found is likely[likely.index(least)]
