@@ -32,7 +32,9 @@ MAX_CONFIG_BYTES = 16 * 2**20
 PREFIX = "base_model.model."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and models are stored
 
-_WEIGHT = re.compile(rf"(model\.layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
+_WEIGHT = re.compile(rf"((?:[a-z_]+\.)+layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
+# Layers of a vision-language model's text: modules of its towers may have the names of targets, too
+_OF_TEXT = re.compile(r"((?:[a-z_]+\.)+language_model\.(?:[a-z_]+\.)*layers)\.")
 
 _STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # as `target_parameters` names them
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters")
@@ -57,6 +59,7 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     from peft import LoraConfig
 
     modules = {name.rpartition(".lora_")[0] for name in factors}
+    of_text = {found[1] for module in modules if (found := _OF_TEXT.match(module))}
     found = {_target(module.removesuffix(".base_layer")) for module in modules}
     assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
@@ -66,12 +69,17 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=[*found - {EXPERTS}],
+        target_modules=_pattern(of_text.pop(), found - {EXPERTS}) if of_text else [*found - {EXPERTS}],
         target_parameters=[*_STACKS] if EXPERTS in found else None,
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
     del fields["runtime_config"]  # of a process, not of an adapter
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _pattern(layers: str, targets: Iterable[str]) -> str:
+    """What PEFT finds these modules of these layers alone by."""
+    return rf"{re.escape(layers)}\.\d+\.(?:self_attn|mlp)\.(?:{'|'.join(sorted(targets))})"
 
 
 def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tensor]]:

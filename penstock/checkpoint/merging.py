@@ -6,7 +6,7 @@ the model is in memory at a time.
 
 import json
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.plan.packed import published_as
 from runtime.plan.train import STACK, Lora
+from runtime.plan.workload import has_towers
 from runtime.units import show_bytes
 
 from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, read_adapter, stack_factors
@@ -45,7 +46,8 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     stored = whole if stays else Dequantised(base, whole)
     shards = _outlines(base, stored, (*FLOATS, torch.uint8) if stays else FLOATS)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
-    lora, factors = read_adapter(adapter, {name: tuple(o.shape) for name, o in outlines.items()} | stacks)
+    own = _own_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
+    lora, factors = read_adapter(adapter, {name: tuple(outlines[of].shape) for of, name in own.items()} | stacks)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
@@ -59,8 +61,8 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
         for name, outline in shards[source].items():
             if name in pieces:
                 yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
-            elif f"{name.removesuffix('.weight')}.lora_A.weight" in factors:
-                yield from _merged(adapter, stored, factors, name, lora.scale)
+            elif f"{(module := own.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
+                yield from _merged(adapter, stored, factors, name, module, lora.scale)
             else:
                 yield stored[name]
             n_done_bytes += outline.nbytes
@@ -94,6 +96,12 @@ def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.
                 raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
         outlines[file] = dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
     return outlines
+
+
+def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
+    """What a vision-language model's decoder of text calls the tensors of its files that are whole weights of it."""
+    of = conversion_of(config)
+    return {s[0][0]: name for name, s in of.sources(stored).items() if name in of.own and len(s) == 1 and s[0][1] is None}
 
 
 def _unpacked(path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int) -> bytes:
@@ -143,10 +151,9 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
 
 
 def _merged(
-    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, scale: float
+    adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, module: str, scale: float
 ) -> Iterator[Tensor]:
-    """A weight with its adapter, some rows at a time."""
-    module = name.removesuffix(".weight")
+    """A weight, by its name in files, with its module's adapter, some rows at a time."""
     weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
     n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
     for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):

@@ -19,6 +19,7 @@ from penstock.data.data import Report
 from planner.lower.lower import lower
 from planner.model import kept
 from planner.model.config import key_of, outlines
+from planner.model.record import window_of
 from planner.model.workload import build_workload
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import PenstockError, WorkloadError
@@ -41,11 +42,14 @@ _REMEMBERED = frozenset({"note"})
 def self_test(plan: Plan, report: Report) -> None:
     """WorkloadError for a model whose streamed step is not its own, before anything is allocated for a run of it.
 
-    What has passed is remembered for the configuration, attention, versions and kind of CPU. Where no copy can be made, or
-    transformers' own step of it fails, the run goes on, and that is said.
+    What has passed is remembered for the configuration, attention, versions, kind of CPU, and whether windows hide anything. Where no
+    copy can be made, or transformers' own step of it fails, the run goes on, and that is said.
     """
     of, key, name = plan.semantics, key_of(plan.model), plan.model.name or "the model"
-    asked = f"self-test {of.attention} {of.experts} {torch.backends.cpu.get_cpu_capability()}"
+    # Of shorter sequences than a window all layers that have one are alike, and the copy may end before the first that has none
+    window = window_of(plan.model.config)
+    hides = window is not None and of.seq_len > window
+    asked = f"self-test {of.attention} {of.experts} {torch.backends.cpu.get_cpu_capability()}{' windows' * hides}"
     if (known := kept.read(key, asked, _REMEMBERED)) is None:
         report("self-test: a step of a cut-down copy of the model, against transformers' own")
         known = {"note": _tried(key, of, name)}

@@ -215,7 +215,8 @@ def _real(
     refer(settings, plan, maps, folder)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
-    towers_from, run_s = weights if has_towers(plan.model.config) else None, prediction.step_s * (n_steps - first_step)
+    saves_towers = has_towers(plan.model.config) and plan.semantics.train.lora is None
+    towers_from, run_s = weights if saves_towers else None, prediction.step_s * (n_steps - first_step)
     each_bytes = plan.checkpoint_bytes(settings.checkpoint.weights_only)
     each_bytes += 0 if towers_from is None else towers_bytes(towers_from, plan.model.config)
     refuse_without_room(Path(settings.out), settings.checkpoint, each_bytes, first_step, n_steps, run_s)

@@ -16,7 +16,7 @@ from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.objective import CROSS_ENTROPY
 from runtime.plan.train import EXPERTS, STACK, TARGETS, Train
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload, has_towers
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
@@ -41,8 +41,6 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
     if semantics.mlp_tile_tokens is not None and not semantics.train.all:
         _fail(model, "mlp_tile_tokens: an MLP by tiles is trained whole; leave it out, or --train")
-    if semantics.train.lora is not None and has_towers(model.config):  # PEFT's names would be those of the tower's layers too
-        _fail(model, "adapters of a vision-language model are not there yet; train it all, or some layers or weights, with --train")
     if semantics.base != "bf16" and semantics.train.lora is None:  # a checkpoint of the whole model would have to be unpacked
         _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
     lora = semantics.train.lora

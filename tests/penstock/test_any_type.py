@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
@@ -71,11 +72,34 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
     assert len(changed) > 0.8 * len(before.keys() - kept)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.soak)])
+def test_adapters_of_the_text_leave_towers_alone(tmp_path, model_type):
+    """Whose projections have the same names: PEFT finds those of the decoder alone."""
+    home = make_home(tmp_path)
+    published(home, model_type)
+    plan = plan_in(home, "--train", "lora:r=4,alpha=8", model=model_type)
+    succeeded(train(home, plan, "--tokenizer", "bytes", steps=2, scratch=()))
+    last, kind = home / "out" / "checkpoint-2", loader(tiny(model_type))
+    assert not list(last.glob("model*")), "no weights, and no towers"
+    base = kind.from_pretrained(home / model_type, dtype=torch.float32)
+    in_peft, before = PeftModel.from_pretrained(base, last), kind.from_pretrained(home / model_type).state_dict()
+    ours = load_file(last / "adapter_model.safetensors")
+    theirs = {name.replace(".default.", "."): p for name, p in in_peft.named_parameters() if "lora_" in name}
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], factor) for name, factor in ours.items())
+    succeeded(penstock("merge", home / model_type, last, "--out", home / "merged"))
+    merged, told = kind.from_pretrained(home / "merged", output_loading_info=True)
+    assert not any(told.values()), told
+    after, by_peft = merged.state_dict(), in_peft.merge_and_unload().state_dict()
+    changed = {f"base_model.model.{name}" for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {f"{name.rpartition('.lora_')[0]}.weight" for name in ours}
+    assert all(torch.equal(after[name], weight.bfloat16()) for name, weight in by_peft.items())
+
+
 def test_what_is_not_there_for_towers_is_refused_in_one_line(tmp_path):
     home = make_home(tmp_path)
     (home / "vl").mkdir()
     (home / "vl" / "config.json").write_text(json.dumps(tiny("qwen3_vl")))
-    one_line(penstock("plan", home / "vl", *SIZES, "--train", "lora"), 2, "adapters of a vision-language model are not there yet")
     one_line(train(home, plan_in(home, model="vl")), 2, "--from-scratch: this model's vision tower has no random weights")
 
 

@@ -50,6 +50,14 @@ def test_a_model_that_has_passed_is_not_tried_again(cache, monkeypatch):
     assert len(said) == 1, "another process remembers"
 
 
+def test_a_length_at_which_windows_hide_something_is_tried_apart(cache):
+    """What is cut down keeps a layer of each kind, and by then there are more of them."""
+    for seq_len, n_tried in ((8, 1), (9, 2), (10, 2), (7, 2)):
+        semantics = semantics_of("gemma2", seq_len=seq_len)
+        module.self_test(plan_of(tiny_config("gemma2"), semantics, Policy()), lambda _: None)
+        assert len([*cache.iterdir()]) == n_tried, seq_len
+
+
 def test_a_forward_whose_bits_depend_on_grad_mode_is_refused(tmp_path, monkeypatch):
     own = LlamaRMSNorm.forward
     monkeypatch.setattr(LlamaRMSNorm, "forward", lambda norm, x: own(norm, x) * (1.0 if torch.is_grad_enabled() else 1.001))
