@@ -59,7 +59,7 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     from peft import LoraConfig
 
     modules = {name.rpartition(".lora_")[0] for name in factors}
-    of_text = {found[1] for module in modules if (found := _OF_TEXT.match(module))}
+    of_text = {layers[1] for module in modules if (layers := _OF_TEXT.match(module))}
     found = {_target(module.removesuffix(".base_layer")) for module in modules}
     assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(

@@ -42,8 +42,8 @@ _REMEMBERED = frozenset({"note"})
 def self_test(plan: Plan, report: Report) -> None:
     """WorkloadError for a model whose streamed step is not its own, before anything is allocated for a run of it.
 
-    What has passed is remembered for the configuration, attention, versions, kind of CPU, and whether windows hide anything. Where no
-    copy can be made, or transformers' own step of it fails, the run goes on, and that is said.
+    What has passed is remembered for the configuration, attention, versions, kind of CPU, and whether windows hide anything. Where
+    no copy can be made, or transformers' own step of it fails, the run goes on, and that is said.
     """
     of, key, name = plan.semantics, key_of(plan.model), plan.model.name or "the model"
     # Of shorter sequences than a window all layers that have one are alike, and the copy may end before the first that has none
