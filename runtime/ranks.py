@@ -27,6 +27,9 @@ class Ranks(Protocol):
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
         """A slab of each rank that the others may read, this one's too; None where one of them cannot be read."""
 
+    def of_host(self, n_bytes: int) -> torch.Tensor:
+        """A slab of zeros that all ranks of this one's host have."""
+
     def meet(self) -> None:
         """Return when all ranks have come here (barrier)."""
 

@@ -167,9 +167,7 @@ def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[S
         ("lora", "lora:r=64", "lora:targets=q_proj", "names:*norm*", f"layers:{rng.randint(0, last)}-{last}", "layers:0")
     )
     base = rng.choice(("bf16", "nf4", "int8", "fp8")) if train.startswith("lora") else "bf16"
-    of = replace(
-        of, sum_groups=1, ranks=1, train=parse_train(train), base=base, gradient_dtype=rng.choice((of.gradient_dtype, "fp32"))
-    )
+    of = replace(of, train=parse_train(train), base=base, gradient_dtype=rng.choice((of.gradient_dtype, "fp32")))
     return of, build_workload(model, of)
 
 

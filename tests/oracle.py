@@ -150,7 +150,7 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
         return sum(plan.state_bytes(plan.part_elements(block)).values())
 
     match name:
-        case "weights" if not (is_load and plan.unpacks(b)):
+        case "weights" if not (op.kind is Kind.LOAD and plan.unpacks(b)):
             return plan.slot_elements(b) * item_bytes
         case "weights" | "packed":
             return plan.uploaded(b)[1]

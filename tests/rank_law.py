@@ -17,13 +17,15 @@ import torch
 from penstock.training.leading import WholeState, obey
 from planner.check import contract
 from planner.check.check import check
+from runtime.executor import execute
 from runtime.machines.processes import Processes, meeting_place, met
 from runtime.plan import Policy, Semantics, Update, saves, setup
 from runtime.plan.objective import parse_objective
 from runtime.plan.optimizer import optimizing
+from runtime.plan.train import Lora, Train
 from tests import training
 from tests.forks import Forked
-from tests.tiny import STRUCTURES, tiny_config
+from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import Hostile, plan_of, semantics_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,20 +40,31 @@ POLICIES = {
     "eager": Policy(update=Update.EAGER),
     "lean": Policy(update=Update.DEFERRED, speculate_blocks=(1, 2)),
     "lion": Policy(update=Update.DEFERRED),
+    "adapters": Policy(update=Update.DEFERRED, save=saves(products=(2,))),
+    "packed": Policy(prefetch_depth=2, resident_blocks=(1,)),
+    "parts": Policy(update=Update.DEFERRED, gradient_slots=2, resident_blocks=(0, 1)),
+    "table": Policy(update=Update.DEFERRED),
 }
 SEMANTICS = {
     "eager": {"clip_norm": None},
     "lean": optimizing("adamw:moments=bf16,master=bf16", None),
     "lion": optimizing("lion:moments=int8", None),
+    "adapters": {"train": Train(lora=Lora(rank=4)), "gradient_dtype": "fp32"},
+    "packed": {"train": Train(lora=Lora(rank=8)), "base": "nf4"},
+    "parts": {"train": Train(names=("*.1.*norm*", "*.2.*norm*"))},  # nothing of the lowest layer
+    "table": {"train": Train(names=("model.embed_tokens.weight", "*.0.*norm*"))},  # which is the head's, too
 }
 
 
 def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> tuple[dict, Semantics, Policy]:
     """The configuration, each rank's part of the step, and the policy with all its micro-batches in one group."""
-    tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling")
+    tied = tiny_config(model_type)["tie_word_embeddings"] or policy in ("early", "spilling", "adapters", "table")
     config = tiny_config(model_type, num_hidden_layers=3, tie_word_embeddings=tied, attention_dropout=0.1)
+    own = SEMANTICS.get(policy, {})
+    if policy == "packed" and model_type in EXPERT_TYPES:
+        own |= {"train": Train(lora=Lora(rank=8, targets=("q_proj", "experts")))}
     pairs = {"micro_batch": 2, "objective": parse_objective("orpo")} if policy == "pairs" else {"micro_batch": 1}
-    whole = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **SEMANTICS.get(policy, {}))
+    whole = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **own)
     of = whole.shared_by(ranks)
     return config, of, replace(POLICIES["plain" if policy == "pairs" else policy], accumulation_group=of.n_micro_batches)
 
@@ -74,7 +87,11 @@ def trained(case: str, ranks: Processes | None) -> Hostile:
     config, of, policy_of = asked(model_type, policy, int(groups), batch, 1 if ranks is None else ranks.n)
     plan = plan_of(config, of, policy_of)
     check(plan)
-    return training.trained(plan, Hostile, delay_seed=0 if ranks is None else ranks.rank, ranks=ranks)
+    machine = training.machine_for(plan, Hostile, delay_seed=0 if ranks is None else ranks.rank, ranks=ranks)
+    if ranks is not None:
+        ranks.gathered({})  # the first has set what is frozen
+    execute(plan, machine, training.N_STEPS)
+    return machine
 
 
 @cache

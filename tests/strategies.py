@@ -127,11 +127,9 @@ PARTS = (
 
 @st.composite
 def frozen(draw: st.DrawFn, of: Semantics) -> Semantics:
-    """The same, of one rank and one sum group, where not all is trained; what is not may come packed."""
+    """The same where not all is trained; what is not may come packed."""
     return replace(
         of,
-        ranks=1,
-        sum_groups=1,
         train=draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS)),
         base=draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"])),
         gradient_dtype=draw(st.sampled_from(["fp32", "fp32", of.gradient_dtype])),

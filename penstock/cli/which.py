@@ -168,9 +168,7 @@ def compare(
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
     prices = {name: work.pop(name) for name in PRICES}
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
-    # Adapters are trained by one GPU; whole models by all that a machine has, unless a number is given
-    is_given = click.get_current_context().get_parameter_source("gpus") is not ParameterSource.DEFAULT
-    has_all = not is_given and work["train"] is None
+    has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
     tasks = []
     for whole in _compared(machines, None if has_all else gpus):
         profile = whole.with_prices(**prices)

@@ -47,7 +47,8 @@ def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
 def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
     """DoesNotFitError where memory that the plan books is not free: the GPU's, and `of_host` the host's, for the ranks that share
     it. Without a GPU the host's memory takes the place of the device's. `asked`: the device of the settings."""
-    device_bytes, host_bytes = sum(planned_device_needs(plan, device == "cuda").values()), sum(host_needs(plan).values())
+    device_bytes = sum(planned_device_needs(plan, device == "cuda").values())
+    host_bytes = sum(host_needs(plan, n_ranks_here).values())
     where = "here"
     if device == "cuda":
         if (short_bytes := device_bytes - streams.free_cuda_bytes()) > 0:

@@ -99,13 +99,14 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
     """Put a Hugging Face model's weights into the store, one tensor at a time; those that are stored packed are packed once, into
     `cache`. Adapters stay as they are."""
     plan, host = store.plan, store.host
-    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p)}
+    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p) and host.is_first}
     if packed_shapes:
         report(f"packing weights in {plan.semantics.base}, if they are not yet")
         read_packed = packed_base(folder, plan.model.config, packed_shapes, plan.semantics.base, cache)
     for number, block in enumerate(plan.workload.blocks):
         report(f"loading weights: {number} of {len(plan.workload.blocks)} blocks")
         owned = {p.name: p for p in block.parameters if p.tied_to is None and not is_adapter(p.name)}
+        owned = {name: p for name, p in owned.items() if host.is_first or not p.frozen}
         for name in owned.keys() & packed_shapes.keys():
             host.set_weight(owned.pop(name), read_packed(name))
         shapes = {name: p.shape for name, p in owned.items()}

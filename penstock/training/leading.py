@@ -80,6 +80,8 @@ class WholeState(HostState):
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         dtype = DTYPE[self.plan.semantics.compute_dtype]
+        if p.frozen:
+            return self._own.compute_weight(p)
         return self._whole(p, "weight", dtype).view(p.shape)
 
     def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor:

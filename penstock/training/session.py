@@ -34,6 +34,7 @@ from runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, s
 from runtime.machines.processes import Processes
 from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, PlanFile
+from runtime.plan.footprint import host_needs
 from runtime.plan.optimizer import AdamW
 from runtime.plan.region import Demand, Region
 from runtime.plan.workload import Model, has_towers
@@ -224,7 +225,8 @@ def _real(
     if ranks is not None:
         begin(ranks, None if state is None else state.path)
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
-    report(f"taking memory: {show_bytes(plan.host_arena_bytes + plan.device_arena_bytes)}")
+    host_bytes = sum(host_needs(plan, 1 if ranks is None else ranks.n_here).values())
+    report(f"taking memory: {show_bytes(host_bytes + plan.device_arena_bytes)}")
     store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
     session = Session(
         *(settings, plan, device, store, store, data, n_steps, prediction),

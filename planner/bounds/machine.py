@@ -26,7 +26,7 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
     may_stay, may_square = places_to_stay(whole, cost.profile), [*can_square(plan.workload, plan.semantics)]
     if not plan.workload.trains_all:
-        may_stay = may_square = [*plan.workload.mixed]
+        may_stay = may_square = [*plan.workload.mixed] if plan.semantics.whole.sum_groups == 1 else []
     host = dict(machine_facets(plan, cost, (), ()))
     squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))

@@ -332,7 +332,8 @@ def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int
     layers.sort(key=lambda b: (b in on_device, -plan.workload.blocks[b].slot_elements, b))
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
-    for kind, n_held in ((Kind.LOAD, n_slots), (Kind.GATHER, n_slots), (Kind.DEQUANTISE, min(n_slots, plan.n_streaming))):
+    n_unpacked = min(n_slots, plan.n_streaming)
+    for kind, n_held in ((Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
         n_left = n_turns * n_held
         for b in layers:
             n_spared = min(n_left, plan.n_ops(kind, b) - 1)

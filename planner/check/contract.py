@@ -41,7 +41,7 @@ class _Rule(NamedTuple):
 
 _RULES = {
     Kind.LOAD: _Rule(lambda s, b: True, Often.USE),
-    Kind.GATHER: _Rule(lambda s, b: s.ranks > 1, Often.USE),
+    Kind.GATHER: _Rule(lambda s, b: s.ranks > 1 and b in s.trained, Often.USE),
     Kind.DEQUANTISE: _Rule(lambda s, b: b in s.packed, Often.USE),
     Kind.FORWARD: _Rule(lambda s, b: b < s.head, Often.MICRO_BATCH),
     Kind.LOSS: _Rule(lambda s, b: b == s.head, Often.MICRO_BATCH),
@@ -149,11 +149,11 @@ def slots_of(name: str, s: Shape, op: Op) -> Sequence[Slots]:
             return [source_slot(s, b) if is_load else state_slot(s, b)]
         case "trained" if b in s.apart and not is_lookup:
             return [state_slot(s, b)]
-        case "tied" if is_load and b == s.head and s.shares_weight:  # the weight that block 0 owns
+        case "tied" if is_load and b == s.head and (s.tied if op.kind is Kind.GATHER else s.shares_weight):  # block 0 owns it
             return [one("state", 0)]
         case "tied" if not is_load and b == 0 and s.tied:  # the head's part of the gradient of such a weight
             return [("host_gradients", ANY)]
-        case "weights" if is_load and b in s.packed:
+        case "weights" if op.kind is Kind.LOAD and b in s.packed:
             return [("packed", ANY)]
         case "weights" if b in s.resident and not is_lookup:
             # Weights that stay have a slot for themselves: frozen ones are loaded in a run's first step alone.
@@ -234,8 +234,8 @@ def n_bytes(name: str, s: Shape, op: Op) -> int:
             return s.own_bytes[b]
         case "tied":
             return s.host_bytes[0] if is_load else s.arrived_bytes[s.head]
-        case "packed" | "weights" if name == "packed" or (is_load and b in s.packed):
-            return s.item_bytes * s.owned[b] + s.frozen_bytes[b]
+        case "packed" | "weights" if name == "packed" or (op.kind is Kind.LOAD and b in s.packed):
+            return s.item_bytes * s.owned[b] * s.ranks + s.frozen_bytes[b]
         case "weights":
             return s.item_bytes * s.elements[b]
         case "x" | "y" | "spilled":

@@ -24,10 +24,11 @@ class _Held(NamedTuple):  # a plan has 10^5 of them, and a tuple is made three t
         return f"the {self.what} of block {self.block}{m}, step {self.step}"
 
 
+PART = "part of the weights"  # a rank's own, with all that is frozen
 _WEIGHTS = {"weights": "weights", "trained": "state"}  # what of a block is trained apart, as the step before left it
 # What a kind of op must find in its operands, where it has them, of its block and micro-batch; and what it leaves there.
 _MOVES: dict[Kind, tuple[dict[str, str], dict[str, str]]] = {
-    Kind.DEQUANTISE: ({"packed": "packed weights"}, {"weights": "weights"}),
+    Kind.DEQUANTISE: ({"packed": "packed weights"}, {}),
     Kind.FORWARD: (_WEIGHTS, {"y": "output", "saved": "saved activations"}),
     Kind.RECOMPUTE: (_WEIGHTS, {"y": "recomputed output"}),
     Kind.LOSS: (_WEIGHTS, {}),
@@ -69,7 +70,7 @@ class _Memory:
         for name, what in needs.items():
             if (slot := op.get(name)) is not None:
                 self.need(slot, what, b, None if name in _WEIGHTS else m)
-        if op.kind in (Kind.LOAD, Kind.GATHER):
+        if op.kind in (Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER):
             self.load()
         elif (tied := op.get("tied")) is not None:  # the head's part of the gradient
             self.need(tied, "gradient", self.shape.head)
@@ -112,14 +113,14 @@ class _Memory:
     def load(self) -> None:
         """Weights come from the state of this step; of several ranks first their parts, then the whole."""
         op, b = self.op, self.op.block
-        is_last = (op.kind is Kind.GATHER) is (self.shape.ranks > 1)
+        is_part = op.kind is not Kind.GATHER and self.shape.ranks > 1 and b in self.shape.trained
         for name, owner in (("state", b), ("tied", 0)):
             if (slot := op.get(name)) is not None:
                 self.need(slot, "frozen weights" if self.is_frozen(owner) else "state", owner)
         if op.kind is Kind.GATHER:
-            self.need(op["weights"], "part of the weights", b)
-        whole = "packed weights" if b in self.shape.packed else "weights"
-        self.held[op["weights"]] = _Held(whole if is_last else "part of the weights", b, None, self.step)
+            self.need(op["weights"], PART, b)
+        comes = "packed weights" if op.kind is Kind.LOAD and b in self.shape.packed else PART if is_part else "weights"
+        self.held[op["weights"]] = _Held(comes, b, None, self.step)
 
     def add_up(self, slots: list[Slot], m: int, is_whole: bool) -> None:
         """A micro-batch's gradient joins the sum in the first slot, or begins it; the sum that of the next, and so on."""

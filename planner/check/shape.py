@@ -58,9 +58,11 @@ class Shape:
         self.owned, self.n_squares = [b.state_elements for b in blocks], [len(b.trained) for b in blocks]
         if of.ranks > 1:  # equal parts, each of whole pieces, one for each sum group, each of whole units
             unit = of.ranks * of.sum_groups * ALIGN_ELEMENTS
-            self.owned = [-(-b.host_elements // unit) * unit // of.ranks for b in blocks]
-            self.elements = [(n + (self.owned[0] if b.tied else 0)) * of.ranks for b, n in zip(blocks, self.owned, strict=True)]
-            self.trained_elements = self.elements
+            self.owned = [-(-b.state_elements // unit) * unit // of.ranks for b in blocks]
+            parts = [n + self.owned[0] * (self.tied and b == self.head) for b, n in enumerate(self.owned)]
+            self.trained_elements = [n * of.ranks for n in parts]
+            frozen = [sum(-(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS for p in b.parameters if p.frozen) for b in blocks]
+            self.elements = [n + m for n, m in zip(self.trained_elements, frozen, strict=True)]
             # Tiles of 2^16 elements, one more for each end of a parameter or a piece
             self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
         # Of each block: bytes of masters (in one piece or in two) and moments; of what is frozen; of what the host has of both

@@ -53,10 +53,10 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                 tied = [("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []
                 state, to = [("state", plan.source_slot(b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
                 yield Op(Kind.LOAD, b, None, (*state, ("weights", to)))
-                if plan.semantics.ranks > 1:
-                    yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
                 if plan.unpacks(b):
                     yield Op(Kind.DEQUANTISE, b, None, (("packed", to), ("weights", slot)))
+                if plan.n_ops(Kind.GATHER, b):
+                    yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):
                 x, y = (Slot("activations", 2 * (m - first) + parity % 2) for parity in (b - 1, b))
                 reads = [("weights", slot), *([("trained", plan.state_slot(b))] if plan.is_apart(b) else [])]

@@ -147,7 +147,10 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
         sheet.add(Kind.LOAD, runs, LOADED, block, where=is_new, state=source, weights=packed)
         sheet.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=comes, packed=packed, weights=weights)
     if plan.semantics.ranks > 1:  # each has loaded its part
-        sheet.add(Kind.GATHER, runs, GATHERED, block, where=is_fresh, state=state, tied=tied, weights=weights)
+        shared = _listed(plan, [b for b, of in enumerate(blocks) if of.trained])[block]
+        if not plan.workload.tied:
+            tied = np.full(len(runs), NONE)
+        sheet.add(Kind.GATHER, runs, GATHERED, block, where=is_fresh & shared, state=state, tied=tied, weights=weights)
 
 
 @lru_cache(maxsize=64)
@@ -270,8 +273,8 @@ def _with_exchanges(step: Step, whole: Whole, sums: Column) -> Whole:
     of_block = np.full(len(step.plan.workload.blocks), NONE)
     is_first = step.of(Kind.BACKWARD) & (step.micro_batches == 0)
     of_block[step.blocks[is_first]] = is_first.nonzero()[0]
-    later = whole.block - n_whole_sums(step.plan)
-    place = np.where(later < 0, len(step.blocks) - 1 - later, of_block[later])
+    later, first = whole.block - n_whole_sums(step.plan), step.plan.workload.first_trained
+    place = np.where(later < first, len(step.blocks) - 1 + first - later, of_block[later])
     whole = whole._replace(place=place, turn=np.full(len(place), SHARED))
     step.sheet.add(Kind.EXCHANGE, place, SHARED, whole.block, sum=sums, received=slots("received", 0), gradient=whole.gradient)
     return whole

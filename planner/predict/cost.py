@@ -71,9 +71,9 @@ def attention_call(of: Attention, dtype: Dtype) -> AttentionCall:
 
 def loaded_bytes(plan: Setup, block: int) -> int:
     """What a load carries over the link: all that the block uses, but for what is trained of it on the device."""
-    item, of = ITEM_BYTES[plan.semantics.compute_dtype], plan.workload.blocks[block]
-    all_bytes = plan.uploaded(block)[1] if plan.unpacks(block) else plan.slot_elements(block) // plan.semantics.ranks * item
-    return all_bytes - of.state_elements * item * plan.is_apart(block)
+    item = ITEM_BYTES[plan.semantics.compute_dtype]
+    all_bytes = plan.uploaded(block)[1] if plan.unpacks(block) else plan.slot_elements(block) * item
+    return all_bytes - plan.elsewhere_bytes(block)
 
 
 _OfMicroBatch = tuple[bool, int, bool]
@@ -150,9 +150,9 @@ class CostModel:
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
             case Kind.GATHER:
-                return self._gathered(of.ranks, plan.slot_elements(op.block) * item)
+                return self._gathered(of.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
-                n_elements = plan.slot_elements(op.block)
+                n_elements = plan.gradient_elements(op.block)
                 # Put together what goes to one rank, twice; added up, and written
                 sum_bytes = n_elements * ITEM_BYTES[plan.sum_dtype(op.block)]
                 moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES
@@ -302,7 +302,7 @@ class CostModel:
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
         m, of, block = op.micro_batch or 0, plan.semantics, plan.workload.blocks[op.block]
-        elements = block.trained_elements if of.ranks == 1 else plan.slot_elements(op.block)
+        elements = plan.gradient_elements(op.block)
         item, out = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
         first, last = of.begins_sum(m), m == of.n_micro_batches - 1
         dense = item if block.kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use

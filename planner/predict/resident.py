@@ -62,7 +62,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     updating_s = cost.moving_s(updating_bytes, 2 * sum(len(b.trained) for b in blocks)) / of.ranks
     state_bytes = round(plan.workload.n_trained * (kept_bytes + weight_bytes)) + gradient_bytes
     # The largest block, its gradient, and that in fp32 on its way to the others; and the next one's weights
-    largest, layer = (max(b.slot_elements for b in of_blocks) for of_blocks in (blocks, blocks[1:-1]))
+    largest, layer = (max(b.trained_elements for b in of_blocks) for of_blocks in (blocks, blocks[1:-1]))
     together_bytes = (2 * weight + FP32_BYTES) * largest + weight * layer
     needs = {
         "state": state_bytes // of.ranks + sum(plan.frozen_bytes(b) for b in range(len(blocks)) if not plan.workload.trains_all),
@@ -74,7 +74,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     needs["activations"] = min(n_bytes for n_bytes, _ in tiers)
     exchanging_s = 0.0  # in every micro-batch two all-gathers and a reduce-scatter of every layer, and one of each for the others
     for b in range(len(blocks)) if of.ranks > 1 else ():
-        n_elements, n_times = plan.slot_elements(b), 2 if 0 < b < len(blocks) - 1 else 1
+        n_elements, n_times = plan.gradient_elements(b), 2 if 0 < b < len(blocks) - 1 else 1
         exchanging_s += n_times * cost.together(of.ranks, n_elements * weight, "all_gather").uncontended_s
         exchanging_s += cost.together(of.ranks, n_elements * ITEM_BYTES[plan.sum_dtype(b)], "reduce_scatter").uncontended_s
     exchanging_s *= of.n_micro_batches

@@ -160,7 +160,7 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
     """Less that is trained, or frozen weights in fewer bits: the most that fits."""
     s = request.semantics
     is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
-    if s.ranks > 1 or s.sum_groups > 1 or request.fixed is not None or is_tiled:
+    if request.fixed is not None or is_tiled:
         return
     said, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
     form = published(request.model)

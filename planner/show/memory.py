@@ -44,7 +44,7 @@ def held(plan: Plan, profile: Profile, stretch: Stretch) -> tuple[Held, Held]:
     needs = footprint(plan, profile)
     places = {a.name: a.place for a in plan.arenas} | dict.fromkeys((KEPT, COMPUTED, CONTEXT), Place.DEVICE) | {RUNTIME: Place.HOST}
     spans = sorted(stretch.spans, key=lambda s: (s.step, s.op))  # ops of which one writes a slot of the other are in this order
-    always = {a.name: a.n_bytes for a in plan.arenas if a.name in STATE}
+    always = {name: n_bytes for of in (needs.device, needs.host) for name, n_bytes in of.items() if name in STATE}
     always |= {CONTEXT: needs.device[CONTEXT], RUNTIME: needs.host[RUNTIME]}
     lives = [(name, n_bytes, stretch.start_s, stretch.end_s) for name, n_bytes in always.items()]
     lives += [*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans)]

@@ -1,7 +1,6 @@
 """Copies between host and device: weights come, gradients leave, activations go and come back (load, and offload)."""
 
 from runtime.plan import Kind, Op, Plan
-from runtime.plan.workload import ITEM_BYTES
 
 from .memory import Arenas
 
@@ -13,22 +12,16 @@ class Copies:
         self.plan, self.arenas, self._rank = plan, arenas, rank
         self._blocks = plan.workload.blocks
         self._uploaded = [plan.uploaded(b) for b in range(len(self._blocks))]  # in bytes
-        item_bytes = ITEM_BYTES[plan.semantics.compute_dtype]
-        # Of those bytes, what is on the device, and is not uploaded
-        self._apart_bytes = [b.state_elements * item_bytes if plan.is_apart(i) else 0 for i, b in enumerate(self._blocks)]
+        self._on_host = [plan.frozen_on_host(b) for b in range(len(self._blocks))]
 
     def load(self, op: Op) -> None:
         """The beginning of the block's state, or what is frozen of it where only that is there. Where a weight is tied, whose place
         is in another's state, weights go one by one."""
         dtype, tied, to = self.plan.semantics.compute_dtype, op.get("tied"), op["weights"]
         if self.plan.semantics.ranks > 1:
-            for source, (first, n_whole) in zip((op["state"], tied), self.plan.regions(op.block), strict=False):
-                n = n_whole // self.plan.semantics.ranks
-                assert source is not None
-                view = self.arenas.view(to, dtype, (n,), first + self._rank * n)
-                view.copy_(self.arenas.view(source, dtype, (n,)), non_blocking=True)
+            self._load_part(op)
             return
-        (owned, n_bytes), apart_bytes = self._uploaded[op.block], self._apart_bytes[op.block]
+        (owned, n_bytes), apart_bytes = self._uploaded[op.block], self.plan.elsewhere_bytes(op.block)
         if tied is None:
             state, weights = self.arenas.raw(op["state"]), self.arenas.raw(to)
             weights[apart_bytes:n_bytes].copy_(state[: n_bytes - apart_bytes], non_blocking=True)
@@ -40,6 +33,23 @@ class Copies:
             elif (first := owned[p.name] - apart_bytes) >= 0:
                 part = self.arenas.view(op["state"], dtype, (p.n_elements,), first // view.element_size())
                 view.copy_(part, non_blocking=True)
+
+    def _load_part(self, op: Op) -> None:
+        """Of what is trained this rank's part, and all that is frozen."""
+        plan, tied, to, dtype = self.plan, op.get("tied"), op["weights"], self.plan.semantics.compute_dtype
+        for source, (first, n_whole) in zip((op["state"], tied), plan.regions(op.block), strict=False):
+            n = n_whole // plan.semantics.ranks
+            assert source is not None
+            view = self.arenas.view(to, dtype, (n,), first + self._rank * n)
+            view.copy_(self.arenas.view(source, dtype, (n,)), non_blocking=True)
+        if n_bytes := plan.frozen_bytes(op.block):
+            view = self.arenas.view(to, "int8", (n_bytes,), self._uploaded[op.block][1] - n_bytes)
+            view.copy_(self.arenas.view(op["state"], "int8", (n_bytes,), self._on_host[op.block][1]), non_blocking=True)
+        for p in self._blocks[op.block].parameters:
+            if p.frozen and p.tied_to is not None and tied is not None:
+                view = self.arenas.view(to, dtype, (p.n_elements,), plan.offsets[op.block][p.name])
+                first = self._on_host[0][0][p.tied_to] // view.element_size()
+                view.copy_(self.arenas.view(tied, dtype, (p.n_elements,), first), non_blocking=True)
 
     def offload_gradient(self, op: Op) -> None:
         """A gradient; and the sums of its squares, if they go along."""

@@ -44,9 +44,10 @@ class HostState:
     every update that turns out right: slots are names, and `commit` exchanges what they mean.
     """
 
-    def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0) -> None:
-        """Everything is zero until `set_weights`. Of several ranks each has a part of every block."""
-        self.plan, self.arenas, self._rank = plan, arenas, rank
+    def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0, is_first: bool = True) -> None:
+        """Everything is zero until `set_weights`. Of several ranks each has a part of what is trained of every block, and the first
+        of a host sets what is frozen, which the others read."""
+        self.plan, self.arenas, self._rank, self.is_first = plan, arenas, rank, is_first
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
         self.owned: list[list[Parameter]] = []  # of each block the parameters that it owns and trains
@@ -54,17 +55,15 @@ class HostState:
         self.constants: dict[str, torch.Tensor] = {}  # what files hold of layers though it is no weight
         self._frozen_at: dict[str, int] = {}  # by frozen parameter: its first byte in the slot of `state`
         self._places: dict[str, tuple[int, int]] = {}  # by parameter: its block, and element there
-        item_bytes = DTYPE[plan.semantics.compute_dtype].itemsize
         for b, block in enumerate(plan.workload.blocks):
             self.owned.append([p for p in block.trained if p.tied_to is None])
             self.frozen.append([p for p in block.parameters if p.frozen and p.tied_to is None])
-            offsets, uploaded = block.offsets(owned_only=True)[0], plan.uploaded(b)[0] if self.frozen[b] else {}
-            apart_bytes = block.state_elements * item_bytes if plan.is_apart(b) else 0
+            offsets = block.offsets(owned_only=True)[0]
             self._places |= {p.name: (b, offsets[p.name]) for p in self.owned[b]} | {p.name: (b, 0) for p in self.frozen[b]}
-            self._frozen_at |= {p.name: uploaded[p.name] - apart_bytes for p in self.frozen[b]}
+            self._frozen_at |= plan.frozen_on_host(b)[0] if self.frozen[b] else {}
         self._n_elements = [plan.part_elements(b) for b in range(len(self.owned))]
         # Bytes between the weights of what is trained and the rest of its state
-        self._between = [0 if plan.is_apart(b) else sum(map(plan.stored_bytes, frozen)) for b, frozen in enumerate(self.frozen)]
+        self._between = [0 if plan.is_apart(b) else plan.frozen_bytes(b) for b in range(len(self.frozen))]
         self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # of each block and part
         # Bytes of the block before each part
         self._begin = [dict(zip(of, accumulate(of.values(), initial=0), strict=False)) for of in self._bytes]
@@ -134,11 +133,13 @@ class HostState:
         """The bytes of one that is."""
         assert self.plan.is_packed(p), f"{p.name} is not packed"
         at = self._frozen_at[p.name]
-        return self.arenas.raw(Slot("state", self.block_of(p)))[at : at + self.plan.stored_bytes(p)]
+        return self.arenas.view(Slot("state", self.block_of(p)), "int8", (self.plan.stored_bytes(p),), at)
 
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
         """Put an owned parameter, of any float dtype, in its place, or its bytes where it is packed. No lane may be at work."""
         with torch.no_grad():
+            if p.frozen and not self.is_first:
+                return
             if p.frozen:
                 to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
                 assert given.dtype.is_floating_point == to.dtype.is_floating_point, f"{p.name} is given as {given.dtype}"

@@ -13,7 +13,8 @@ from . import slabs
 from .slabs import available_host_bytes as available_host_bytes
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16, "int8": torch.uint8}
-FRONTS = "fronts"  # the slab of what is apart from the rest of its slot
+FRONTS, BASE = "fronts", "base"  # slabs of what is apart from the rest of its slot: uploaded of what is trained; frozen
+Make = Callable[[int], torch.Tensor]  # a slab of so many bytes
 
 
 class Arenas:
@@ -23,25 +24,29 @@ class Arenas:
         self,
         arenas: Iterable[Arena],
         device: torch.device,
-        fronts: Mapping[Slot, int] | None = None,
-        fronts_slab: Callable[[int], torch.Tensor] = slabs.host_slab,
+        apart: Mapping[str, tuple[Mapping[Slot, int], Make]] | None = None,
     ) -> None:
         """Allocate every slab, zero-filled. PlanError when the machine has not that much memory.
 
-        `fronts`: of slots of the host, the bytes at their beginning that lie apart, where no view reaches across, in one slab.
+        `apart`: of slots of the host, bytes from their beginning on that lie apart, where no view reaches across, by the name of
+        their slabs; the fronts in one.
         """
-        fronts = fronts or {}
         self.slabs: dict[str, torch.Tensor] = {}  # bytes, by name: its arena's, with a number from the second on
         self._arena_of: dict[str, Arena] = {}  # by slab
-        self._pieces: dict[Slot, list[torch.Tensor]] = {}  # bytes of each slot, in order: one, or two where its front is apart
+        self._pieces: dict[Slot, list[torch.Tensor]] = {}  # bytes of each slot, in order: one, or several where some are apart
         for arena in arenas:
             on_host = arena.place is Place.HOST or device.type == "cpu"
-            make = slabs.host_slab if on_host else partial(torch.zeros, dtype=torch.uint8, device=device)
-            for number, indices in enumerate(_slots_of_slabs(arena)):
-                slots = {Slot(arena.name, i): arena.slot_bytes[i] - fronts.get(Slot(arena.name, i), 0) for i in indices}
-                self._allocate(arena, f"{arena.name}.{number}" if number else arena.name, slots, make)
-            if apart := {slot: n_bytes for slot, n_bytes in fronts.items() if slot.arena == arena.name}:
-                self._allocate(arena, FRONTS, apart, fronts_slab)
+            make: Make = slabs.host_slab if on_host else partial(torch.zeros, dtype=torch.uint8, device=device)
+            left = {Slot(arena.name, i): n for i, n in enumerate(arena.slot_bytes)}
+            parts = list[tuple[str, dict[Slot, int], Make]]()
+            for name, (sizes, make_it) in (apart or {}).items():
+                of_arena = {slot: n for slot, n in sizes.items() if slot.arena == arena.name}
+                left |= {slot: left[slot] - n for slot, n in of_arena.items()}
+                parts += [(name, of_arena, make_it)] if of_arena else []
+            for name, sizes, make_it in ((arena.name, left, make), *reversed(parts)):
+                in_one = arena.place is Place.DEVICE or name == FRONTS
+                for number, slots in enumerate([sizes] if in_one else _slots_of_slabs(sizes)):
+                    self._allocate(arena, f"{name}.{number}" if number else name, slots, make_it)
 
     def _allocate(self, arena: Arena, name: str, slots: Mapping[Slot, int], make: Callable[[int], torch.Tensor]) -> None:
         """A new slab of some bytes of each slot, one after another, which come before those that the slot has."""
@@ -55,8 +60,13 @@ class Arenas:
             self._pieces.setdefault(slot, []).insert(0, piece)
 
     def touch(self, n_threads: int) -> None:
-        """Fault in all host memory, which is fresh: no step shall wait for the system to find pages."""
-        slabs.touch([slab for slab in self.slabs.values() if slab.device.type == "cpu"], n_threads)
+        """Fault in all host memory that is fresh, and this process's own: no step shall wait for the system to find pages."""
+        own = [slab for name, slab in self.slabs.items() if slab.device.type == "cpu" and name.partition(".")[0] != BASE]
+        slabs.touch(own, n_threads)
+
+    def base_bytes(self) -> int:
+        """Of frozen weights that the ranks of a host share."""
+        return sum(slab.numel() for name, slab in self.slabs.items() if name.partition(".")[0] == BASE)
 
     def host_slabs(self) -> dict[str, torch.Tensor]:
         """The slabs of the host's arenas: what a device may be let to read and write by itself."""
@@ -76,9 +86,9 @@ class Arenas:
         Each call's tensor has a version counter of its own: writing one view never invalidates what autograd saved of another.
         """
         (piece, *rest), item = self._pieces[slot], DTYPE[dtype].itemsize
-        if rest and offset_elements * item >= piece.numel():
+        while rest and offset_elements * item >= piece.numel():
             offset_elements -= piece.numel() // item
-            (piece,) = rest
+            piece, *rest = rest
         if shape is None:
             shape = (piece.numel() // item - offset_elements,)
         at, end = offset_elements * item, (offset_elements + prod(shape)) * item
@@ -86,7 +96,7 @@ class Arenas:
         return piece.data[at:end].view(DTYPE[dtype]).view(shape)
 
     def pieces(self, slot: Slot) -> list[torch.Tensor]:
-        """The bytes of a slot: in one piece, or in two where its front is apart."""
+        """The bytes of a slot: in one piece, or in several where some are apart."""
         return [piece.data for piece in self._pieces[slot]]
 
     def raw(self, slot: Slot) -> torch.Tensor:
@@ -110,19 +120,16 @@ class Arenas:
 
     def front_in(self, slab: torch.Tensor, slot: Slot, dtype: str, n_elements: int) -> torch.Tensor:
         """The first elements of what another process's slab of fronts has where this one's has the slot's."""
-        (front, _), n_bytes = self._pieces[slot], n_elements * DTYPE[dtype].itemsize
+        front, n_bytes = self._pieces[slot][0], n_elements * DTYPE[dtype].itemsize
         assert n_bytes <= front.numel()
         return slab[front.storage_offset() :][:n_bytes].view(DTYPE[dtype])
 
 
-def _slots_of_slabs(arena: Arena) -> list[list[int]]:
-    """The slots of each of an arena's slabs: one slab, or on the host as many as threads may lock at once, each of whole slots."""
-    found: list[list[int]] = [[]]
-    n_bytes = 0
-    for index, slot_bytes in enumerate(arena.slot_bytes):
-        if found[-1] and arena.place is Place.HOST and n_bytes + slot_bytes > slabs.SLAB_BYTES:
-            found.append([])
-            n_bytes = 0
-        found[-1].append(index)
-        n_bytes += slot_bytes
+def _slots_of_slabs(sizes: Mapping[Slot, int]) -> list[dict[Slot, int]]:
+    """The slots of each of as many slabs on the host as threads may lock at once, each of whole slots."""
+    found: list[dict[Slot, int]] = [{}]
+    for slot, n_bytes in sizes.items():
+        if found[-1] and sum(found[-1].values()) + n_bytes > slabs.SLAB_BYTES:
+            found.append({})
+        found[-1][slot] = n_bytes
     return found

@@ -4,7 +4,7 @@ Of every tensor, fp32 over fixed chunks, each halved until one number is left, w
 order, so that who squares a gradient changes no bit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -124,12 +124,12 @@ class SharedNumbers:
             yield of_block
 
     def learned(
-        self, rows: torch.Tensor, squares: Sequence[torch.Tensor], losses: Sequence[float], is_asked: bool
+        self, rows: torch.Tensor, squares: Mapping[int, torch.Tensor], losses: Sequence[float], is_asked: bool
     ) -> tuple[list[tuple[Parameter, float]], list[float], bool]:
         """Every parameter's sum of squares, every micro-batch's loss in order, and whether the first rank, which leads, is to end.
-        `rows`: memory for those of all, fp64; `squares`: of each block, this rank's tiles; `is_asked`: whether this one is to."""
+        `rows`: memory for those of all, fp64; `squares`: this rank's, of trained blocks; `is_asked`: whether this one is to."""
         n = self._n_micro_batches
-        parts = [of_block[: len(tiles)] for of_block, tiles in zip(squares, self.tiles, strict=True)]
+        parts = [squares[b][: len(tiles)] for b, tiles in enumerate(self.tiles) if tiles]
         torch.cat(parts, out=self._row[: sum(map(len, self.tiles))])
         self._row[-n:] = torch.tensor(losses, dtype=torch.float64)
         self._row[-n - 1] = is_asked

@@ -153,7 +153,7 @@ class Updates:
             squares = [found for slot in op.every("norm") for found in self._squared(slot)]
         else:
             is_asked = self.agreed is not None and self.agreed.asked.is_requested
-            mine = [self._squares(slot) for slot in op.every("norm")]
+            mine = {slot.index: self._squares(slot) for slot in op.every("norm")}
             squares, self._losses[step], is_asked = self._shared.learned(of_norm, mine, losses(), is_asked)
             if self.agreed is not None:
                 self.agreed.hear(step, is_asked)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from runtime.executor import Record
-from runtime.host.slabs import Shared
+from runtime.host.slabs import Shared, host_slab
 from runtime.plan import Lane, Op, Semantics
 from runtime.plan.objective import CROSS_ENTROPY
 from runtime.plan.region import Demand, Region, shares
@@ -77,6 +77,9 @@ class Alike:
 
     def common(self, mine: Shared) -> None:
         return None
+
+    def of_host(self, n_bytes: int) -> torch.Tensor:
+        return host_slab(n_bytes)
 
     def meet(self) -> None:
         return None

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import PlanError, RanksError
-from runtime.host.slabs import Shared, slab_of
+from runtime.host.slabs import Shared, shared_slab, slab_of
 from runtime.ranks import Among
 
 PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
@@ -118,6 +118,25 @@ class Processes:
             found = [slab_of(Shared(**other)) for other in said]
         has_all = all(other["has_all"] for other in self.gathered({"has_all": found is not None}))
         return found if has_all else None
+
+    def of_host(self, n_bytes: int) -> torch.Tensor:
+        """As `Ranks.of_host`: memory of the first rank there, which the others map. Called by every rank."""
+        first = self.rank - self.rank % self.n_here
+        mine, slab = shared_slab(n_bytes) if self.rank == first else (None, None)
+        said = self.gathered({} if mine is None else asdict(mine))
+        refuse_errors(said)
+        wrong = dict[str, str]()
+        if slab is None:
+            try:
+                slab = slab_of(Shared(**said[first]))
+            except (OSError, TypeError, ValueError) as error:
+                where = f"the base weights in rank {first}'s memory cannot be read ({error})"
+                wrong["error"] = f"{where}; let one user start all ranks of a host, in one container"
+        refuse_errors(self.gathered(wrong))
+        if mine is not None:
+            mine.close()
+        assert slab is not None, "a rank that cannot read it is refused"
+        return slab
 
     def to_first(self, part: torch.Tensor | None, rank: int, into: torch.Tensor | None) -> None:
         """Send a flat tensor of one rank's host memory to rank 0. Called by these two."""

@@ -23,9 +23,9 @@ from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
-from runtime.host.memory import Arenas
+from runtime.host.memory import BASE, FRONTS, Arenas, Make
 from runtime.host.norms import SharedNumbers
-from runtime.host.slabs import CommonMemory, Shared, give_back_freed, settle_allocator, shared_slab, touch
+from runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, settle_allocator, shared_slab, touch
 from runtime.host.updates import Updates
 from runtime.host.workers import Workers
 from runtime.layers.attention import use_attention
@@ -204,7 +204,7 @@ class TorchMachine(LaneMachine):
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.current(Lane.GPU):
             arenas, memory = _arenas(plan, lanes.device, ranks)
-            self.host = HostState(plan, arenas, self._rank)
+            self.host = HostState(plan, arenas, self._rank, ranks is None or self._rank % ranks.n_here == 0)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device, loss)
             compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
@@ -221,7 +221,7 @@ class TorchMachine(LaneMachine):
         """Random weights, the same for the same seed."""
         for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
             weights = self.compute.templates.initial_weights(block, seed)
-            packed = [p.name for p in self.host.frozen[block] if self.plan.is_packed(p)]
+            packed = [p.name for p in self.host.frozen[block] if self.plan.is_packed(p) and self.host.is_first]
             weights |= {name: pack(weights[name], self.plan.semantics.base) for name in packed}
             self.host.set_weights(block, weights)
         give_back_freed()
@@ -269,10 +269,11 @@ class TorchMachine(LaneMachine):
 
     def others_bytes(self) -> int:
         """Memory of other ranks that this process maps, and the system counts as this one's too."""
+        base_bytes = 0 if self.host.is_first else self.arenas.base_bytes()
         if self._memory is None:
-            return 0
+            return base_bytes
         mapped = zip(self._memory.uploaded, self._memory.exchanged, strict=True)
-        return sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self._rank for slab in slabs)
+        return base_bytes + sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self._rank for slab in slabs)
 
     def device_name(self) -> str | None:
         """As its maker calls it; None for a CPU."""
@@ -329,11 +330,17 @@ class CudaMachine(TorchMachine):
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
-    """The plan's arenas; and what ranks read of each other's memory, where they do. Else weights are gathered from the devices."""
-    if ranks is None or not ranks.by_memory:
+    """The plan's arenas, in which the ranks of a host share what is frozen; and what ranks read of each other's memory, where they
+    do. Else weights are gathered from the devices."""
+    if ranks is None:
         return Arenas(plan.arenas, device), None
-    blocks = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks]
+    blocks, apart = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks], dict[str, tuple[dict[Slot, int], Make]]()
     fronts = {Slot("state", i): next(iter(plan.state_bytes(plan.part_elements(b)).values())) for i, b in enumerate(blocks)}
+    if not plan.workload.trains_all:
+        frozen = {Slot("state", b): plan.frozen_bytes(b) for b in blocks}
+        apart = {FRONTS: (fronts, host_slab), BASE: (frozen, partial(_base, ranks))}
+    if not ranks.by_memory:
+        return Arenas(plan.arenas, device, apart), None
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
@@ -341,13 +348,21 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
         shared.append(found)
         return mine
 
-    arenas = Arenas(plan.arenas, device, fronts, slab)
+    arenas = Arenas(plan.arenas, device, apart | {FRONTS: (fronts, slab)})
     exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])
     touch([exchanged], 1)
     uploaded_by, exchanged_by = (ranks.common(mine) for mine in shared)
     for mine in shared:
         mine.close()
     return arenas, None if uploaded_by is None or exchanged_by is None else CommonMemory(uploaded_by, exchanged_by)
+
+
+def _base(ranks: Ranks, n_bytes: int) -> torch.Tensor:
+    """A slab of frozen weights, whose pages the first rank of the host faults in."""
+    slab = ranks.of_host(n_bytes)
+    if ranks.rank % ranks.n_here == 0:
+        touch([slab], len(os.sched_getaffinity(0)))
+    return slab
 
 
 def _uploaded(batches: Batches, lanes: Lanes) -> Batches:

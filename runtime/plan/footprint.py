@@ -38,9 +38,13 @@ def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, i
     return device_needs(plan, of_cuda, None if workspace is None else workspace["value"])
 
 
-def host_needs(plan: Setup) -> dict[str, int]:
-    """Bytes of the host's memory, by arena."""
-    return {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
+def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
+    """Bytes of the host's memory, by arena, for one of `n_here` ranks on it: what is frozen is there once for all of them."""
+    needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
+    if n_here > 1 and not plan.workload.trains_all:
+        frozen_bytes = sum(len(alike) * plan.frozen_bytes(alike[0]) for alike in plan.workload.classes)
+        needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)
+    return needs
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:

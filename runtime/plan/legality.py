@@ -49,13 +49,15 @@ def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> 
         return
     if workload.first_trained == len(workload.blocks):
         raise PlanError(f"--train {semantics.train}: no weight of this model is trained by that")
-    if semantics.ranks > 1 or semantics.sum_groups > 1:
-        raise PlanError(f"--train {semantics.train}: several GPUs, or sum groups, train whole models only; use one GPU")
     if policy.update is Update.EAGER or policy.speculate_blocks:
         raise PlanError("where weights are frozen nothing is updated before the norm is known: update barrier or deferred")
     if policy.device_blocks not in ((), workload.mixed) or policy.square_on_device:
         raise PlanError(
             "where weights are frozen, device_blocks are all blocks that are trained in part, or none; leave out square_on_device"
+        )
+    if policy.device_blocks and semantics.whole.sum_groups > 1:
+        raise PlanError(
+            "what is trained of a frozen block on the device is summed there in order, not in sum groups; leave out one"
         )
     if policy.device_blocks and semantics.gradient_dtype != "fp32":
         raise PlanError("what is trained of a frozen block on the device is summed there in fp32: use --gradient-dtype fp32")
@@ -70,7 +72,7 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
         return
     if semantics.whole.shared_by(semantics.ranks) != semantics:
         raise PlanError(f"{semantics.ranks} ranks do not share the step equally; plan again")
-    if workload.tied and len(workload.blocks[0].parameters) > 1:
+    if workload.tied and len(workload.blocks[0].trained) > 1:
         raise PlanError("several ranks cut a tied weight as it is cut in its own block, where it must be alone; use one GPU")
     if policy.accumulation_group < semantics.n_micro_batches:
         raise PlanError("several ranks exchange whole sums: all micro-batches of a rank must be in one accumulation_group")
@@ -87,6 +89,8 @@ def can_square(workload: Workload, semantics: Semantics) -> range:
 
 def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
     """The blocks whose state a device may hold: their gradients are whole there, and a processor updates all elements alike."""
+    if not workload.trains_all and semantics.whole.sum_groups > 1:  # what stays is summed in order
+        return []
     blocks, multiple = workload.blocks, semantics.device_multiple
     return [b for b in can_square(workload, semantics) if blocks[b].trained_divisor % multiple == 0]
 

@@ -167,19 +167,16 @@ def _is_updated(s: Subject, b: int) -> bool:
     return _on_host(s, b) and b not in s.policy.speculate_blocks
 
 
-def _of_ranks(s: Subject, b: int) -> bool:
-    return s.semantics.ranks > 1
-
-
 def _is_exchanged(s: Subject, b: int) -> bool:
-    return _of_ranks(s, b) and _is_trained(s, b)
+    """Whether each of several ranks has a part of the block: of what is frozen all have the whole."""
+    return s.semantics.ranks > 1 and _is_trained(s, b)
 
 
 # Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
 # x is the input of a block, y its output; in backward their gradients take their places.
 OPS = {
     Kind.LOAD: Row(Lane.H2D, "state tied? > weights", Often.USE, lambda s, b: True, Phase.LOADING),
-    Kind.GATHER: Row(Lane.NET, "state tied? weights > weights", Often.USE, _of_ranks, Phase.LOADING),
+    Kind.GATHER: Row(Lane.NET, "state tied? weights > weights", Often.USE, _is_exchanged, Phase.LOADING),
     Kind.DEQUANTISE: Row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
     Kind.FORWARD: Row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, lambda s, b: not _is_head(s, b), Phase.UP),
     Kind.OFFLOAD_ACTIVATION: Row(Lane.D2H, "y > spilled", Often.MICRO_BATCH, _listed("spill_blocks"), Phase.LEAVING),

@@ -101,17 +101,16 @@ class Setup:
         return tuple(lane for lane in Lane if lane is not Lane.NET or self.semantics.ranks > 1)
 
     def regions(self, block: int) -> list[tuple[int, int]]:
-        """First element and number of elements of what of the block's slots several ranks cut into equal parts: what it owns, and
-        then a weight that is another's, cut as it is there."""
+        """First element and number of elements of what of the block's slots several ranks cut into equal parts: what it owns and
+        trains, and then a weight that is another's, cut as it is there."""
         blocks, n_pieces = self.workload.blocks, self.semantics.n_pieces
-        owned = blocks[block].piece_elements(n_pieces) * n_pieces
-        return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if blocks[block].tied else [])]
+        owned, ties = blocks[block].piece_elements(n_pieces) * n_pieces, any(p.tied_to is not None for p in blocks[block].trained)
+        return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if ties else [])]
 
     def slot_elements(self, block: int) -> int:
         """Elements of a slot on the device that holds the block's weights: of several ranks, enough that all parts are equal."""
-        if self.semantics.ranks == 1:
-            return self.workload.blocks[block].slot_elements
-        return sum(n for _, n in self.regions(block))
+        of = self.workload.blocks[block]
+        return self.gradient_elements(block) + of.slot_elements - of.trained_elements
 
     def part_elements(self, block: int) -> int:
         """Of those, the ones whose masters and moments a rank has: its part is as long as any other's."""
@@ -121,23 +120,39 @@ class Setup:
 
     def gradient_elements(self, block: int) -> int:
         """Elements of a slot on the device that holds the block's gradient."""
-        return self.workload.blocks[block].trained_elements if self.semantics.ranks == 1 else self.slot_elements(block)
+        if self.semantics.ranks == 1:
+            return self.workload.blocks[block].trained_elements
+        return sum(n for _, n in self.regions(block))
 
     # -- frozen weights -----------------------------------------------------------------------------------------------
 
     def frozen_bytes(self, block: int) -> int:
-        """What the frozen weights that a block owns take of the host's memory."""
-        return self.uploaded(block)[1] - self.workload.blocks[block].state_elements * ITEM_BYTES[self.semantics.compute_dtype]
+        """What the frozen weights that a block owns take of the host's memory, of which the ranks of a host have one copy."""
+        return sum(self.stored_bytes(p) for p in self.workload.blocks[block].parameters if p.frozen and p.tied_to is None)
 
     def uploaded(self, block: int) -> tuple[dict[str, int], int]:
-        """Byte at which each weight begins that a block owns, as it lies on the host and in a slot it is uploaded to, by name; and
-        how many bytes all of them take. What is trained comes first."""
-        of, places, at = self.workload.blocks[block], dict[str, int](), 0
-        for p in sorted(of.parameters, key=lambda p: p.frozen):
-            if p.tied_to is None:
+        """Byte at which each weight begins that a block owns, in a slot it is uploaded to, by name; and how many bytes all of them
+        take. What is trained comes first, of several ranks as much as all of them have."""
+        of, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
+        at = item * (of.state_elements if self.semantics.ranks == 1 else self.gradient_elements(block))
+        for p in of.parameters:
+            if p.frozen and p.tied_to is None:
                 places[p.name] = at
                 at += self.stored_bytes(p)
-        return places, at
+        trained = of.offsets(owned_only=True)[0]
+        return {p.name: item * trained[p.name] for p in of.trained if p.tied_to is None} | places, at
+
+    def elsewhere_bytes(self, block: int) -> int:
+        """Of these bytes, how many no load brings: weights that are trained on the device, or by other ranks."""
+        item, n, ranks = ITEM_BYTES[self.semantics.compute_dtype], self.gradient_elements(block), self.semantics.ranks
+        return item * (n - n // ranks if ranks > 1 else self.part_elements(block) * self.is_apart(block))
+
+    def frozen_on_host(self, block: int) -> tuple[dict[str, int], int]:
+        """Byte of a block's slot of `state` at which each frozen weight begins that it owns, and the first of them."""
+        places, n_bytes = self.uploaded(block)
+        first = 0 if self.is_apart(block) else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
+        shift_bytes, names = first - n_bytes + self.frozen_bytes(block), {p.name for p in self.workload.blocks[block].trained}
+        return {name: at + shift_bytes for name, at in places.items() if name not in names}, first
 
     def stored_bytes(self, p: Parameter) -> int:
         """What a weight takes in that form, up to where the next one begins."""
@@ -179,7 +194,11 @@ class Setup:
         several = self.semantics.ranks > 1
         found = [block.offsets(owned_only=several)[0] for block in self.workload.blocks]
         for b, block in enumerate(self.workload.blocks if several else ()):
-            found[b] |= {p.name: self.regions(b)[1][0] for p in block.parameters if p.tied_to is not None}
+            found[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
+            at = self.gradient_elements(b)
+            for p in sorted(filter(lambda p: p.frozen, block.parameters), key=lambda p: p.tied_to is not None):
+                found[b][p.name] = at
+                at += aligned_elements(p)
         return found
 
     # -- the global gradient norm -------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ class Block:
 
     @cached_property
     def state_elements(self) -> int:
-        """Elements of a slot that holds masters and moments of what the block owns."""
+        """Elements of a slot that holds masters and moments of what the block owns and trains."""
         return sum(aligned_elements(p) for p in self.trained if p.tied_to is None)
 
     @cached_property
@@ -220,20 +220,15 @@ class Block:
         """Elements of a slot that holds all weights the block uses, tied ones included."""
         return self.offsets()[1]
 
-    @cached_property
-    def host_elements(self) -> int:
-        """Elements of a host slot that holds the weights the block owns, frozen ones included."""
-        return self.offsets(owned_only=True)[1]
-
     def piece_elements(self, n_pieces: int) -> int:
-        """Elements of each of `n_pieces` equal pieces of what the block owns. The last may be short of some, or have none."""
-        return -(-self.host_elements // (n_pieces * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
+        """Elements of each of `n_pieces` equal pieces of what the block trains. The last may be short of some, or have none."""
+        return -(-self.state_elements // (n_pieces * ALIGN_ELEMENTS)) * ALIGN_ELEMENTS
 
     def cuts(self, n_pieces: int) -> dict[str, list[range]]:
-        """By name of each owned parameter its elements, counted from its first, that are in one piece: all, in order."""
+        """By name of each trained parameter its elements, counted from its first, that are in one piece: all, in order."""
         piece, found = self.piece_elements(n_pieces), dict[str, list[range]]()
         offsets = self.offsets(owned_only=True)[0]
-        for p in self.parameters:
+        for p in self.trained:
             if p.tied_to is None:
                 at, n = offsets[p.name], p.n_elements
                 ends = [min(end - at, n) for end in range((at // piece + 1) * piece, at + n + piece, piece)] if piece else []

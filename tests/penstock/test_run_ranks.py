@@ -7,11 +7,17 @@ import sys
 import time
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
-from tests.rank_runs import begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
-from tests.running import lines_of, penstock, succeeded
+from runtime.plan import PlanFile
+from runtime.plan.footprint import host_needs
+from tests.penstock.checkpoint.test_dequantised import published
+from tests.rank_runs import BATCH, begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
+from tests.running import lines_of, penstock, plan_in, succeeded
 
 
 def logged(home, out):
@@ -73,3 +79,29 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
     began_s = time.monotonic()
     assert start(3, []) == 3
     assert time.monotonic() - began_s < 20
+
+
+@pytest.mark.soak
+def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
+    """Adapters of attention and of experts in MXFP4, as published: two ranks, one of them killed, then one process."""
+    published(home, "gpt_oss")
+    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", *BATCH)
+    plans = {n: plan_in(home, *of, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
+    shared = host_needs(PlanFile.read(plans[2]).plan, 2)["state"]
+    assert shared < 0.6 * host_needs(PlanFile.read(plans[1]).plan)["state"], "of the base a host has one copy"
+
+    def asked(n, out, steps):
+        run = ["run", plans[n], "--data", home / "data", "--out", home / out, "--steps", steps, "--save-every", 1, "--keep", 2]
+        return [str(word) for word in [*run, "--tokenizer", "bytes", "--lr", "1e-3", "--resume"]]
+
+    running = begun(asked(2, "out", 10**5))
+    wait_for(lambda: step_of(home / "out") > 1, running)
+    os.kill(pid_of(running, 1), signal.SIGKILL)
+    said_by(running)
+    n = step_of(home / "out") + 1
+    for out in ("out", "alone"):
+        succeeded(penstock(*asked(1, out, n)))
+    found = home / "out" / f"checkpoint-{n}"
+    assert contents(found) == contents(home / "alone" / f"checkpoint-{n}")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "few", dtype=torch.float32), found)
+    assert all(weight.abs().sum() > 0 for name, weight in loaded.named_parameters() if "lora_B" in name)

@@ -15,6 +15,7 @@ from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
 from planner.lower.lower import lower
 from runtime.errors import PlanError, ProfileError
 from runtime.plan import OPS, Kind, Plan, Policy, Semantics, Slot, Update, Wait, saves
+from runtime.plan.footprint import host_needs
 from runtime.plan.workload import Block, Parameter, Saved, Tier
 from tests.edits import (
     at,
@@ -210,7 +211,7 @@ def test_barrier_waits_for_updates_on_host_and_device() -> None:
 @given(plans())
 def test_memory_is_enough_at_the_peak_and_not_one_byte_below(plan: Plan) -> None:
     device_bytes = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes + 1000
-    host_bytes = plan.host_arena_bytes + 1000
+    host_bytes = sum(host_needs(plan, plan.semantics.ranks).values()) + 1000
     for place, n_bytes in (("device", device_bytes), ("host", host_bytes)):
         check(with_profile(plan, f"{place}.memory_bytes.value", n_bytes))
         assert f"{place} memory" in error_of(with_profile(plan, f"{place}.memory_bytes.value", n_bytes - 1))

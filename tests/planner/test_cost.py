@@ -114,7 +114,7 @@ def test_an_update_of_less_state_waits_for_memory_or_arithmetic():
 def test_a_tied_weight_has_two_gradients_and_one_update(profile):
     cost, plan = CostModel(profile), plan_of(model=MODEL)
     norm, update = (demand(cost, plan, kind, 0) for kind in (Kind.NORM, Kind.UPDATE))
-    elements = plan.workload.blocks[0].host_elements
+    elements = plan.workload.blocks[0].state_elements
     assert norm.alone_s == pytest.approx(2 * elements * 4 / profile.host.reduce_bytes_per_s.value)  # fp32 sums of both
     assert update.alone_s == pytest.approx(elements / profile.optimizer_params_per_s(profile.host.n_cores))
     assert demand(cost, plan, Kind.UPDATE, len(plan.workload.blocks) - 1).alone_s < update.alone_s / 1000

@@ -19,21 +19,19 @@ COUNTS = st.integers(1, 9)
 def wrong_value(plan: Plan, order) -> str | None:
     """The first op that finds another value in its slots than a forward needs, in one order of three steps' ops."""
     weights: dict[Slot, int | None] = {}  # of which block
-    parts: dict[Slot, int] = {}  # of several ranks: of which block its own part
+    parts: dict[Slot, int] = {}  # of which block, packed or not, at least its own part
     held: dict[Slot, tuple] = {}
     for index, step in order:
         op = plan.ops[index]
-        if op.kind is Kind.LOAD:
+        if op.kind in (Kind.LOAD, Kind.DEQUANTISE):
+            if op.kind is Kind.DEQUANTISE and parts.get(op["packed"]) != op.block:
+                return f"step {step}, {op.name}: {op['packed']} holds block {parts.get(op['packed'])}"
+            is_part = plan.semantics.ranks > 1 and plan.workload.blocks[op.block].trained
             parts[op["weights"]] = op.block
-            weights[op["weights"]] = op.block if plan.semantics.ranks == 1 else None
+            weights[op["weights"]] = None if is_part else op.block
             continue
         if op.kind is Kind.GATHER:
             weights[op["weights"]] = parts.pop(op["weights"], None)
-            continue
-        if op.kind is Kind.DEQUANTISE:
-            if weights.get(op["packed"]) != op.block:
-                return f"step {step}, {op.name}: {op['packed']} holds block {weights.get(op['packed'])}"
-            weights[op["weights"]] = op.block
             continue
         if weights.get(op["weights"]) != op.block:
             return f"step {step}, {op.name}: {op['weights']} holds block {weights.get(op['weights'])}"

@@ -18,6 +18,7 @@ from runtime.executor import AgreedStop, Stop
 from runtime.host.slabs import shared_slab, slab_of
 from runtime.machines.emulated import Alike
 from runtime.plan import Kind, Policy, Semantics
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Block, BlockKind, Model, Parameter
 from runtime.ranks import folded
 from tests.edits import small
@@ -28,6 +29,7 @@ from tests.training import differences, plan_of, same_bits, semantics_of, traine
 
 # The fourth: a micro-batch each
 SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
+SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2"]
 
 
 @pytest.mark.soak_cases("messages")
@@ -50,8 +52,9 @@ def test_processes_train_types_to_the_bits_of_one(ranks, hosts, by_memory, group
 
 def test_sum_groups_of_ranks_are_the_plain_loops_tree():
     """By one process; the norm's tiles are cut where ranks cut."""
-    semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8)
-    assert differences(trained(plan_of(tiny_config("llama"), semantics, Policy()))) == []
+    for what in ({}, {"train": Train(lora=Lora(rank=4))}):
+        semantics = semantics_of("llama", batch_size=8, micro_batch=1, sum_groups=8, **what)
+        assert differences(trained(plan_of(tiny_config("llama"), semantics, Policy()))) == []
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(0, 4))
@@ -60,7 +63,7 @@ def test_pieces_are_equal_and_hold_each_element_once(sizes, log_pieces):
     block = Block("layer", BlockKind.LAYER, tuple(Parameter(f"p{i}", (n,)) for i, n in enumerate(sizes)))
     piece, cuts, offsets = block.piece_elements(n_pieces), block.cuts(n_pieces), block.offsets()[0]
     assert piece % 128 == 0
-    assert piece * n_pieces >= block.host_elements > (piece - 128) * n_pieces
+    assert piece * n_pieces >= block.state_elements > (piece - 128) * n_pieces
     for p in block.parameters:
         assert [i for cut in cuts[p.name] for i in cut] == list(range(p.n_elements))
         for cut in cuts[p.name]:
