@@ -327,13 +327,22 @@ class Turn:
         self._saver.save(self.step, stays=True)
         return session.folder / f"checkpoint-{self.step}"
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each weight that is not packed, by its name in the model: a copy on the host, as it is computed with."""
+    def weights(self, copy: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight that is not packed, by its name in the model, as it is computed with: a copy on the host; or else a view of
+        the slot that holds it, which costs nothing, is for reading alone, and is another step's once the turn is over."""
         host = self._session.store.host
         for p in host.all_owned():
             if not host.plan.is_packed(p):
                 host.settle(host.block_of(p))
-                yield p.name, host.compute_weight(p).to("cpu", copy=True)
+                weight = host.compute_weight(p)
+                before = weight._version
+                yield p.name, weight.to("cpu", copy=True) if copy else weight.detach()
+                if weight._version != before:
+                    raise RunConfigError(f"{p.name} was written to: weights are views; change a copy, and resume a checkpoint")
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Of the last step, before clipping, by the weight's name: what the global norm was made of, so that it costs nothing."""
+        return self._session.store.gradient_norms()
 
     def stop(self) -> None:
         """End after this step, and save."""

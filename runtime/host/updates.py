@@ -88,6 +88,7 @@ class Updates:
         """Begin a run; what one that failed in the middle of a step has left is dropped."""
         self._n_changed = 0  # by the step in progress
         self._norms: dict[int, float] = {}  # of steps' gradients
+        self.squares: list[tuple[Parameter, float]] = []  # of each parameter's, in the last step whose norm is known
         self._losses: dict[int, list[float]] = {}  # of steps' micro-batches, those of all ranks
         self._factor: tuple[int, float | None] | None = None  # (step, clip factor; None: the step is skipped)
 
@@ -158,6 +159,7 @@ class Updates:
             if self.agreed is not None:
                 self.agreed.hear(step, is_asked)
         self._refuse_infinite(squares, step)
+        self.squares = squares
         of_norm[0] = self._norms[step] = math.sqrt(added(square for _, square in squares))
 
     def _squares(self, slot: Slot) -> torch.Tensor:

@@ -5,6 +5,7 @@ results offloaded in `host/copies.py`, blocks computed in `compute/compute.py`, 
 `host/updates.py`; several ranks meet in `collectives.py`.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -165,6 +166,10 @@ class LaneMachine:
             return losses.total.item()
 
         return StepResult(losses.n_supervised, grad_norm, skipped, loss_sum, losses.n_losses)
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Of each parameter, in the last step, before clipping: what the global norm was made of."""
+        return {p.name: math.sqrt(square) for p, square in self._updates.squares}
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
         return self.lanes.timed(records)

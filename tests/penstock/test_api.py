@@ -1,6 +1,7 @@
 """The functions of `penstock`: from a model to a checkpoint, as the commands do it."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -189,6 +190,13 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
             assert kept
             assert all(torch.equal(weight, saved[name]) for name, weight in kept.items())
             first = turn
+            norms, by_view = turn.gradient_norms(), turn.weights(copy=False)
+            assert math.hypot(*norms.values()) == pytest.approx(turn.metrics[-1].grad_norm, rel=1e-9)
+            assert norms.keys() == kept.keys()
+            assert all(torch.equal(weight, kept[name]) for name, weight in turn.weights(copy=False))
+            next(by_view)[1].mul_(1.0)
+            with pytest.raises(RunConfigError, match="was written to: weights are views"):
+                next(by_view)
         if turn.step == 4:
             turn.lr = torch.tensor(0.0)
             for late in (first.save, first.evaluate, first.weights().__next__):
