@@ -39,7 +39,7 @@ LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 LION = {"lr_fraction": 0.3, "beta2": 0.99}  # beside AdamW's (arXiv 2302.06675: a rate 3 to 10 times smaller)
 ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
 Fraction = Annotated[float, Field(ge=0, le=1)]
-_Rows = Literal["preference", "unpaired-preference", "rollouts"]  # that a loss asks for
+_Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # that a loss asks for
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", _Rows]
 
 

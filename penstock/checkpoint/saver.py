@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,10 +43,13 @@ class Saver:
         say: Callable[[str], None],
         first_step: int = 0,
         towers_from: Path | None = None,
+        of_head: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. That after `first_step` is not saved."""
+        """`fields(step)`: the JSON part of the state after `step` steps. That after `first_step` is not saved. `of_head`: what the
+        configuration says of a head of the run's own."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from, self._towers_from = fields, tokenizer_from, towers_from
+        self._of_head = dict(of_head)
         # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
@@ -173,7 +177,7 @@ class Saver:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
                 if self._towers_from is not None:
                     files.copy_towers(self._towers_from, plan.model.config)
-                files.write_config(plan.model.config, DTYPE[plan.semantics.compute_dtype])
+                files.write_config(plan.model.config | self._of_head, DTYPE[plan.semantics.compute_dtype])
             if self._tokenizer_from is not None:
                 files.copy_tokenizer(self._tokenizer_from)
             with self._changed:  # until the step is logged

@@ -16,19 +16,19 @@ import numpy as np
 
 from penstock.settings import DataSettings
 from runtime.errors import DataError
-from runtime.plan.objective import CROSS_ENTROPY, Objective, Of
+from runtime.plan.objective import CROSS_ENTROPY, LAST, Objective, Of
 
 from .chat import ChatTemplate
 from .documents import Reader, kept_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
-from .formats import COLUMNS, NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED, format_of, is_of, not_understood, renamed, shown
+from .formats import COLUMNS, LABELLED, NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED, format_of, is_of, not_understood, renamed, shown
 from .given import Given
 from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
 RunData = MapStyleData | Stream | Given  # the batches of a run, by the number of the step
-BRINGS = {UNPAIRED: ("label",), ROLLOUTS: ("advantage", "old")}  # extras of a batch, by the format of rows
+BRINGS = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage", "old")}  # extras of a batch, by the format of rows
 Report = Callable[[str], None]  # told in words what goes on
 
 
@@ -36,6 +36,8 @@ def needed(objective: Objective) -> str | None:
     """The format of rows that a loss asks for; None: that of any data."""
     if objective.of is Of.TOKENS and {*BRINGS[ROLLOUTS]} <= {*objective.extras}:
         return ROLLOUTS
+    if objective.name == "classify":
+        return LABELLED
     return {Of.PAIRS: PREFERENCE, Of.ANSWERS: UNPAIRED}.get(objective.of)
 
 
@@ -79,7 +81,10 @@ def read_data(
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
             fingerprint = _fingerprint(content, reader.identity, shape.identity, part.shuffle_buffer, batch_size, shuffle_seed)
             return Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
-        sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report))
+        brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
+        sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report, brings))
+        if objective is not None and objective.name == "classify":
+            _refuse_unknown_labels(sets[-1], objective.n_labels or 0)
     shares = shares_of(weights, [len(each.sequences) for each in sets])
     fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
     return MapStyleData(tuple(sets), shares, batch_size, shuffle_seed, fingerprint)
@@ -128,7 +133,7 @@ def reader_of(
                 raise DataError(f"{there}: columns of {other}, and those of {where} are of {format}; {advice}")
     prompt = first.get("prompt") if isinstance(first, dict) else None
     is_text = format == "text" or (format in ("prompt-completion", UNPAIRED) and isinstance(prompt, str))
-    is_text = is_text or format == ROLLOUTS or (format == PREFERENCE and isinstance(first["chosen"], str))
+    is_text = is_text or format in (ROLLOUTS, LABELLED) or (format == PREFERENCE and isinstance(first["chosen"], str))
     if format != "text" and files.path.is_dir():
         files = files.rows_only()
     if not where and not any(file.kind == "text" for file in files.files):
@@ -168,7 +173,7 @@ def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
         if settings.packing not in ("auto", "one") or settings.streaming or settings.too_long == "split":
             odd = "streaming" if settings.streaming else f"packing {settings.packing}, too_long {settings.too_long}"
             raise DataError(f"{odd}: each answer is a sequence, whole or cut, read before training; leave it out")
-        return {PREFERENCE: "pairs", UNPAIRED: "answers", ROLLOUTS: "one"}[reader.format]
+        return {PREFERENCE: "pairs", UNPAIRED: "answers", ROLLOUTS: "one", LABELLED: "one"}[reader.format]
     if settings.packing == "documents" and not by_document:
         raise DataError("packing documents: this model cannot attend to each document of a sequence alone; choose one or joined")
     if settings.packing != "auto":
@@ -176,7 +181,15 @@ def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
     return "joined" if reader.format == "text" else "documents" if by_document else "one"
 
 
-def _packed(reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cache: Path, report: Report) -> PackedSet:
+def _refuse_unknown_labels(of: PackedSet, n_labels: int) -> None:
+    for d in of.sequences.segments[:, 0].tolist():
+        if (label := of.documents.brought(d)[0]) >= n_labels:
+            raise DataError(f"{of.documents.where(d)}: label {label:g}, and the plan has {n_labels}; plan with --loss classify:N")
+
+
+def _packed(
+    reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cache: Path, report: Report, brings: tuple[str, ...]
+) -> PackedSet:
     content = reader.files.content_hash(whole=True)
     documents = kept_documents(reader, content, cache, report)
     documents.refuse_bad(bad_rows)
@@ -191,7 +204,7 @@ def _packed(reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cac
     fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)
     read = {"tokenizer": reader.template.tokenizer.identity, "data": _fingerprint(content, reader.format, reader.columns)}
     read["sequences"] = _fingerprint(shape.identity, segments)
-    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, BRINGS.get(reader.format, ()), read)
+    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, brings, read)
 
 
 def _fingerprint(*of: Any) -> str:

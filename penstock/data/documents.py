@@ -23,7 +23,7 @@ from runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parsed, rows_of
-from .formats import NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, pair, renamed, rollouts
+from .formats import LABELLED, NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, labelled, pair, renamed, rollouts
 from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]
@@ -114,7 +114,8 @@ class Reader:
             given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
             if self.format not in NEEDED:
                 return self._rendered(document(given, self.format, where), where)
-            answers = [answer(given, where)] if self.format == UNPAIRED else [(half,) for half in pair(given, where)]
+            of_one = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
+            answers = [(half,) for half in pair(given, where)] if of_one is None else [of_one(given, where)]
             rendered = [self._rendered(said, where, *label) for said, *label in answers]
             if any(len(of_one) > 1 for of_one in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")

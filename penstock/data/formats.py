@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 Rollout = tuple[list[int], list[int], float, list[float]]  # prompt, completion, advantage, log-probability of each of its tokens
 T = TypeVar("T")
 LEAST_STD = 1e-4  # added to that of a group's rewards, as TRL does
+MOST_LABELS = 1024
 MOST_NUMBER = 1e30  # of a reward or alike
 MOST_LOGP = 1e-3  # of a token: what rounding may make of 0
 EXAMPLE = '{"text": "..."}'
@@ -30,7 +31,7 @@ _FORMATS = {
     "text": (("text",), EXAMPLE),
     "question-answer": (("question", "answer"), '{"question": "...", "answer": "..."}'),
 }
-PREFERENCE, UNPAIRED, ROLLOUTS = "preference", "unpaired-preference", "rollouts"
+PREFERENCE, UNPAIRED, ROLLOUTS, LABELLED = "preference", "unpaired-preference", "rollouts", "labelled"
 _PAIR = '{"prompt": "...", "chosen": "...", "rejected": "..."}, or as lists of messages, the prompt left out if both begin with it'
 _GROUP = '{"prompt_ids": [1, 2], "completion_ids": [[3], [4, 5]], "logprobs": [[-0.1], [-0.5, -2.0]], "rewards": [0, 1]}'
 _ANSWER = '{"prompt": "...", "completion": "...", "label": true}, or prompt and completion as lists of messages'
@@ -39,6 +40,7 @@ NEEDED = {
     PREFERENCE: ("a loss of pairs", ("chosen", "rejected")),
     UNPAIRED: ("KTO", ("prompt", "completion", "label")),
     ROLLOUTS: ("GRPO", ("prompt_ids", "completion_ids", "logprobs")),
+    LABELLED: ("a loss of labels", ("text", "label")),
 }
 _BESIDES = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
 COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_BESIDES)
@@ -120,6 +122,21 @@ def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
         return said, float(label)
     except ValueError as error:
         raise DataError(f"{where}: {error}; each row is {_ANSWER}{columns}") from None
+
+
+def labelled(row: object, where: str) -> tuple[Completion, float]:
+    """A row of a text, and the number of its label; DataError names the place of a row that does not fit."""
+    fields, columns = (row, f"; its columns are {shown(row)}") if isinstance(row, dict) else ({}, "")
+    try:
+        text, label = _value(fields, "text", str), fields.get("label")
+        label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has words
+        if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
+            raise ValueError('a "label" that is no whole number from 0')
+        if not text.strip():
+            raise ValueError('an empty "text"')
+        return Completion("", text), float(label)
+    except ValueError as error:
+        raise DataError(f'{where}: {error}; each row is {{"text": "...", "label": 1}}{columns}') from None
 
 
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:

@@ -19,6 +19,7 @@ import torch
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import DataError
+from runtime.plan.objective import LAST
 
 from .documents import Array, Documents
 
@@ -215,11 +216,20 @@ def batch_of(rows: Iterable[Row], by_document: bool) -> Batch:
     return Batch(torch.from_numpy(np.stack(ids_BT)), torch.from_numpy(np.stack(targets_BT)), lengths if by_document else None)
 
 
-def extras_of(brings: Sequence[str], brought: Sequence[npt.NDArray[np.float64]], batch: Batch) -> dict[str, torch.Tensor]:
-    """What documents bring to a batch for its loss, by name: of an answer to each of its two rows."""
+def extras_of(
+    brings: Sequence[str], brought: Sequence[npt.NDArray[np.float64]], batch: Batch, pad_id: int
+) -> dict[str, torch.Tensor]:
+    """What documents bring to a batch for its loss, by name: of an answer to each of its two rows. The last token is the last that
+    is not padding, as transformers takes it: not one that ends a text, which sequences are filled up with."""
+    found = dict[str, torch.Tensor]()
+    if LAST in brings:
+        at_T = torch.arange(batch.input_ids.shape[1])
+        found[LAST] = (at_T * (batch.input_ids != pad_id)).amax(dim=1)
+    if not brings or brings == (LAST,):
+        return found
     firsts = torch.tensor([of[0] for of in brought], dtype=torch.float32)
     if "label" in brings:
-        return {"label": firsts.repeat_interleave(2)}
+        return found | {"label": firsts.repeat_interleave(len(batch.targets) // len(brought))}
     old_BT = torch.zeros(batch.targets.shape)
     for old_T, targets_T, of in zip(old_BT, batch.targets, brought, strict=True):
         is_learned = targets_T != UNSUPERVISED

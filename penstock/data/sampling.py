@@ -98,7 +98,7 @@ class MapStyleData:
         extras = {name: torch.cat([of[k][i] for k, i in samples]) for name, of in self.references.items()}
         if brings := self.parts[0].brings:
             brought = [part.documents.brought(d) for part, segments in chosen for d, _, _ in segments]
-            extras |= extras_of(brings, brought, batch)
+            extras |= extras_of(brings, brought, batch, self.parts[0].shape.pad_id)
         return replace(batch, extras=extras)
 
     def position(self, step: int) -> Position:

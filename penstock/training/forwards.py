@@ -37,7 +37,7 @@ def each_pass(
     of_pass, found = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
 
     def note(last: LastHidden) -> None:
-        of_sequences = last.templates.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT)
+        of_sequences = last.templates.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT, last.extras)
         found.append(tuple(of.cpu() for of in of_sequences))
 
     for number in range(n_passes):
@@ -70,4 +70,6 @@ def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
     if rows[0].document_tokens is not None:
         documents = tuple(of for row in rows for of in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
     below = (0, 0, 0, n_padding)
-    return Batch(F.pad(ids_BT, below), F.pad(targets_BT, below, value=UNSUPERVISED), documents)
+    whole = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
+    extras = {name: torch.cat([of, of.new_zeros(n_padding, *of.shape[1:])]) for name, of in whole.items()}
+    return Batch(F.pad(ids_BT, below), F.pad(targets_BT, below, value=UNSUPERVISED), documents, extras=extras)

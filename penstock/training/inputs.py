@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 from penstock.caches import cache_folder
 from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
-from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
+from penstock.checkpoint.model_files import has_tensor, has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
 from penstock.data.data import Report, RunData, read_data, reader_of, unheard
 from penstock.data.files import HELD_OUT, TRAIN
@@ -23,6 +23,7 @@ from runtime.layers.apart import supports_documents
 from runtime.layers.meta_models import difference
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan import Plan
+from runtime.plan.objective import SCORE
 from runtime.plan.train import Train, is_adapter
 from runtime.plan.workload import has_towers
 
@@ -85,7 +86,7 @@ def fill(
             store.initialise(settings.seed)
         else:
             packed = Path(settings.out) / PACKED_FOLDER if settings.packed is None else Path(settings.packed)
-            load_model(store, weights, packed, report)
+            load_model(store, weights, packed, report, settings.seed)
             store.initialise_adapters(settings.seed)
     load_constants(store, weights if weights is not None or state is None else state.path)
     if state is not None:
@@ -95,9 +96,9 @@ def fill(
         load_adapter(store, Path(settings.adapter))
 
 
-def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = unheard) -> None:
+def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = unheard, seed: int = 0) -> None:
     """Put a Hugging Face model's weights into the store, one tensor at a time; those that are stored packed are packed once, into
-    `cache`. Adapters stay as they are."""
+    `cache`. Adapters stay as they are. A head of the run's own that the folder has none of is random, by `seed`."""
     plan, host = store.plan, store.host
     packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p) and host.is_first}
     if packed_shapes:
@@ -109,6 +110,8 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
         owned = {name: p for name, p in owned.items() if host.is_first or not p.frozen}
         for name in owned.keys() & packed_shapes.keys():
             host.set_weight(owned.pop(name), read_packed(name))
+        if SCORE in owned and not has_tensor(folder, SCORE):
+            host.set_weight(owned.pop(SCORE), store.compute.templates.initial_weights(number, seed)[SCORE])
         shapes = {name: p.shape for name, p in owned.items()}
         for name, weight in load_weights(folder, plan.model.config, owned, shapes):
             host.set_weight(owned[name], weight)

@@ -27,7 +27,7 @@ from runtime.errors import CheckpointError, DataError, PlanError
 from runtime.executor import Stop
 from runtime.machines.torch_machine import Abandoned, TorchMachine
 from runtime.plan import Plan
-from runtime.plan.objective import REFERENCE, TEACHER, Objective
+from runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
 
 from .forwards import each_pass
 
@@ -196,7 +196,7 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
 def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
     """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
     used, from_file = [data, held_out if objective.has_first_pass else None], {REFERENCE, TEACHER}.intersection(objective.extras)
-    brought = (*from_file, *BRINGS.get(needed(objective) or "", ()))
+    brought = (*from_file, *([LAST] if objective.n_labels else []), *BRINGS.get(needed(objective) or "", ()))
     for other in (name for name in objective.extras if name not in brought):
         if any(isinstance(each, MapStyleData | Stream) for each in used):
             raise DataError(

@@ -12,7 +12,7 @@ import torch
 
 from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
-from penstock.checkpoint.model_files import towers_bytes, weights_digest
+from penstock.checkpoint.model_files import scoring_config, towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData
@@ -102,6 +102,13 @@ class Session:
         """When and how states are saved: of several ranks while all lanes are idle."""
         asked = self.settings.checkpoint
         return asked if self.leader is None else replace(asked, background=False)
+
+    @property
+    def of_head(self) -> dict[str, Any]:
+        """What a checkpoint's configuration says of a head of the run's own."""
+        config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
+        pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
+        return {} if n is None else scoring_config(config, n, pad_id)
 
     @property
     def is_comparable(self) -> bool:

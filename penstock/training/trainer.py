@@ -249,7 +249,7 @@ class Trainer:
 
         state = session.store.host if session.leader is None else session.leader.state()
         of = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
-        return Saver(state, session.folder, session.checkpoint, fields, *of)
+        return Saver(state, session.folder, session.checkpoint, fields, *of, session.of_head)
 
     # -- validate ---------------------------------------------------------------------------------------------------
 

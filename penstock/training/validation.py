@@ -82,7 +82,8 @@ def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float
 def _in_words(values: dict[str, float]) -> str:
     if "eval_perplexity" in values:
         return f"loss {values['eval_loss']:.4f}  perplexity {values['eval_perplexity']:.4g}  {values['eval_tokens']:,} tokens"
-    right = f"  {values['eval_accuracy']:.1%} preferred rightly" if "eval_accuracy" in values else ""
+    how = "preferred" if "eval_pairs" in values else "labelled"
+    right = f"  {values['eval_accuracy']:.1%} {how} rightly" if "eval_accuracy" in values else ""
     n = next((f"{values[f'eval_{of}']:,} {of}" for of in Of if f"eval_{of}" in values), "")
     return f"loss {values['eval_loss']:.4f}{right}  {n}"
 
@@ -126,7 +127,7 @@ def evaluate(
     """
     began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
     objective = machine.plan.semantics.objective
-    if objective.has_first_pass:
+    if objective.of is not Of.TOKENS:
         return _of_answers(machine, sequence, n_sequences, stop) | {"eval_s": time.perf_counter() - began_s}
     plan, n_passes, batch_of = passes(machine.plan, sequence, n_sequences)
 
@@ -152,11 +153,14 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
     loss, objective = machine.compute.templates.loss_function, machine.plan.semantics.objective
     assert loss is not None
-    values = loss.values(sums.flatten(), n_tokens.flatten(), extras)
+    values = loss.values(sums.flatten(0, 1), n_tokens.flatten(), extras)
     found = {"eval_loss": values.mean().item(), f"eval_{objective.of}": len(values)}
     if objective.of is Of.PAIRS:
-        scores = sums - extras["reference"].view_as(sums) if "reference" in extras else sums / n_tokens
+        scores = sums if objective.n_labels else sums / n_tokens
+        scores = sums - extras["reference"].view_as(sums) if "reference" in extras else scores
         found["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
+    elif objective.n_labels is not None:
+        found["eval_accuracy"] = (sums.flatten(0, 1).argmax(dim=1) == extras["label"]).float().mean().item()
     return found
 
 

@@ -248,7 +248,12 @@ def _checked(model: Model, where: str) -> Model:
     if not isinstance(model.config.get("model_type"), str):
         raise WorkloadError(f"{where}: `model_type` is missing; give the config.json of a Hugging Face model")
     named = model.config.get("architectures")
-    heads = ("ForCausalLM", "LMHeadModel", *(["ForConditionalGeneration"] if has_towers(model.config) else []))
+    heads = (
+        "ForCausalLM",
+        "LMHeadModel",
+        "ForSequenceClassification",
+        *(["ForConditionalGeneration"] if has_towers(model.config) else []),
+    )
     if named and not (isinstance(named, list) and any(str(n).endswith(heads) for n in named)):
         said = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
         raise WorkloadError(f"{where}: {said}")

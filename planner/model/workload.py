@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
-from runtime.plan.objective import CROSS_ENTROPY
+from runtime.plan.objective import CROSS_ENTROPY, SCORE
 from runtime.plan.train import EXPERTS, STACK, TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
 
@@ -251,6 +251,9 @@ class _Layout:
             of_token_bytes = tokens * (3 * FP32 + FP64)
         tile, weight_name, vocab = min(semantics.loss_tile_tokens, tokens), f"{names['head']}.weight", self.tree["vocab"]
         tied_to, (n_after, n_kept) = self.tree["tied"], self.tree["logits"]
+        if objective.n_labels is not None:  # booked as if every token were scored
+            names = {name: of for name, of in names.items() if name != "bias"} | {"head": SCORE.removesuffix(".weight")}
+            weight_name, vocab, tied_to, n_after, n_kept = SCORE, objective.n_labels, None, 0, 0
         tape, norm = Tape(self.item_bytes), Outline.of(self.tree["norm"])
         trained = frozenset(name for name in norm.parameters if semantics.train.trains(f"{names['norm']}.{name}"))
         play(norm, tape, semantics, lambda _, bias: Weights(bias), trained, tokens)

@@ -28,7 +28,7 @@ from runtime.layers.split import Call, Split
 from runtime.layers.tiles import TiledLayer
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
-from runtime.plan.objective import Of
+from runtime.plan.objective import LAST, Of
 from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
@@ -155,8 +155,11 @@ class Templates:
             normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
         normed_ND, targets_N = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), targets_BT.reshape(-1)
         gradient_ND, n_rows = torch.empty_like(normed_ND), self.semantics.loss_tile_tokens
-        loss_sum, of_rows = self._of_sequences(weights, normed_ND, targets_BT, n_losses, extras)
         head, sums = self._head(weights), {} if head_gradient_VD is None else {self.head_weight: head_gradient_VD}
+        if self.objective.n_labels is not None:
+            loss_sum, gradient_ND = self._by_scores(head, normed_ND, targets_BT, n_losses, sums, extras)
+            return loss_sum, *self._through_norm(normed_BTD, hidden_BTD, norm_weights, gradient_ND)
+        loss_sum, of_rows = self._of_sequences(weights, normed_ND, targets_BT, n_losses, extras)
         others = [name for name in self._of_head if name != self.head_weight and name in self._trained]
         sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
         tiles = zip(*(t.split(n_rows) for t in (normed_ND, gradient_ND, targets_N, *of_rows.values())), strict=True)
@@ -169,10 +172,47 @@ class Templates:
             if not self.objective.has_first_pass:
                 loss_sum += loss
         sums.pop(self.head_weight, None)
+        towards_BTD, of_norm = self._through_norm(normed_BTD, hidden_BTD, norm_weights, gradient_ND)
+        return loss_sum, towards_BTD, sums | of_norm
+
+    def _through_norm(
+        self, normed_BTD: torch.Tensor, hidden_BTD: torch.Tensor, norm_weights: Weights, gradient_ND: torch.Tensor
+    ) -> tuple[torch.Tensor, Weights]:
+        """Gradients of the hidden state, and of the norm's weights that are trained."""
         names = [name for name, weight in norm_weights.items() if weight.requires_grad]
         inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
-        gradients = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
-        return loss_sum, gradients[0], sums | {prefix + n: g for n, g in zip(names, gradients[1:], strict=True)}
+        towards_BTD, *found = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
+        return towards_BTD, {self._norm_prefix + name: g for name, g in zip(names, found, strict=True)}
+
+    # -- a head of one's own ----------------------------------------------------------------------------------------
+
+    def _by_scores(
+        self, head: Weights, normed_ND: torch.Tensor, targets_BT: torch.Tensor, n_losses: int, sums: Weights, extras: Extras
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, summed, of sequences' scores, and the gradient of the normed rows; that of the head is added to `sums`."""
+        assert self.loss_function is not None
+        head, rows_ND = {n: w.detach().requires_grad_() for n, w in head.items()}, normed_ND.detach().requires_grad_()
+        with torch.enable_grad():
+            scores = self._scores(head, rows_ND, extras)
+            total = self.loss_function.values(scores, (targets_BT != UNSUPERVISED).sum(dim=1), extras).sum()
+            gradient_ND, *found = torch.autograd.grad(total / n_losses, [rows_ND, *(head[name] for name in sums)])
+        for name, gradient in zip(sums, found, strict=True):
+            sums[name] += gradient
+        return total.detach(), gradient_ND
+
+    def _scores(self, head: Weights, normed_ND: torch.Tensor, extras: Extras) -> torch.Tensor:
+        """Of each sequence, (B,) fp64, or of several labels (B, C): of its last token, or the mean over its tokens."""
+        last_B = extras[LAST].long()
+        normed_BTD = normed_ND.view(len(last_B), -1, normed_ND.shape[1])
+        if self.objective.numbers["mean"]:
+            is_there_BT = torch.arange(normed_BTD.shape[1], device=last_B.device) <= last_B[:, None]
+            pooled_BD = ((normed_BTD * is_there_BT[..., None]).float().sum(dim=1) / (last_B[:, None] + 1)).to(normed_BTD.dtype)
+        else:
+            pooled_BD = normed_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+        scores_BC = nn.functional.linear(pooled_BD, head[self.head_weight]).double()
+        return scores_BC.squeeze(1) if self.objective.n_labels == 1 else scores_BC
+
+    # -- tiles ------------------------------------------------------------------------------------------------------
 
     def _head(self, weights: Weights) -> Weights:
         """The output matrix, and a bias if it has one."""
@@ -268,12 +308,14 @@ class Templates:
         return loss_sum
 
     def log_probabilities(
-        self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor
+        self, weights: Weights, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor, extras: Extras
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are; for a
         loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
-        teacher's row for each position."""
+        teacher's row for each position; for one with a head of its own the scores."""
         normed_ND = self._normed(weights, hidden_BTD).flatten(0, 1)
+        if self.objective.n_labels is not None:
+            return self._scores(self._head(weights), normed_ND, extras), (targets_BT != UNSUPERVISED).sum(dim=1)
         if (k := self.objective.n_top) is not None:
             of_tiles = (self._logits(self._head(weights), rows_ND) for rows_ND in normed_ND.split(self.semantics.loss_tile_tokens))
             rows = [top_and_rest(logits_NV, k, self.objective.numbers["temperature"]) for logits_NV in of_tiles]

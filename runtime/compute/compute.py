@@ -1,6 +1,6 @@
 """Compute on the device: forward, loss and backward of one block, and what autograd keeps between them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ class LastHidden:
     targets_BT: torch.Tensor
     step: int
     micro_batch: int
+    extras: Mapping[str, torch.Tensor]
 
 
 Head = Callable[[LastHidden], None]  # called on the thread of the lane that computes, in its stream
@@ -101,8 +102,8 @@ class Compute:
         if self._head is None:  # else nothing is drawn
             self._seed(step, op)
         elif op.block == self._head_block:
-            targets_BT = self.inputs.of(m).targets
-            self._head(LastHidden(self.templates, self._weights(op), self._at(op, op["x"]), targets_BT, step, m))
+            batch, hidden_BTD = self.inputs.of(m), self._at(op, op["x"])
+            self._head(LastHidden(self.templates, self._weights(op), hidden_BTD, batch.targets, step, m, batch.extras))
             self.inputs.done(m)
             return
         if op.block == 0:

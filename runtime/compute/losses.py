@@ -143,6 +143,17 @@ def kto(
     return torch.where(is_desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
 
 
+def reward(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
+    """Bradley and Terry's model of preferences, of scores; and `center` times the square of their sum, which keeps them about 0
+    (arXiv 2312.09244)."""
+    return center * (chosen + rejected).square() - F.logsigmoid(chosen - rejected)
+
+
+def classify(scores: Tensor, label: Tensor) -> Tensor:
+    """Cross entropy of labels, of scores (B, C)."""
+    return F.cross_entropy(scores, label.long(), reduction="none")
+
+
 class _TopAndRest(torch.autograd.Function):
     """Log-probabilities (N, K + 1) of some ids of each row, and of all its others together: of few passes over logits, and exact
     where the others have next to nothing, of which 1 less the sum would be rounding alone."""
@@ -217,7 +228,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "label-smoothing": label_smoothing,
     "z-loss": z_loss,
     **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo),
-    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto, distill)},
+    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto, distill, reward, classify)},
 }
 
 
@@ -243,7 +254,7 @@ class LossFunction:
             case Of.TOKENS:
                 return self._call({"logits": first, "targets": second, **extras, **numbers})
             case Of.SEQUENCES:
-                return self._call({"logps": first, "n_tokens": second, **extras, **numbers})
+                return self._call({"logps": first, "scores": first, "n_tokens": second, **extras, **numbers})
             case Of.PAIRS | Of.ANSWERS as of:
                 by_name, halves = {"": first, "n": second, **extras}.items(), enumerate(HALVES[of])
                 pairs = {f"{name}_{half}".removeprefix("_"): of[i::2] for i, half in halves for name, of in by_name}
@@ -258,11 +269,11 @@ class LossFunction:
         return losses_N.masked_fill(is_left_out, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
-        """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`."""
+        """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`, or scores (B, C)."""
         is_counted = n_tokens_B > 0
         if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]
-        is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted))
+        is_there_B = is_counted.repeat_interleave(len(logps_B) // len(is_counted)).view(-1, *[1] * (logps_B.dim() - 1))
         # Not 0, whose slope may be infinite; and 0 times that would be a gradient that is no number. What is absent gains nothing
         logps_B = torch.where(is_there_B, logps_B, extras["reference"] if self.objective.of is Of.ANSWERS else -1.0)
         return torch.where(is_counted, self.each(logps_B, n_tokens_B.clamp(min=1).to(logps_B.dtype), extras), 0.0)

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -84,7 +85,8 @@ def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
     as_read = read_config(config)
     try:
         with torch.device("meta"):
-            return model_of(as_read, semantics, DTYPE[semantics.compute_dtype])
+            model = model_of(as_read, semantics, DTYPE[semantics.compute_dtype])
+            return model if semantics.objective.n_labels is None else _scoring(model, semantics.objective.n_labels)
     except Exception as error:
         raise _refused(error) from None
 
@@ -105,6 +107,17 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
     towers = [name for name, part in body.named_children() if all(module is not decoder for module in part.modules())]
     for name in (*towers, *body._parameters):
         setattr(body, name, None)
+    return model
+
+
+def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
+    """The same with the head of transformers' model for sequence classification in place of its own."""
+    head: Any = model.get_output_embeddings()
+    if type(model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
+        raise WorkloadError(f"it has no model for sequence classification of type {model.config.model_type}")
+    parent, _, child = next(name for name, part in model.named_modules() if part is head).rpartition(".")
+    setattr(model.get_submodule(parent), child, None)
+    model.score = torch.nn.Linear(head.in_features, n_labels, bias=False, dtype=head.weight.dtype)
     return model
 
 

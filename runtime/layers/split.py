@@ -99,7 +99,7 @@ class Split:
         self.body = model.get_decoder() if sees_images(model.config) and body is not owner else body
         self.body_name, self._whole_body = names[id(self.body)], body
         self.embedding_name = names[id(model.get_input_embeddings())]
-        self.head: Any = model.get_output_embeddings()
+        self.head: Any = getattr(model, "score", None) or model.get_output_embeddings()
         self.head_name = names[id(self.head)] if self.head is not None else self._fail("it has no output matrix")
         self.layers = list(layers)
         self._refuse_shared()

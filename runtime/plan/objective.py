@@ -39,6 +39,7 @@ class Known:
 
 REFERENCE, TEACHER = "reference", "teacher"  # extras that a file has: log-probabilities; and those of likely ids of each position
 _REFERENCE = (REFERENCE,)
+LAST, SCORE = "last", "score.weight"  # an extra, where each sequence ends; and a head of one's own, as transformers calls it
 _CLIPPED, _ROLLOUTS = {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0}, ("advantage", "old", *_REFERENCE)
 KNOWN = {
     "cross-entropy": Known(Of.TOKENS),
@@ -56,12 +57,14 @@ KNOWN = {
         Of.ANSWERS, {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "group": 4.0}, (*_REFERENCE, "label")
     ),
     "simpo": Known(Of.PAIRS, {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0}),
+    "reward": Known(Of.PAIRS, {"center": 0.0, "mean": 0.0}, (LAST,)),
+    "classify": Known(Of.SEQUENCES, {"labels": 2.0, "mean": 0.0}, (LAST, "label")),
     "distill": Known(Of.TOKENS, {"k": 64.0, "beta": 0.0, "temperature": 1.0}, (TEACHER,)),
 }
 INT32, FP16 = 4, 2
 MOST_TOP = 1024  # ids of a teacher
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
-_LEAST |= {"k": (1.0, MOST_TOP + 1.0), "temperature": (0.01, 100.0)}
+_LEAST |= {"labels": (2.0, 1025.0), "mean": (0.0, 1.5), "k": (1.0, MOST_TOP + 1.0), "temperature": (0.01, 100.0)}
 # least, and what it stays below; others: 0 to 10^6
 _OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
 _EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")
@@ -104,6 +107,8 @@ class Objective:
             raise PlanError(f"--loss {self.name}: group is {group:g}; it is a whole number of answers, from 2 to {MOST_GROUP}")
         if self.name == "distill" and (self.numbers["beta"] > 1 or self.numbers["k"] % 1):
             raise PlanError(f"--loss {self.name}: beta lies from 0 (forward KL) to 1 (reverse), and k is a whole number of ids")
+        if any(self.numbers.get(whole, 0) % 1 for whole in ("labels", "mean")):
+            raise PlanError(f"--loss {self.name}: labels are a whole number of them, and mean is 0 (the last token) or 1")
         if self.numbers.get("beta") == 0 and known.numbers["beta"]:
             raise PlanError(f"--loss {self.name}: beta is 0, so that nothing is learned; choose one above it")
 
@@ -140,14 +145,19 @@ class Objective:
         return 0 if (k := self.n_top) is None else k * INT32 + (k + 1) * FP16
 
     @property
+    def n_labels(self) -> int | None:
+        """Rows of a head of one's own, which scores sequences; None: the model's, which predicts tokens."""
+        return {"reward": 1, "classify": int(self.numbers.get("labels", 0))}.get(self.name)
+
+    @property
     def has_first_pass(self) -> bool:
         """Whether sums over sequences come first, for which the head's product is computed a second time."""
-        return self.of is not Of.TOKENS
+        return self.of is not Of.TOKENS and self.n_labels is None
 
     @property
     def takes_eager(self) -> bool:
-        """Whether only logits as the model's own modules make them will do."""
-        return self.of is Of.TOKENS and not self.is_default
+        """Whether only what the model's own modules make will do: logits, or the last hidden state."""
+        return self.n_labels is not None or (self.of is Of.TOKENS and not self.is_default)
 
     def __str__(self) -> str:
         """As `parse_objective` reads it, but for a function."""

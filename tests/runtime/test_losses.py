@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import TypeAdapter
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.compute.losses import LossFunction, grpo, known_loss, top_and_rest
 from runtime.errors import PlanError
 from runtime.executor import execute
+from runtime.host.memory import DTYPE
 from runtime.plan import Policy, Semantics, Update, saves
 from runtime.plan.objective import KNOWN, Objective, Of, parse_objective
 from runtime.plan.workload import Model
@@ -139,12 +141,16 @@ def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
     assert peak_bytes(work) <= booked <= 1.5 * peak_bytes(work)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto:group=2", "grpo:beta=0.1", "distill:9,beta=0.5"])
+@pytest.mark.parametrize("name", ["dpo", "kto:group=2", "grpo:beta=0.1", "distill:9,beta=0.5", "reward", "classify:mean=1"])
 def test_five_policies_train_the_same_bits_with_any_loss(name):
     n = max((objective := parse_objective(name)).rows_each, 2)
     semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective)
     extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
-    extras |= {"advantage": torch.linspace(-1, 1, 4 * n), "old": torch.full((4 * n, semantics.seq_len), -4.5)}
+    extras |= {
+        "last": torch.arange(4 * n) % 9 + 3,
+        "advantage": torch.linspace(-1, 1, 4 * n),
+        "old": torch.full((4 * n, semantics.seq_len), -4.5),
+    }
     if objective.n_top is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * n * 16, 96), objective.n_top, 1.0).view(4 * n, 16, -1)
     extras["reference"] /= 8 if objective.of is Of.TOKENS else 1
@@ -193,6 +199,45 @@ def test_a_rollout_that_nobody_would_draw_has_a_finite_gradient():
     assert bool(losses.isfinite().all())
     assert bool(gradient.isfinite().all())
     assert bool(gradient[3].any())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["classify:3", "reward:0.1"])
+def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
+    """Loss and gradients, of the last token as its model for sequence classification takes it."""
+    of, config = parse_objective(name), tiny_config("llama", vocab_size=96)
+    torch.manual_seed(2)
+    theirs = AutoModelForSequenceClassification.from_config(
+        AutoConfig.for_model(**config | {"num_labels": of.n_labels, "pad_token_id": 0}), dtype=DTYPE[dtype]
+    )
+    ids, ends = torch.randint(1, 96, (4, 16)), torch.tensor([15, 9, 3, 12])
+    ids[torch.arange(16) > ends[:, None]] = 0
+    labels, hidden = torch.tensor([0, 2, 1, 1]), []
+
+    def remember(_, args):
+        args[0].retain_grad()
+        hidden.append(args[0])
+
+    theirs.model.norm.register_forward_pre_hook(remember)
+    scores = theirs(ids, labels=labels if of.name == "classify" else None)
+    chosen, rejected = scores.logits[0::2, 0], scores.logits[1::2, 0]
+    loss = (0.1 * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean() if of.name == "reward" else scores.loss
+    loss.backward()
+    semantics = replace(semantics_of("llama", compute_dtype=dtype, micro_batch=4), objective=of)
+    templates = Templates(config, build_workload(Model(config), semantics), semantics)
+    held = dict(theirs.named_parameters())
+    head = {p.name: held[p.name].detach() for p in templates.workload.blocks[-1].parameters}
+    total, n, extras = torch.zeros(head["score.weight"].shape), semantics.n_losses(9), {"last": ends, "label": labels.float()}
+    given = hidden[0].detach(), torch.where(ids > 0, ids, -100), n, total, extras
+    ours, of_hidden, of_norm = templates.loss(head, *given)
+    assert abs(float(ours) / n / float(loss.detach()) - 1) < (1e-6 if dtype == "fp32" else 5e-3)
+    for found, wanted in (
+        (of_hidden, hidden[0].grad),
+        (total, held["score.weight"].grad),
+        (of_norm["model.norm.weight"], held["model.norm.weight"].grad),
+    ):
+        error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+        assert error < (1e-5 if dtype == "fp32" else 1e-2), error
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])

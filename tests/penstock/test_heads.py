@@ -1,0 +1,111 @@
+"""Heads of one's own: a run that scores texts or answers, as transformers loads it."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from penstock.data.data import read_data
+from penstock.settings import DataSettings
+from runtime.errors import DataError
+from runtime.plan.objective import parse_objective
+from tests.bytes_of_files import write_lines
+from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
+
+TEXTS = [{"text": ("good " if n % 2 else "bad ") + "x" * (n % 5), "label": n % 2} for n in range(16)]
+PAIRS = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(8)]
+
+
+def loaded(folder):
+    model, told = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert not told["mismatched_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize(("loss", "rows"), [("classify", TEXTS), ("reward:center=0.01", PAIRS), ("reward:mean=1", PAIRS)])
+def test_transformers_loads_a_head_and_scores_as_the_run_does(home, loss, rows):
+    shutil.rmtree(home / "data")
+    write_lines(home / "data" / "rows.jsonl", rows)
+    plan = plan_in(home, "--loss", loss, "--compute", "fp32", "--master", "fp32")
+    held_out = ("--eval-data", home / "data", "--eval-every", 6, "--save-every", 3, "--save-minutes", 0)
+    succeeded(train(home, plan, *held_out, "--lr", "1e-2", steps=12))
+    first, *_, last = [line for line in lines_of(home, "out") if "eval_loss" in line]
+    assert last["eval_loss"] < first["eval_loss"]
+    assert last["eval_accuracy"] == 1
+    model = loaded(home / "out" / "checkpoint-12")
+    assert model.config.num_labels == (2 if loss == "classify" else 1)
+    objective, asked = parse_objective(loss), DataSettings(str(home / "data"), shuffle=False)
+    batch = read_data(asked, None, 272, 32, 16, 0, home / "run" / "tokens", objective=objective).batch(0)
+    with torch.no_grad():
+        if objective.numbers["mean"]:
+            hidden, last_B = model.model(batch.input_ids).last_hidden_state, batch.extras["last"]
+            scores = torch.stack([model.score(h[: n + 1].mean(0)) for h, n in zip(hidden, last_B.tolist(), strict=True)])
+        else:
+            scores = model(batch.input_ids).logits
+    if loss == "classify":
+        wanted = F.cross_entropy(scores, batch.extras["label"].long())
+    else:
+        chosen, rejected = scores[0::2, 0], scores[1::2, 0]
+        wanted = (objective.numbers["center"] * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean()
+    assert last["eval_loss"] == pytest.approx(float(wanted), rel=1e-4)
+    shutil.copytree(home / "out", home / "again")
+    for n in (6, 9, 12):
+        shutil.rmtree(home / "again" / f"checkpoint-{n}")
+    succeeded(train(home, plan, *held_out, "--lr", "1e-2", "--resume", out="again", steps=12))
+    assert weights_sha(home / "again" / "checkpoint-12") == weights_sha(home / "out" / "checkpoint-12")
+
+
+def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
+    succeeded(train(home, plan_in(home, name="tokens.json"), out="base", steps=1))
+    shutil.rmtree(home / "data")
+    write_lines(home / "data" / "rows.jsonl", TEXTS)
+    plan = plan_in(home, "--loss", "classify", "--train", "names:score.weight", model="base/checkpoint-1")
+    succeeded(train(home, plan, scratch=SCRATCH[1:], steps=2))
+    model, base = loaded(home / "out" / "checkpoint-2"), loaded_base(home / "base" / "checkpoint-1")
+    for name, weight in base.items():
+        assert name == "lm_head.weight" or torch.equal(model.get_parameter(name), weight)
+    succeeded(
+        train(
+            home,
+            plan_in(home, "--loss", "classify", model="out/checkpoint-2", name="on.json"),
+            scratch=SCRATCH[1:],
+            out="on",
+            steps=1,
+        )
+    )
+    one_line(
+        train(
+            home, plan_in(home, "--loss", "classify:3", model="out/checkpoint-2", name="three.json"), scratch=SCRATCH[1:], out="t"
+        ),
+        *(2, "score.weight is (2, ", "the configuration says (3, "),
+    )
+
+
+def loaded_base(folder):
+    return {name: weight.float() for path in folder.glob("model*.safetensors") for name, weight in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"label": "good"}, 'a "label" that is no whole number'),
+        ({"text": " "}, 'an empty "text"'),
+        ({"label": 2}, "label 2, and the plan has 2"),
+    ],
+)
+def test_a_label_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
+    asked = DataSettings(str(write_lines(tmp_path / "a.jsonl", [TEXTS[0], TEXTS[0] | row])))
+    with pytest.raises(DataError) as error:
+        read_data(asked, None, 272, 32, 4, 0, tmp_path / "run" / "tokens", objective=parse_objective("classify"))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_adapters_would_leave_a_new_head_untrained(home):
+    asked = ("plan", home / "model", "--machine", "cpu-2core", "--loss", "reward", "--seq-len", "32", "--train", "lora")
+    one_line(penstock(*asked), 2, "nothing would train its new head")
