@@ -14,6 +14,7 @@ from .tiny import tiny_config
 
 SIZES = ["--machine", "cpu-2core", "--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
 SCRATCH = ["--from-scratch", "--tokenizer", "bytes"]  # of a model's folder that holds its configuration alone
+UNSEARCHED = ("--policy", "megatrain")  # a search takes longer than all that runs do with its plan
 
 
 def penstock(*args):
@@ -43,7 +44,8 @@ def plan_in(home, *extra, name="plan.json", model="model"):
 
 
 def plan_anew(home, *extra, name, model="model"):
-    succeeded(penstock("plan", home / model, *SIZES, "-o", home / name, *extra))
+    policy = () if "--policy" in extra else UNSEARCHED
+    succeeded(penstock("plan", home / model, *SIZES, "-o", home / name, *extra, *policy))
     return home / name
 
 

@@ -83,6 +83,20 @@ def test_device_and_host_share_memory_and_book_none_twice(found: tuple[Profile, 
     assert 0 < total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPatch, found: tuple[Profile, Steps]) -> None:
+    def probe_again(quick: bool, report: Callable[[str, float], None], **_: Any) -> Profile:
+        for step in found[1]:
+            report(*step)
+        return found[0]
+
+    monkeypatch.setattr("penstock.api.probe", lambda device, quick, **fields: probe_again(quick, **fields))
+    result = CliRunner().invoke(probe, ["--device", "cpu"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert Profile.from_json(json.loads(result.stdout)) == found[0]
+    assert "numbers:" in result.stderr
+    assert result.stderr.startswith("measuring device memory\nmeasuring copies\nmeasuring optimizer\n")
+
+
 # -- cores and threads ------------------------------------------------------------------------------------------------
 
 
@@ -241,23 +255,6 @@ def test_memory_nodes_are_read_with_the_cores_we_may_use(tmp_path: Path) -> None
     (tmp_path / "node9x").mkdir()
     assert cpu.memory_nodes([0, 1, 5, 8], tmp_path) == ((0, 1, 8), (5,), ())
     assert cpu.memory_nodes([0, 1], tmp_path / "nowhere") == ((0, 1),)
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPatch, found: tuple[Profile, Steps]) -> None:
-    def probe_again(quick: bool, report: Callable[[str, float], None], **_: Any) -> Profile:
-        for step in found[1]:
-            report(*step)
-        return found[0]
-
-    monkeypatch.setattr("penstock.api.probe", lambda device, quick, **fields: probe_again(quick, **fields))
-    result = CliRunner().invoke(probe, ["--device", "cpu"], catch_exceptions=False)
-    assert result.exit_code == 0
-    assert Profile.from_json(json.loads(result.stdout)) == found[0]
-    assert "numbers:" in result.stderr
-    assert result.stderr.startswith("measuring device memory\nmeasuring copies\nmeasuring optimizer\n")
 
 
 def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

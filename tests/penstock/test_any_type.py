@@ -14,7 +14,7 @@ from penstock.checkpoint.conversion import Conversion
 from runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
 from tests.real_layers import hf_model
-from tests.running import SIZES, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
+from tests.running import SIZES, UNSEARCHED, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 TYPES = [
     "deepseek_v3",
@@ -53,7 +53,7 @@ def test_a_trained_model_of_any_type_is_loaded_by_transformers(tmp_path, model_t
     home = make_home(tmp_path)
     before = published(home, model_type)
     plan = home / "plan.json"
-    succeeded(penstock("plan", home / model_type, *SIZES, "-o", plan))
+    succeeded(penstock("plan", home / model_type, *SIZES, *UNSEARCHED, "-o", plan))
     said = succeeded(train(home, plan, *SAYS, scratch=())).output
     last = home / "out" / "checkpoint-4"
     held = sum(tensor.nbytes for path in last.glob("*.safetensors") for tensor in load_file(path).values())

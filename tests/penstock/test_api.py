@@ -40,8 +40,8 @@ class Batches:
         return pair if step % 2 and self.documents is None else Batch(*pair, self.documents)
 
 
-def planned(home: Path) -> "penstock.api.Planned":
-    return penstock.plan(home / "model", "cpu-2core", **SIZES)
+def planned(home: Path, policy: str | None = "megatrain") -> "penstock.api.Planned":
+    return penstock.plan(home / "model", "cpu-2core", **SIZES, policy=policy)
 
 
 def train_new(plan: Any, data: Any, settings: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def test_the_names_are_these_and_planning_imports_no_torch() -> None:
 
 
 def test_a_plan_is_the_commands_in_words_and_in_its_file(home: Path) -> None:
-    found = planned(home)
+    found = planned(home, policy=None)
     done = command("plan", home / "model", *FLAGS[:-2], "-o", home / "a")
     assert str(found) == done.stdout.rstrip()
     assert found.save(home / "b").read_bytes() == (home / "a").read_bytes()

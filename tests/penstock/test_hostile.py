@@ -157,7 +157,7 @@ def test_odd_names_stay_on_one_line(house):
     assert on_one_line("\x1b[31m\udcff") == "\\x1b[31m\\udcff"
     out = os.fsdecode(os.fsencode(house) + b"/\xff.json")
     command, environment = (
-        [sys.executable, "-m", "penstock", *PLAN, "megatrain", "-o", out],
+        [sys.executable, "-m", "penstock", "plan", "qwen2.5-0.5b", *PLAN[2:], "megatrain", "-o", out],
         os.environ | {"PYTHONIOENCODING": "ascii"},
     )
     done = subprocess.run(command, env=environment, timeout=ENDED_S, check=False, capture_output=True, text=True)

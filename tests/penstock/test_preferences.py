@@ -424,7 +424,7 @@ class Rollouts:
 
 def test_a_loss_of_ones_own_gets_what_ones_own_batches_bring(home):
     sizes = {"seq_len": 32, "batch_size": 8, "micro_batch": 4, "compute_dtype": "fp32", "gradient_dtype": "fp32"}
-    found = penstock.plan(home / "model", "cpu-2core", loss=grpo, **sizes)
+    found = penstock.plan(home / "model", "cpu-2core", loss=grpo, policy="megatrain", **sizes)
     how = {"from_scratch": True, "loss": grpo, "lr": 1e-2}
     done = penstock.train(found, Rollouts(), out=home / "out", steps=8, **how)
     first, *_, last = (step.loss for step in done.metrics)

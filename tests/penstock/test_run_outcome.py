@@ -27,6 +27,7 @@ def test_progress_shows_the_predictions_error_from_step_two_on(capsys):
     assert "left 4 s" in line
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize(
     ("losses", "norms", "words"),

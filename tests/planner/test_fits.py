@@ -39,7 +39,8 @@ def test_every_model_is_of_one_family_and_families_rise_in_size(monkeypatch):
     assert found["mistral"] == ["mistral-7b", "mistral-nemo-12b", "mistral-small-24b", "mistral-large-123b"]
     assert family_of("llama-3.1-70b", "llama") == family_of("llama-3.2-1b", "llama") == "llama"
     for names in found.values():
-        sizes = [build_workload(read_model(name), SEMANTICS).n_params for name in names if not name.startswith(("gemma", "gpt"))]
+        short = replace(SEMANTICS, seq_len=64)  # of which all is shipped
+        sizes = [build_workload(read_model(name), short).n_params for name in names if not name.startswith(("gemma", "gpt"))]
         assert sizes == sorted(sizes)
 
 

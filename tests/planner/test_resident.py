@@ -14,8 +14,9 @@ from planner.predict.memory import frame
 from planner.predict.resident import resident, resident_in_parts
 from planner.search.search import search
 from runtime.plan import Policy, Semantics
-from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
+from runtime.plan.workload import ITEM_BYTES, BlockKind, Model, Saved
 from tests.strategies import MADE_UP, MODEL, semantics, workloads
+from tests.tiny import tiny_config
 
 SOME_PERCENT = 0.05
 
@@ -103,7 +104,7 @@ def test_on_several_devices_it_is_what_fsdp2_keeps():
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("machine", ["gb10", "cpu-2core"])
 def test_one_memory_for_host_and_device_has_no_estimate(machine):
-    of, model, profile = Semantics(128, 2, 2), read_model("smollm2-360m"), read_profile(machine)
+    of, model, profile = Semantics(128, 2, 2), Model(tiny_config("llama")), read_profile(machine)
     assert on(profile, model, of) is None
     answer = search(model, [(of, build_workload(model, of))], profile, Policy())
     assert "resident" not in answer.all_baselines()

@@ -13,7 +13,7 @@ from penstock.checkpoint.tensor_files import Shards
 from tests.checkpoints import refused
 from tests.every_type import tiny
 from tests.real_layers import hf_model
-from tests.running import SIZES, make_home, penstock, succeeded, train, weights_sha
+from tests.running import SIZES, UNSEARCHED, make_home, penstock, succeeded, train, weights_sha
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -101,7 +101,7 @@ def test_weights_in_few_bits_train_as_a_bf16_copy_of_them(tmp_path, model_type):
     home = make_home(tmp_path)
     published(home, model_type)
     for folder in ("few", "bf16"):
-        said = succeeded(penstock("plan", home / folder, *SIZES, "-o", home / f"{folder}.json"))
+        said = succeeded(penstock("plan", home / folder, *SIZES, *UNSEARCHED, "-o", home / f"{folder}.json"))
         assert ("and saves its own, in bf16" in said.stderr) == (folder == "few")
         succeeded(train(home, home / f"{folder}.json", "--tokenizer", "bytes", out=f"out-{folder}", steps=2, scratch=()))
     few, bf16 = (home / f"out-{folder}" / "checkpoint-2" for folder in ("few", "bf16"))
