@@ -20,11 +20,16 @@ from runtime.plan.optimizer import Optimizer
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier, Workload
+from runtime.units import MiB, show_bytes
 
 FP32_BYTES = 4
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
 SQUARE_KERNELS = 2  # of `runtime/host/norms.py`, besides each tensor's: zeros, adding up
+# A CPU's allocator gives what is larger back to the system at once (`runtime/host/slabs.py`): each tensor's pages are faulted in
+# anew. Of a logit: bf16 and fp32, its log-softmax, and the gradients of the three. No probe measures it: on a virtual machine of
+# two AMD EPYC cores a byte so took 0.44 ns, as long as ten that are moved (docs/log.md).
+FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10, 2.5
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
@@ -96,7 +101,7 @@ class CostModel:
     clipped: bool = False
     longer_outside: Mapping[str, float] = field(default_factory=dict)  # factors of the seconds of what lies outside, by its name
     capacity: dict[Resource, float] = field(init=False)
-    outside: dict[str, tuple[float, float] | None] = field(default_factory=dict)  # of products, m and width
+    outside: dict[str, tuple[float, float] | float | None] = field(default_factory=dict)  # of products, m and width; or a factor
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
     _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Demand] = field(default_factory=dict)
@@ -278,8 +283,20 @@ class CostModel:
             + self._pointwise_s(head, of)
             + self._pointwise_s(head, of, backward=True)
             + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
+            + self._faults_s(head, of)
             + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
         )
+
+    def _faults_s(self, head: Block, of: Semantics) -> float:
+        """Seconds in which a CPU's pages for large logits come from the system."""
+        logits = max(head.matmuls, key=lambda m: m.n)
+        tile_bytes = logits.m * logits.n * FP32_BYTES
+        if self.profile.device.kind != "cpu" or tile_bytes < FAULTED_BYTES:
+            return 0.0
+        name = f"new pages for logits of {show_bytes(tile_bytes)}"
+        self.outside[name] = FAULTS_OFF_BY
+        as_moved_bytes = logits.count * logits.m * logits.n * BYTES_OF_LOGIT * FAULTED_AS_MOVED
+        return as_moved_bytes / self._memory_bytes_per_s * self.longer_outside.get(name, 1.0)
 
     def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
         """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""

@@ -49,7 +49,8 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     assert n_draws > 0, "an interval needs a draw"
     nearest = CostModel(profile)
     nearest.demands_of(plan, ops)
-    off = {name: off_by(profile, plan.semantics.compute_dtype, of) for name, of in nearest.outside.items()}
+    dtype = plan.semantics.compute_dtype
+    off = {name: of if isinstance(of, float) else off_by(profile, dtype, of) for name, of in nearest.outside.items()}
     simulator, steps_s = Simulator(ops), list[float]()
     wider = {Group.OPTIMIZER: DERIVED} if plan.semantics.is_lean else {}
     spreads = [

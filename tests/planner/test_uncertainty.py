@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
+from planner.predict.cost import FAULTED_BYTES, FAULTS_OFF_BY, CostModel
 from planner.predict.faster import Group, group_of, with_quantities
 from planner.predict.uncertainty import interval, off_by
 from planner.show.waterfall import RESOURCES
+from runtime.host import slabs
 from runtime.plan import Policy, Semantics
 from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
@@ -108,6 +110,20 @@ def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
     assert found.p50_step_s == pytest.approx(predicted(plan, outside).step_s, rel=1e-9)
     assert 1.2 < found.p90_step_s / found.p50_step_s < 2
     assert 1.2 < found.p50_step_s / found.p10_step_s < 2
+
+
+def test_large_logits_on_a_cpu_take_new_pages_and_widen():
+    """Of a vocabulary of 152,000 tokens; an eighth of as many logits takes none."""
+    assert FAULTED_BYTES == slabs.LARGE_BYTES
+    model, profile, name = read_model("qwen2.5-0.5b"), read_profile("cpu-2core"), "new pages for logits of 38.9 MB"
+    found = {}
+    for seq_len, factor in ((8, 1.0), (64, 1.0), (64, FAULTS_OFF_BY), (64, 0.0)):
+        semantics, cost = Semantics(seq_len=seq_len, batch_size=1, micro_batch=1), CostModel(profile, longer_outside={name: factor})
+        found[seq_len, factor] = cost.loss_s(build_workload(model, semantics).blocks[-1], semantics)
+        assert {of: how for of, how in cost.outside.items() if "pages" in of} == ({name: FAULTS_OFF_BY} if seq_len == 64 else {})
+    pages_s = 64 * 151_936 * 20 * 10 / profile.device.memory_bytes_per_s.value
+    assert found[64, 1.0] - found[64, 0.0] == pytest.approx(pages_s)
+    assert found[64, FAULTS_OFF_BY] - found[64, 1.0] == pytest.approx((FAULTS_OFF_BY - 1) * pages_s)
 
 
 @pytest.mark.parametrize("machine", ["h100-sxm", "cpu-2core"])
