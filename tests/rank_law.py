@@ -53,6 +53,7 @@ SEMANTICS = {
     "packed": {"train": Train(lora=Lora(rank=8)), "base": "nf4"},
     "parts": {"train": Train(names=("*.1.*norm*", "*.2.*norm*"))},  # nothing of the lowest layer
     "table": {"train": Train(names=("model.embed_tokens.weight", "*.0.*norm*"))},  # which is the head's, too
+    "balanced": {"router_loss": 0.1},
 }
 
 
@@ -66,7 +67,8 @@ def asked(model_type: str, policy: str, groups: int, batch: int, ranks: int) -> 
     pairs = {"micro_batch": 2, "objective": parse_objective("orpo")} if policy == "pairs" else {"micro_batch": 1}
     whole = semantics_of(model_type, batch_size=batch, sum_groups=groups, **pairs, **own)
     of = whole.shared_by(ranks)
-    return config, of, replace(POLICIES["plain" if policy == "pairs" else policy], accumulation_group=of.n_micro_batches)
+    policy_of = POLICIES["plain" if policy in ("pairs", "balanced") else policy]
+    return config, of, replace(policy_of, accumulation_group=of.n_micro_batches)
 
 
 def digest(state, results) -> str:

@@ -161,6 +161,7 @@ _SEMANTICS = {
         "--loss-tile-tokens", "Tokens whose logits exist at a time.", "4096 with fused kernels, else 1024, or what fits"
     ),
     "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens that go through an MLP at a time.", "all, or what fits"),
+    "router_loss": Flag("--router-loss", "Weight of the loss of routers, as a config's router_aux_loss_coef.", "none"),
     "sum_groups": Flag(
         "--sum-groups",
         "Groups of micro-batches whose gradients are summed apart, then as a tree: an order that up to as many GPUs keep.",

@@ -50,6 +50,7 @@ def self_test(plan: Plan, report: Report) -> None:
     window = window_of(plan.model.config)
     hides = window is not None and of.seq_len > window
     asked = f"self-test {of.attention} {of.experts} {torch.backends.cpu.get_cpu_capability()}{' windows' * hides}"
+    asked += " routers" * bool(of.router_loss)
     if (known := kept.read(key, asked, _REMEMBERED)) is None:
         report("self-test: a step of a cut-down copy of the model, against transformers' own")
         known = {"note": _tried(key, of, name)}
@@ -97,7 +98,7 @@ def own_step(config: dict[str, Any], of: Semantics, compute_dtype: Dtype = "fp32
     """A step of a small model by itself, from random weights."""
     semantics = Semantics(
         *(TOKENS, SEQUENCES, SEQUENCES), attention=of.attention, experts=of.experts, compute_dtype=compute_dtype,
-        gradient_dtype="fp32", clip_norm=None, loss_tile_tokens=SEQUENCES * TOKENS,
+        gradient_dtype="fp32", clip_norm=None, loss_tile_tokens=SEQUENCES * TOKENS, router_loss=of.router_loss,
     )  # fmt: skip
     workload = build_workload(Model(config), semantics)
     if workload.n_params > MOST_PARAMETERS:
@@ -114,7 +115,9 @@ def own_step(config: dict[str, Any], of: Semantics, compute_dtype: Dtype = "fp32
         tokens_BT = torch.randint(0, n_vocab, (SEQUENCES, TOKENS), generator=drawn)
         labels_BT = tokens_BT.masked_fill(torch.rand(tokens_BT.shape, generator=drawn) < 0.2, UNSUPERVISED)
         targets_BT = torch.cat([labels_BT[:, 1:], torch.full((SEQUENCES, 1), UNSUPERVISED)], dim=1)
-        given = {"input_ids": tokens_BT, "labels": labels_BT, "use_cache": False}
+        given: dict[str, Any] = {"input_ids": tokens_BT, "labels": labels_BT, "use_cache": False}
+        if of.router_loss:
+            model.router_aux_loss_coef, given["output_router_logits"] = of.router_loss, True
         out = model(**given)
         out.loss.backward()
         with torch.no_grad():
@@ -151,7 +154,9 @@ def _streamed(own: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.T
     with Execution(plan, machine, 1) as steps:
         (step,) = steps
     assert step.result is not None, "a step was performed"
-    if not is_same(torch.tensor(step.result.loss, dtype=torch.float32), own.loss):
+    loss = torch.tensor(step.result.loss, dtype=torch.float32)
+    # That of routers is added to the tokens' in fp64
+    if not (torch.allclose(loss, own.loss, rtol=1e-6) if own.semantics.router_loss else is_same(loss, own.loss)):
         yield "loss"
     for p in machine.host.all_owned():
         gradient = machine.host.param_state(p).moments[0].view(p.shape)

@@ -16,7 +16,7 @@ from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.objective import CROSS_ENTROPY, SCORE
 from runtime.plan.train import EXPERTS, STACK, TARGETS, Train
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Workload
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
@@ -51,6 +51,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
+    if semantics.router_loss and not outlines(model, legal[0], *SMALL)["has_experts"]:
+        _fail(model, "--router-loss: no layer of this model has a router; leave it out")
     if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
         _fail(model, f"library_kernels: no layer of this model computes with {missing[0]}; leave it out")
     found = _built(key_of(model), semantics)
@@ -188,7 +190,7 @@ class _Layout:
         of = _Part(self.semantics.train, trained, self.tree["has_experts"])
         tape = Tape(self.item_bytes)
         play(outline, tape, self.semantics, of.linear, trained, self.n_tokens)
-        return Block(
+        block = Block(
             name="layer",
             kind=BlockKind.LAYER,
             parameters=tuple(_with_adapters(outline, of)),
@@ -204,6 +206,30 @@ class _Layout:
             tile_sum_bytes=tape.tile_sum_bytes,
             tiers=tape.tiers(shared_bytes),
         )
+        return self._balanced(block, outline) if self.semantics.router_loss else block
+
+    def _balanced(self, block: Block, outline: Outline) -> Block:
+        """A layer with the loss of its router (`runtime/layers/balance.py`), if it has one: logits are kept, and their softmax made
+        in the forward, where choices are counted, as in the backward."""
+        grouped = next((call for call in outline.calls if call.name == "_grouped_mm"), None)
+        if grouped is None:
+            return block
+        (n_rows, _), (n_experts, *_) = grouped.shapes[:2]
+        n_logits = self.n_tokens * n_experts
+        moved_bytes, n_kernels = n_logits * (4 * self.item_bytes + 2 * FP32), 8
+        beside_bytes = n_logits * (4 * self.item_bytes + FP32) + n_rows * (self.item_bytes + FP32 + INT64)
+
+        def more(of: Tier) -> Tier:
+            if of.saved is Saved.ALL:
+                return replace(of, transient_bytes=of.transient_bytes + beside_bytes, saved_bytes=kept_bytes)
+            again = of.pointwise_bytes + moved_bytes, of.n_kernels + n_kernels
+            return replace(of, transient_bytes=of.transient_bytes + beside_bytes, pointwise_bytes=again[0], n_kernels=again[1])
+
+        kept_bytes = block.kept_bytes + n_logits * self.item_bytes
+        return replace(
+            block, kept_bytes=kept_bytes, transient_bytes=block.transient_bytes + beside_bytes, tiers=tuple(map(more, block.tiers)),
+            pointwise_bytes=block.pointwise_bytes + moved_bytes, n_kernels=block.n_kernels + n_kernels,
+        )  # fmt: skip
 
     def embedding(self) -> Block:
         """Rows of the table, one per token, and what is done to them; its backward makes a dense gradient of each table."""

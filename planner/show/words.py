@@ -152,6 +152,8 @@ def asked(f: Facts) -> Iterator[Line]:
         yield "optimizer", of.optimizer_in_words
     if not of.objective.is_default:
         yield "loss", str(of.objective) if of.objective.sha256 is None else f"{of.objective} (a function of your own)"
+    if of.router_loss:
+        yield "routers", f"{of.router_loss:g} times their load-balancing loss, of each micro-batch"
     yield "kernels", kernels_in_words(of)
 
 

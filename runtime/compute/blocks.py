@@ -20,6 +20,7 @@ from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from runtime.layers.apart import supports_documents
+from runtime.layers.balance import Balance
 from runtime.layers.documents import attending, embed_packed
 from runtime.layers.kernels import fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
@@ -68,6 +69,8 @@ class Templates:
             if semantics.train.lora is not None:
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora)
             use_kernels(layer, semantics, pointwise)
+        n_micro_batches = semantics.n_micro_batches * semantics.ranks
+        self.balance = Balance(self.model, self.layers, semantics.router_loss, n_micro_batches) if semantics.router_loss else None
         self.norm: nn.Module = self.split.norm
         if semantics.norm == "fused":
             self.norm = fused_norm(self.norm)
@@ -347,6 +350,8 @@ class Templates:
     def evaluating(self) -> Iterator[None]:
         """Until the context ends nothing is dropped, and routers do not jitter."""
         parts: list[Any] = [self.model, self.norm, *self.layers, *(self._tiled or [])]
+        if self.balance is not None:
+            self.balance.at = None
         for part in parts:
             part.train(False)
         try:

@@ -72,6 +72,8 @@ class Compute:
         """Around all of a run's ops. What a run that failed in the middle of a step has left is dropped."""
         self.inputs.forget()
         self.losses.clear()
+        if (balance := self.templates.balance) is not None:
+            balance.forget()
         self._site = None
         self._graphs.clear()
         self._of_sides.clear()
@@ -86,6 +88,8 @@ class Compute:
             self.losses[step] = Losses(n_supervised, self.plan.semantics.n_losses(n_supervised), total, [])
 
     def _seed(self, step: int, op: Op) -> None:
+        if (balance := self.templates.balance) is not None and op.micro_batch is not None:
+            balance.at = op.micro_batch, op.block
         self._generator.manual_seed(op_seed(self.seed, step, self._first + (op.micro_batch or 0), op.block))
 
     def _at(self, op: Op, slot: Slot) -> torch.Tensor:
@@ -209,6 +213,8 @@ class Compute:
         own = head if head is None or begins else torch.zeros_like(head)
         of = self._weights(op), hidden_BTD, batch.targets, losses.n_losses, own
         loss_sum, hidden_gradient, found = self.templates.loss(*of, batch.extras)
+        if (balance := self.templates.balance) is not None:
+            loss_sum += balance.close(op.micro_batch) * losses.n_losses
         losses.total.add_(loss_sum)
         if self.plan.semantics.ranks > 1:
             losses.each.append(loss_sum)

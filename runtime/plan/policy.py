@@ -61,6 +61,7 @@ class Semantics:
     base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
     optimizer: Optimizer = Optimizer.ADAMW
     objective: Loss = CROSS_ENTROPY
+    router_loss: Annotated[float, Field(ge=0)] = 0.0  # weight of the routers' own loss; 0: there is none
     __pydantic_config__ = FILE
 
     @cached_property
