@@ -26,7 +26,7 @@ from runtime.layers.kernels import fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
 from runtime.layers.pointwise import fastest
 from runtime.layers.split import Call, Split
-from runtime.layers.tiles import TiledLayer
+from runtime.layers.tiles import TiledMlp
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
 from runtime.plan.objective import LAST, Of
@@ -74,9 +74,9 @@ class Templates:
         self.norm: nn.Module = self.split.norm
         if semantics.norm == "fused":
             self.norm = fused_norm(self.norm)
-        self._tiled: list[TiledLayer] | None = None  # where the semantics have tiles, and one would not hold all tokens
+        self._tiled: list[TiledMlp] = []  # of each layer, where the semantics have tiles, and one would not hold all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
-            self._tiled = [TiledLayer(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
+            self._tiled = [TiledMlp(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]
         self.split.make_buffers(self.device, of_layers=True)
 
     def _prefix(self, block: int) -> str:
@@ -129,8 +129,8 @@ class Templates:
         own, (args, kwargs) = _within(self._prefix(block), weights), inputs.arguments(hidden_BTD)
         attention = self.workload.blocks[block].attention
         with attending(inputs, self.semantics.attention, None if attention is None else attention.window):
-            if self._tiled is not None:
-                return inputs.output(self._tiled[block - 1](own, args, kwargs, again))
+            if self._tiled:
+                self._tiled[block - 1].again = again
             return inputs.output(functional_call(self.layers[block - 1], own, args, kwargs))
 
     # -- the head ---------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class Templates:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Until the context ends nothing is dropped, and routers do not jitter."""
-        parts: list[Any] = [self.model, self.norm, *self.layers, *(self._tiled or [])]
+        parts: list[Any] = [self.model, self.norm, *self.layers, *self._tiled]
         if self.balance is not None:
             self.balance.at = None
         for part in parts:

@@ -27,38 +27,22 @@ NORM_AFTER = "post_feedforward_layernorm"  # some types have one: it is part of 
 PIECE_ELEMENTS = 2**22
 
 
-class TiledLayer(nn.Module):
-    """A decoder layer whose MLP runs by tiles."""
+class TiledMlp(nn.Module):
+    """Does the work of a decoder layer's MLP, and of what follows it row by row, when the layer calls it."""
 
     def __init__(self, layer: nn.Module, tile_tokens: int, policy: Policy, block: int) -> None:
-        """`layer` stays as it is. WorkloadError where its MLP is not known to treat every row for itself."""
+        """The layer's modules keep weights and names. WorkloadError where its MLP is not known to treat every row for itself."""
         super().__init__()
-        self._module: Any = copy.deepcopy(layer)
-        children = dict(self._module.named_children())
+        children: dict[str, Any] = dict(layer.named_children())
         if {name for name, _ in children["mlp"].named_children()} != PLAIN_MLP:
             raise WorkloadError("mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
-        self._parts = {name: children[name] for name in ("mlp", NORM_AFTER) if name in children}
-        self._mlp = TiledMlp(self._parts, tile_tokens, policy, block)
-        for name in self._parts:
-            setattr(self._module, name, nn.Identity())
-        self._module.mlp = self._mlp
-
-    def forward(self, weights: dict[str, torch.Tensor], args: tuple[Any, ...], inputs: dict[str, Any], again: bool) -> Any:
-        """What the layer returns; with `again` only its graph counts, and what the MLP makes is not computed."""
-        named = {f"mlp.rows.{name}" if name.partition(".")[0] in self._parts else name: w for name, w in weights.items()}
-        self._mlp.again = again
-        return functional_call(self._module, named, args, inputs, strict=True)
-
-
-class TiledMlp(nn.Module):
-    """Stands in for an MLP and for what follows it row by row."""
-
-    def __init__(self, parts: dict[str, nn.Module], tile_tokens: int, policy: Policy, block: int) -> None:
-        super().__init__()
-        self.rows = nn.Sequential()
-        for name, part in parts.items():
-            self.rows.add_module(name, part)
-        self.tile_tokens, self.again = tile_tokens, False
+        parts = [children[name] for name in ("mlp", NORM_AFTER) if name in children]
+        self.rows = nn.Sequential(*map(copy.copy, parts))  # the same weights, wherever they are while the layer is called
+        for part in parts:
+            part.forward = lambda x: x
+        children["mlp"].forward = self.forward
+        self.tile_tokens = tile_tokens
+        self.again = False  # whether only the graph of what is made counts: then that is not computed
         self.kept = policy.saved(block) is Saved.ALL
         self.saved = Saved.PRODUCTS if policy.saved(block) is Saved.PRODUCTS else Saved.INPUT
 
