@@ -22,7 +22,7 @@ from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initia
 from runtime.layers.apart import supports_documents
 from runtime.layers.balance import Balance
 from runtime.layers.documents import attending, embed_packed
-from runtime.layers.kernels import fused_norm, use_kernels
+from runtime.layers.kernels import use_fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
 from runtime.layers.pointwise import fastest
 from runtime.layers.split import Call, Split
@@ -73,7 +73,7 @@ class Templates:
         self.balance = Balance(self.model, self.layers, semantics.router_loss, n_micro_batches) if semantics.router_loss else None
         self.norm: nn.Module = self.split.norm
         if semantics.norm == "fused":
-            self.norm = fused_norm(self.norm)
+            use_fused_norm(self.norm)
         self._tiled: list[TiledMlp] = []  # of each layer, where the semantics have tiles, and one would not hold all tokens
         if (n := semantics.mlp_tile_tokens) is not None and n < semantics.tokens_per_micro_batch:
             self._tiled = [TiledMlp(layer, n, policy or Policy(), block) for block, layer in enumerate(self.layers, start=1)]

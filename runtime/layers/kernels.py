@@ -2,7 +2,7 @@
 
 Eager kernels are transformers' own modules, call by call. Fused are PyTorch's RMS norm with its backward; and an activation and a
 rotary embedding that are one node of autograd each, keep no more than they must, and give eager's bits. A module of transformers'
-is replaced in place, by one with the same weights under the same names. Kernels of other packages, for linear attention and its
+gets another forward, in place. Kernels of other packages, for linear attention and its
 convolutions, compute where the semantics name them, and nowhere else, whatever is installed.
 """
 
@@ -85,7 +85,7 @@ def is_rms_norm(part: nn.Module) -> bool:
     """Whether a module computes what `torch.nn.functional.rms_norm` does."""
     weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
     named = type(part).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and isinstance(eps, float)
-    return named and not isinstance(part, FusedRMSNorm) and _is_rms_norm(type(part).forward)
+    return named and _is_rms_norm(type(part).forward)
 
 
 @cache
@@ -98,38 +98,30 @@ def _is_rms_norm(forward: Callable[..., Any]) -> bool:
 
 def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = CALL_BY_CALL) -> None:
     """Have a decoder layer compute with the kernels of the semantics, where they are known to compute the same."""
-    for parent in list(layer.modules()):
-        for name, child in list(parent.named_children()):
-            if semantics.norm == "fused" and is_rms_norm(child):
-                setattr(parent, name, fused_norm(child))
-            elif semantics.pointwise == "fused" and is_gated(child):
-                setattr(parent, name, GatedMlp(child, pointwise))
+    for part in layer.modules():
+        if semantics.norm == "fused" and is_rms_norm(part):
+            use_fused_norm(part)
         if semantics.pointwise == "fused":
-            _rotate_at_once(parent, pointwise)
+            if is_gated(part):
+                part.forward = partial(gated_mlp, part, pointwise)
+            _rotate_at_once(part, pointwise)
         if semantics.library_kernels:
-            named = {n: f for n, f in _with_fallback(parent).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
-            _call_instead(parent, named)
+            named = {n: f for n, f in _with_fallback(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
+            _call_instead(part, named)
 
 
-def fused_norm(norm: nn.Module) -> "FusedRMSNorm":
-    """The same norm, of the same weight. WorkloadError where transformers' is not known to mean what PyTorch's does."""
+def use_fused_norm(norm: Any) -> None:
+    """Have a norm compute as PyTorch's does. WorkloadError where transformers' is not known to mean the same."""
     if not is_rms_norm(norm):
         raise WorkloadError(f"no fused kernel computes a {type(norm).__name__}; plan with --kernels eager")
-    known: Any = norm
-    return FusedRMSNorm(known.weight, known.variance_epsilon)
+    norm.forward = lambda x: rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
-class FusedRMSNorm(nn.Module):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`torch.nn.functional.rms_norm`: computed in fp32 and rounded once, weight included."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = weight, eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type == "cpu":
-            return _NormOfACpu.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    if x.device.type == "cpu":
+        return _NormOfACpu.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _NormOfACpu(torch.autograd.Function):
@@ -170,20 +162,11 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return parts
 
 
-class GatedMlp(nn.Module):
+def gated_mlp(mlp: Any, pointwise: Pointwise, x: torch.Tensor) -> torch.Tensor:
     """down(silu(gate(x)) * up(x)), with the modules of one of transformers' MLPs."""
-
-    def __init__(self, mlp: nn.Module, pointwise: Pointwise) -> None:
-        super().__init__()
-        self.pointwise = pointwise
-        for name, child in mlp.named_children():
-            self.add_module(name, child)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts: Any = self
-        gate, up = parts.gate_proj(x), parts.up_proj(x)
-        activation = _AtOnce.apply(self.pointwise.swiglu, self.pointwise.swiglu_gradients, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
-        return parts.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    activation = _AtOnce.apply(pointwise.swiglu, pointwise.swiglu_gradients, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
+    return mlp.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 
 def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:

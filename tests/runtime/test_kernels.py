@@ -20,10 +20,10 @@ from runtime.compute.losses import row_losses
 from runtime.errors import PlanError, WorkloadError
 from runtime.layers.kernels import (
     CALL_BY_CALL,
-    FusedRMSNorm,
-    GatedMlp,
     _AtOnce,
+    is_rms_norm,
     refuse_missing_libraries,
+    rms_norm,
     rotary,
     use_kernels,
     use_own_calls,
@@ -163,12 +163,11 @@ def test_a_norms_gradients_are_those_of_pytorchs_function(n_rows: int) -> None:
     """In fp64's light: rows by the thousand and their sums change nothing but the last digits."""
     x, gradient = (torch.randn(n_rows, 24, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     x, weight = x.requires_grad_(), torch.rand(24).requires_grad_()
-    ours = FusedRMSNorm(torch.nn.Parameter(weight.detach()), 1e-6)
-    y = ours(x)
+    y = rms_norm(x, weight, 1e-6)
     exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
     exact = F.rms_norm(exact_x, (24,), exact_weight, 1e-6)
     assert same_bytes((y,), (F.rms_norm(x, (24,), weight, 1e-6),))
-    found = torch.autograd.grad(y, (x, ours.weight), gradient)
+    found = torch.autograd.grad(y, (x, weight), gradient)
     wanted = torch.autograd.grad(exact, (exact_x, exact_weight), gradient.double())
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
@@ -198,7 +197,7 @@ def test_a_models_logits_are_those_of_transformers(model_type: str) -> None:
         for layer in model.model.layers:  # type: ignore[union-attr]
             use_kernels(layer, how)
         ours = model(tokens, use_cache=False).logits
-    assert any(isinstance(module, FusedRMSNorm) for module in model.modules())
+    assert all("forward" in vars(part) for layer in model.model.layers for part in layer.modules() if is_rms_norm(part))  # type: ignore[union-attr]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
@@ -309,7 +308,7 @@ def test_other_models_of_transformers_keep_their_kernels() -> None:
     config = tiny_config("llama")
     changed, other = hf_model(config), hf_model(config)
     use_kernels(changed.model.layers[0], semantics(**fused("llama")))  # type: ignore[union-attr]
-    assert isinstance(changed.model.layers[0].mlp, GatedMlp)  # type: ignore[union-attr]
+    assert "forward" in vars(changed.model.layers[0].mlp)  # type: ignore[union-attr]
     for model in (other, hf_model(config)):
-        assert "forward" not in vars(model.model.layers[0].self_attn)  # type: ignore[union-attr]
+        assert not any("forward" in vars(part) for part in model.model.layers[0].modules())  # type: ignore[union-attr]
         assert len(layer_calls(model, 96, 1, 8)) == 2
