@@ -5,6 +5,7 @@ The columns of its first row tell the format of a data set. Whatever the format,
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,29 +89,51 @@ def renamed(row: Any, columns: Mapping[str, str]) -> Any:
     return kept | {name: row[theirs] for name, theirs in columns.items() if theirs in row}
 
 
+@contextmanager
+def _of(row: object, where: str, example: str) -> Iterator[Row]:
+    """The fields of a row; what a ValueError says of them, a DataError says with the place, an example and the row's columns."""
+    try:
+        yield row if isinstance(row, dict) else {}
+    except ValueError as error:
+        columns = f"; its columns are {shown(row)}" if isinstance(row, dict) else ""
+        raise DataError(f"{where}: {error}; each row is {example}{columns}") from None
+
+
 def document(row: object, format: str, where: str) -> Chat | Completion:
     """A row of this format as a conversation or a text; DataError names the place of a row that does not fit."""
-    try:
-        return _read(row if isinstance(row, dict) else {}, format)
-    except ValueError as error:
-        columns = f"; its columns are {shown(row)}" if isinstance(row, dict) else ""
-        raise DataError(f"{where}: {error}; each row is {_FORMATS[format][1]}{columns}") from None
+    with _of(row, where, _FORMATS[format][1]) as fields:
+        return _read(fields, format)
 
 
-def pair(row: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
-    """The chosen and the rejected half of a row, of which the answers alone are learned; DataError names the place of a row that
-    does not fit."""
-    try:
-        return _halves(row if isinstance(row, dict) else {})
-    except ValueError as error:
-        columns = f"; its columns are {shown(row)}" if isinstance(row, dict) else ""
-        raise DataError(f"{where}: {error}; each row is {_PAIR}{columns}") from None
+def pair(given: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
+    """The chosen and the rejected half of a row, of which the answers alone are learned; DataError as of `document`."""
+    with _of(given, where, _PAIR) as row:
+        chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
+        kind: Any = str if isinstance(chosen, str) else list
+        chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
+        if (
+            kind is str
+            and prompt is None
+            and (asked := next((name for name in ("question", "instruction") if row.get(name)), None))
+        ):
+            raise ValueError(f'no "prompt", but "{asked}": name it with --columns prompt={asked}')
+        if not isinstance(prompt, kind):  # both have it, or it is told a second time as text
+            n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+            if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
+                raise ValueError('one of chosen and rejected begins with the other, which tells no prompt; give it as "prompt"')
+            n -= kind is str and chosen[:n].endswith(" ")  # a word's tokens have the space before it
+            prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
+        if not (prompt.strip() if isinstance(prompt, str) else prompt):
+            raise ValueError("chosen and rejected share no prompt")
+        if chosen == rejected:
+            raise ValueError("chosen and rejected are the same, which prefers nothing")
+        halves = tuple(_half(row, prompt, answer, name) for name, answer in (("chosen", chosen), ("rejected", rejected)))
+        return halves[0], halves[1]
 
 
 def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
-    """A row of one answer, and 1 if that is desirable, 0 if not; DataError names the place of a row that does not fit."""
-    fields, columns = (row, f"; its columns are {shown(row)}") if isinstance(row, dict) else ({}, "")
-    try:
+    """A row of one answer, and 1 if that is desirable, 0 if not; DataError as of `document`."""
+    with _of(row, where, _ANSWER) as fields:
         prompt, label = fields.get("prompt"), fields.get("label")
         label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has words
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
@@ -120,14 +143,11 @@ def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
         if not isinstance(label, int) or label not in (0, 1):
             raise ValueError('a "label" that is neither true nor false')
         return said, float(label)
-    except ValueError as error:
-        raise DataError(f"{where}: {error}; each row is {_ANSWER}{columns}") from None
 
 
 def labelled(row: object, where: str) -> tuple[Completion, float]:
-    """A row of a text, and the number of its label; DataError names the place of a row that does not fit."""
-    fields, columns = (row, f"; its columns are {shown(row)}") if isinstance(row, dict) else ({}, "")
-    try:
+    """A row of a text, and the number of its label; DataError as of `document`."""
+    with _of(row, where, '{"text": "...", "label": 1}') as fields:
         text, label = _value(fields, "text", str), fields.get("label")
         label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has words
         if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
@@ -135,15 +155,12 @@ def labelled(row: object, where: str) -> tuple[Completion, float]:
         if not text.strip():
             raise ValueError('an empty "text"')
         return Completion("", text), float(label)
-    except ValueError as error:
-        raise DataError(f'{where}: {error}; each row is {{"text": "...", "label": 1}}{columns}') from None
 
 
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
     """The completions of a row, a group of them to one prompt, with advantages as GRPO has them where the row has rewards;
-    DataError names the place of a row that does not fit."""
-    try:
-        fields = row if isinstance(row, dict) else {}
+    DataError as of `document`."""
+    with _of(row, where, f"{_GROUP}, or with advantages") as fields:
         prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS][1])
         kind = "rewards" if fields.get("advantages") is None else "advantages"
         numbers = _numbers(_value(fields, kind, list), kind)
@@ -162,8 +179,6 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
         if not prompt:
             raise ValueError('an empty "prompt_ids"')
         return [(prompt, ids, float(a), of_ids) for ids, a, of_ids in zip(completions, numbers, logps, strict=True)]
-    except ValueError as error:
-        raise DataError(f"{where}: {error}; each row is {_GROUP}, or with advantages") from None
 
 
 def _numbers(found: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -216,27 +231,6 @@ def _read(row: Row, format: str) -> Chat | Completion:
         case _:
             messages = [*system, *_dialogue(row, _value(row, "question", str), _value(row, "answer", str))]
     return _chat(messages, row, n_before)
-
-
-def _halves(row: Row) -> tuple[Chat | Completion, Chat | Completion]:
-    """As `pair`; ValueError says what is wrong."""
-    chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
-    kind: Any = str if isinstance(chosen, str) else list
-    chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
-    if kind is str and prompt is None and (asked := next((name for name in ("question", "instruction") if row.get(name)), None)):
-        raise ValueError(f'no "prompt", but "{asked}": name it with --columns prompt={asked}')
-    if not isinstance(prompt, kind):  # both have it, or it is told a second time as text
-        n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
-        if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
-            raise ValueError('one of chosen and rejected begins with the other, which tells no prompt; give it as "prompt"')
-        n -= kind is str and chosen[:n].endswith(" ")  # a word's tokens have the space before it
-        prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
-    if not (prompt.strip() if isinstance(prompt, str) else prompt):
-        raise ValueError("chosen and rejected share no prompt")
-    if chosen == rejected:
-        raise ValueError("chosen and rejected are the same, which prefers nothing")
-    halves = tuple(_half(row, prompt, answer, name) for name, answer in (("chosen", chosen), ("rejected", rejected)))
-    return halves[0], halves[1]
 
 
 def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
