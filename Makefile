@@ -8,12 +8,14 @@ PY_OLDEST := .venv-oldest/bin/python
 # Modules are compiled once, not by each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak all test-oldest lint types unit format tour clean
+.PHONY: demo test soak all test-oldest lint types unit both format tour clean
 
 demo: .venv/stamp
 	$(PY) demo/demo.py
 
-test: lint types unit
+# mypy beside the tests: alone it would leave one of two cores idle for most of a minute.
+test: lint
+	$(MAKE) --no-print-directory -j2 types unit
 
 lint: .venv/stamp
 	$(PY) -m ruff check .
@@ -31,7 +33,10 @@ soak: .venv/stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m soak
 
 # Both lanes in one run: what their tests share is made once, no test draws a share of its examples first, and no core waits between.
-all: lint types
+all: lint
+	$(MAKE) --no-print-directory -j2 types both
+
+both: .venv/stamp
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
 # The same tests, the long ones too, with the oldest torch and transformers that pyproject.toml allows, in an environment of their own. Not part of `test`:

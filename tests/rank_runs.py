@@ -28,9 +28,13 @@ def words(home, plan, *extra, out="out", steps=4):
     return [str(word) for word in run]
 
 
-def done(arguments):
-    """As a user starts it, nothing forked."""
+def done(arguments, is_forked=False):
+    """Started as a user does, or forked, which spares each process what it imports."""
     command = [*COMMAND, *arguments]
+    if is_forked:
+        running = begun(arguments)
+        said = running.communicate(timeout=120)
+        return subprocess.CompletedProcess(command, running.returncode, *said)
     return subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -26,11 +26,13 @@ def logged(home, out):
     return [{key: line[key] for key in keys if key in line} for line in lines_of(home, out)]
 
 
-def test_another_number_of_ranks_goes_on_to_the_same_bytes(home):
+@pytest.mark.soak_cases("started anew")
+@pytest.mark.parametrize("is_forked", [True, False], ids=["forked", "started anew"])
+def test_another_number_of_ranks_goes_on_to_the_same_bytes(home, is_forked):
     """Evaluated, asked for a sample and saved on the way; two ranks, then one."""
     looks = ("--eval-data", home / "data" / "b.txt", "--eval-every", 2, "--prompt", "To be", "--save-every", 2)
     succeeded(penstock(*words(home, planned(home, 1), *looks, out="alone")))
-    shared = done(words(home, planned(home, 2), *looks, steps=2))
+    shared = done(words(home, planned(home, 2), *looks, steps=2), is_forked)
     assert shared.returncode == 0, shared.stderr
     assert shared.stderr.count("step 1/2") == 1, "the first rank speaks, the other is silent"
     assert contents(home / "out" / "checkpoint-2") == contents(home / "alone" / "checkpoint-2")
