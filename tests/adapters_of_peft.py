@@ -13,8 +13,9 @@ from torch import Tensor
 from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from runtime.plan.train import EXPERTS, TARGETS, Lora
 
+from .every_type import tiny
 from .real_layers import hf_model
-from .tiny import EXPERT_TYPES, tiny_config
+from .tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 
 ATTENTION = TARGETS[:4]
 LORA = Lora(rank=4, alpha=6.0, dropout=0.0, targets=TARGETS)
@@ -23,12 +24,14 @@ TOKENS = torch.arange(24).reshape(2, 12) * 7 % 96
 
 def model_of(model_type: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     torch.manual_seed(7)
-    return hf_model(tiny_config(model_type, **overrides), dtype=dtype).eval()
+    config = tiny_config(model_type, **overrides) if model_type in MODEL_TYPES else tiny(model_type) | overrides
+    return hf_model(config, dtype=dtype).eval()
 
 
 def lora_of(model_type: str) -> Lora:
     """Of models with experts PEFT takes the names of an MLP for those of the experts."""
-    return Lora(rank=4, alpha=6.0, targets=(*ATTENTION, EXPERTS) if model_type in EXPERT_TYPES else TARGETS)
+    targets = (*ATTENTION, EXPERTS) if model_type in EXPERT_TYPES else TARGETS if model_type in MODEL_TYPES else (*TARGETS, EXPERTS)
+    return Lora(rank=4, alpha=6.0, targets=targets, rslora=model_type in ("gemma", "qwen3_moe"))
 
 
 def factors_of(model: Any, lora: Lora = LORA) -> dict[str, Tensor]:

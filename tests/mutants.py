@@ -344,6 +344,8 @@ SAMPLES: tuple[dict[str, Any], ...] = (
     SOME | {"n_layers": 4, "n_micro_batches": 2, "save": saves(all=(4,)), "spill_blocks": (2,), "device_blocks": (2, 4)},
     {"n_micro_batches": 2, "ranks": 2, "accumulation_group": 2, "resident_blocks": (2,), "speculate_blocks": (1,)},
     {"n_layers": 2, "ranks": 2, "tied": True, "prefetch_depth": 2},
+    ADAPTED | {"n_layers": 2, "ranks": 2, "tied": True, "base": "int8", "resident_blocks": (1,)},
+    SOME | {"n_layers": 2, "n_micro_batches": 2, "ranks": 2, "accumulation_group": 2},
 )
 
 

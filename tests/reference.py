@@ -125,13 +125,14 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
     Where a model has experts only attention has adapters, and they, where they are named.
     """
     has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    scale = lora.alpha / (lora.rank**0.5 if lora.rslora else lora.rank)
     for layer in model.model.layers:
         for part in (layer.self_attn,) if has_experts else (layer.self_attn, layer.mlp):
             for name, child in list(part.named_children()):
                 if name in lora.targets and isinstance(child, torch.nn.Linear):
-                    setattr(part, name, Adapted(child, lora.rank, lora.alpha / lora.rank))
+                    setattr(part, name, Adapted(child, lora.rank, scale))
         if "experts" in lora.targets and "experts" in dict(layer.mlp.named_children()):
-            adapt_experts(layer.mlp.experts, lora.rank, lora.alpha / lora.rank)
+            adapt_experts(layer.mlp.experts, lora.rank, scale)
 
 
 def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:

@@ -32,12 +32,13 @@ MAX_CONFIG_BYTES = 16 * 2**20
 PREFIX = "base_model.model."
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and models are stored
 
-_WEIGHT = re.compile(rf"((?:[a-z_]+\.)+layers\.[0-9]+\.(?:self_attn|mlp)\.(?:{'|'.join(TARGETS)}))\.weight")
+# Wherever a layer has it, but not of experts one by one, as files name them: their folders are numbers
+_WEIGHT = re.compile(rf"((?:[a-z_]+\.)+layers\.[0-9]+(?:\.[a-zA-Z_]\w*)*\.(?:{'|'.join(TARGETS)}))\.weight")
 # Layers of a vision-language model's text: modules of its towers may have the names of targets, too
 _OF_TEXT = re.compile(r"((?:[a-z_]+\.)+language_model\.(?:[a-z_]+\.)*layers)\.")
 
-_STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # as `target_parameters` names them
-_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters")
+_STACKS = ("gate_up_proj", "down_proj")  # of a layer's experts, as `target_parameters` names them
+_READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "use_rslora")
 _SAID = ("r", "lora_alpha", "target_modules")  # of these: PEFT's defaults would be another adapter
 # Options that do not change the computation. Every other option of PEFT must be off, or have its default.
 _IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_config", "loftq_config", "peft_version", "revision")
@@ -61,6 +62,7 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     modules = {name.rpartition(".lora_")[0] for name in factors}
     of_text = {layers[1] for module in modules if (layers := _OF_TEXT.match(module))}
     found = {_target(module.removesuffix(".base_layer")) for module in modules}
+    experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and where a layer has them
     assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -69,8 +71,9 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
         target_modules=_pattern(of_text.pop(), found - {EXPERTS}) if of_text else [*found - {EXPERTS}],
-        target_parameters=[*_STACKS] if EXPERTS in found else None,
+        target_parameters=None if experts is None else [f"{experts}.{stack}" for stack in _STACKS],
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
     del fields["runtime_config"]  # of a process, not of an adapter
@@ -98,7 +101,8 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         config = _read_config(folder)
         targets = {_target(module) for module in weights if check_target_module_exists(config, module)}
         targets |= {EXPERTS} if _adapts_experts(folder, config, stacks) else set()
-        lora = checked_lora(rank=config.r, alpha=config.lora_alpha, dropout=config.lora_dropout, targets=[*targets])
+        sizes = {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "rslora": config.use_rslora}
+        lora = checked_lora(**sizes, targets=[*targets])
     except (PlanError, TypeError, re.error) as error:  # the last two: target_modules that are no names and no pattern
         raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
     expected = dict[str, tuple[int, ...]]()
@@ -136,7 +140,7 @@ def _adapts_experts(folder: Path, config: "LoraConfig", stacks: Iterable[str]) -
     said = config.target_parameters or []
     found = {name: [t for t in said if f".{name}".endswith(f".{t}")] for name in stacks}
     if said and ({t for each in found.values() for t in each} != {*said} or not all(found.values())):
-        problem = f"target_parameters is {json.dumps(said)[:120]}, not computed here, but {' and '.join(_STACKS)}"
+        problem = f"target_parameters is {json.dumps(said)[:120]}, not computed here, but {' and '.join(_STACKS)} of its experts"
         raise CheckpointError(f"{folder / CONFIG_FILE}: {problem} of a model that has them; {_INSTEAD}")
     return bool(said)
 

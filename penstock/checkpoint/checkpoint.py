@@ -286,6 +286,8 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
         found = state.fields.get(key)
         if key == "semantics" and isinstance(found, dict):
             found = _as_json(_SEMANTICS_BEFORE) | found
+            if isinstance(train := found["train"], dict) and isinstance(train.get("lora"), dict):
+                found["train"] = train | {"lora": {"rslora": False} | train["lora"]}
             was, now = ({name: of.get(name) for name in _OF_STATE} for of in (found, value))
             if was != now and (found | now) == value and was["optimizer"] in [*Optimizer]:
                 old, new = map(_kept_in_words, (was, now))

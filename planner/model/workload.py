@@ -81,7 +81,7 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
     elif train.layers is not None and train.layers[1] >= found.n_layers:
         _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
     if missing and train.lora is not None and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
-        but = "in an mlp, where they have adapters" if missing[0] == EXPERTS else "but experts, whose adapters are called experts"
+        but = "where they have adapters" if missing[0] == EXPERTS else "but experts, whose adapters are called experts"
         _fail(model, f"nothing is called {missing[0]} {but}; leave it out")
     if missing or not trained:
         _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")

@@ -130,7 +130,8 @@ class SharedNumbers:
         `rows`: memory for those of all, fp64; `squares`: this rank's, of trained blocks; `is_asked`: whether this one is to."""
         n = self._n_micro_batches
         parts = [squares[b][: len(tiles)] for b, tiles in enumerate(self.tiles) if tiles]
-        torch.cat(parts, out=self._row[: sum(map(len, self.tiles))])
+        if parts:  # small adapters may all be others'
+            torch.cat(parts, out=self._row[: sum(map(len, self.tiles))])
         self._row[-n:] = torch.tensor(losses, dtype=torch.float64)
         self._row[-n - 1] = is_asked
         rows = rows[: self._ranks.n * self._n_numbers].view(self._ranks.n, self._n_numbers)

@@ -1,5 +1,6 @@
 """Trained weights: all, adapters (LoRA), by name, or by layer; the rest is frozen, and only read."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -17,7 +18,8 @@ from .workload import FILE, OF_LAYER, Dtype, Natural
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts"]
 EXPERTS: Target = "experts"  # both stacks of a layer's experts; not unless it is said
 TARGETS: tuple[Target, ...] = get_args(Target)[:-1]
-STACK = re.compile(r"(?:^|\.)mlp\.experts\.(?:gate_up_proj|down_proj)$")  # weights of all experts of a layer
+# Weights of all experts of a layer
+STACK = re.compile(r"(?:^|\.)((?:mlp|feed_forward|block_sparse_moe)\.experts)\.(?:gate_up_proj|down_proj)$")
 ADAPTERS = ("lora_A", "lora_B")  # the two factors, as their files call them
 Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
@@ -33,11 +35,12 @@ class Lora:
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[tuple[Target, ...], Field(min_length=1)] = TARGETS
+    rslora: bool = False  # alpha / sqrt(rank) in place of alpha / rank (rank-stabilised LoRA)
     __pydantic_config__ = FILE
 
     @property
     def scale(self) -> float:
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 _LORA = TypeAdapter(Lora)
@@ -81,6 +84,7 @@ class Train:
             said = [f"r={lora.rank}", f"alpha={lora.alpha:g}"]
             said += [f"dropout={lora.dropout:g}"] if lora.dropout else []
             said += [f"targets={'+'.join(lora.targets)}"] if lora.targets != TARGETS else []
+            said += ["rslora"] if lora.rslora else []
             return f"lora:{','.join(said)}"
         if self.layers is not None:
             return f"layers:{self.layers[0]}-{self.layers[1]}"
@@ -103,7 +107,7 @@ def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dty
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj, names:*.norm.weight or layers:20-31"
+_HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,rslora, names:*.norm.weight or layers:20-31"
 
 
 def parse_train(text: str) -> Train:
@@ -128,10 +132,12 @@ def _parse_lora(text: str) -> Lora:
     """Adapters as `r=16,alpha=32` says; alpha is twice the rank where it is not said."""
     pairs = [part.partition("=")[::2] for part in text.split(",") if part]
     said: dict[str, Any] = dict(pairs)
-    if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets"}:
+    if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or said.get("rslora"):
         raise PlanError(f"--train lora:{text[:80]} is not understood; {_HOW}")
     if "r" in said:
         said["rank"] = said.pop("r")
+    if "rslora" in said:
+        said["rslora"] = True
     if "targets" in said:
         said["targets"] = said["targets"].split("+")
     lora = checked_lora(**said)

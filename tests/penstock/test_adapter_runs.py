@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from runtime.plan.train import TARGETS
+from tests.every_type import tiny
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model
 from tests.running import lines_of, make_home, one_line, penstock, plan_in, succeeded, train, weights_in
@@ -183,6 +184,20 @@ def test_experts_are_refused_and_attention_is_not(home):
     assert (done.exit_code, "whose adapters are called experts" in done.stderr) == (2, True)
     leaves = load_file(trained(home, plan_in(home, *LORA, model="experts"), steps=2) / "adapter_model.safetensors")
     assert {name.split(".")[-3] for name in leaves} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_experts_that_are_not_in_an_mlp_have_adapters_too(home):
+    hf_model(tiny("granitemoe") | {"vocab_size": 272}, dtype=torch.bfloat16).save_pretrained(home / "granite")
+    plan = plan_in(home, "--train", "lora:r=8,targets=q_proj+experts,rslora", model="granite")
+    adapter = trained(home, plan, steps=2)
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    assert said["target_parameters"] == [f"block_sparse_moe.experts.{stack}" for stack in ("gate_up_proj", "down_proj")]
+    assert said["use_rslora"]
+    succeeded(penstock("merge", home / "granite", adapter, "--out", home / "merged"))
+    merged, base = (AutoModelForCausalLM.from_pretrained(home / of, dtype=torch.float32) for of in ("merged", "granite"))
+    theirs = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    for name, weight in merged.state_dict().items():
+        torch.testing.assert_close(weight, theirs[name], atol=1e-6, rtol=2**-8)  # ours is bf16
 
 
 def test_a_model_published_in_4_bits_is_trained_as_it_is(home):

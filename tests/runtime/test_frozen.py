@@ -31,7 +31,7 @@ from tests.training import (
 LORA = Train(lora=Lora(rank=4, alpha=8.0))
 WAYS = {
     "adapters": LORA,
-    "two adapters a layer": Train(lora=Lora(rank=8, alpha=4.0, targets=("q_proj", "o_proj"))),
+    "two adapters a layer": Train(lora=Lora(rank=8, alpha=4.0, targets=("q_proj", "o_proj"), rslora=True)),
     "norms": Train(names=("*norm*",)),
     "a projection": Train(names=("*.v_proj.weight", "model.layers.0.self_attn.o_proj.*")),
     "the last layer": Train(layers=(1, 1)),

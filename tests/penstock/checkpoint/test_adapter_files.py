@@ -72,12 +72,15 @@ def test_what_peft_saved_is_read_however_targets_are_given(tmp_path: Path, targe
 def test_adapters_of_every_type_and_beginning_are_read(tmp_path: Path, model_type: str) -> None:
     model = model_of(model_type)
     shapes = shapes_of(model)
-    stacks = {"target_parameters": ["experts.down_proj", "mlp.experts.gate_up_proj"]} if model_type in EXPERT_TYPES else {}
+    stacks: dict[str, Any] = (
+        {"target_parameters": ["experts.down_proj", "mlp.experts.gate_up_proj"]} if model_type in EXPERT_TYPES else {}
+    )
     init = True if stacks else (True, False, "gaussian", "orthogonal")[MODEL_TYPES.index(model_type) % 4]
     targets, left_out = ["v_proj", "q_proj", "k_proj"], ["k_proj"]
+    stacks["use_rslora"] = rslora = model_type in ("qwen2", "gpt_oss")
     expected = peft_saved(tmp_path, model, target_modules=targets, init_lora_weights=init, exclude_modules=left_out, **stacks)
     lora, factors = read_adapter(tmp_path, shapes)
-    assert lora == Lora(4, 6.0, 0.0, ("q_proj", "v_proj", *(("experts",) if stacks else ())))
+    assert lora == Lora(4, 6.0, 0.0, ("q_proj", "v_proj", *(("experts",) if model_type in EXPERT_TYPES else ())), rslora)
     assert factors.keys() == expected.keys()
     assert all(torch.equal(factors[name], factor) for name, factor in expected.items())
 
@@ -106,7 +109,7 @@ def set_config(folder: Path, **changes: Any) -> None:
 
 
 NOT_COMPUTED: dict[str, Any] = {
-    **{"use_dora": True, "use_rslora": True, "bias": "all", "task_type": "SEQ_CLS", "peft_type": "IA3"},
+    **{"use_dora": True, "bias": "all", "task_type": "SEQ_CLS", "peft_type": "IA3"},
     **{"rank_pattern": {"q_proj": 8}, "layers_to_transform": [0], "modules_to_save": ["lm_head"]},
     **{"init_lora_weights": "pissa", "target_parameters": ["mlp.experts.down_proj"], "a key\nof tomorrow": "on"},
 }

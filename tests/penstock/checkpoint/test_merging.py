@@ -30,6 +30,7 @@ from tests.penstock.checkpoint.test_dequantised import published
 from tests.running import weights_in
 from tests.tiny import MODEL_TYPES
 
+ELSEWHERE = ("jamba", "granitemoe")  # whose experts, and other MLPs, are not called mlp
 SHARD = "20KB"  # so that tiny models have several
 
 
@@ -57,12 +58,12 @@ def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", [*MODEL_TYPES, *ELSEWHERE])
 def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     """And bit for bit what a plain loop does; embeddings that were tied stay tied."""
     base, adapter = folders(tmp_path, model_type, dtype)
     merge(base, adapter, tmp_path / "out")
-    plain, merged = plainly_merged(base, adapter, 1.5), weights_in(tmp_path / "out")
+    plain, merged = plainly_merged(base, adapter, lora_of(model_type).scale), weights_in(tmp_path / "out")
     assert merged.keys() == plain.keys()
     assert all(torch.equal(merged[name], weight) and merged[name].dtype == dtype for name, weight in plain.items())
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -75,7 +76,7 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dty
         tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
         torch.testing.assert_close(loaded(TOKENS).logits, by_peft(TOKENS).logits, **tolerance)
         before = AutoModelForCausalLM.from_pretrained(base)(TOKENS).logits
-        assert (loaded(TOKENS).logits - before).abs().max() > 0.1
+        assert (loaded(TOKENS).logits - before).abs().max() > 0.1 * before.abs().max()
 
 
 def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
