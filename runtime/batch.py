@@ -36,7 +36,6 @@ class Batch:
         return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT, extras=extras)
 
     def part(self, rows: slice) -> "Batch":
-        """Some of the sequences."""
         lengths = self.document_tokens
         return replace(self.moved(lambda tokens: tokens[rows]), document_tokens=None if lengths is None else lengths[rows])
 

@@ -37,7 +37,6 @@ class StepResult:
 
     @cached_property
     def loss(self) -> float:
-        """The mean of the step."""
         return self.loss_sum() / self.n_losses
 
 

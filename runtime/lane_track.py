@@ -100,15 +100,12 @@ class Track:
         yield from ((entry, 0) for entry in self.entries[self.repeated.stop :])
 
     def op(self, entry: Entry, repetition: int) -> Op:
-        """The op as it is performed in this repetition."""
         return entry.op if self.repeat is None else self.repeat.op(entry.op, repetition)
 
     def _name_at(self, position: int) -> str:
-        """Of the op at this position."""
         return self.op(*next(islice(self.walk(), position % self.n_in_step, None))).name
 
     def _repeats_at(self, position: int) -> bool:
-        """Whether the op at this position is one that repeats."""
         return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
 
     def n_repeated(self, position: int) -> int:
@@ -146,7 +143,6 @@ class Track:
         self._wants = None
 
     def stop(self) -> None:
-        """Let the lane end before its next op."""
         self.is_stopped = True
         self._bell.ring()
 

@@ -71,7 +71,7 @@ def backward_matmuls(m: Matmul) -> int:
 
 def attention_call(of: Attention, dtype: Dtype) -> AttentionCall:
     """A layer's attention as a profile is asked for it."""
-    return AttentionCall(dtype, of.seq_len, of.head_dim, of.is_grouped)
+    return AttentionCall(dtype, of.seq_len, of.head_dim, (of.n_kv_heads or of.n_heads) < of.n_heads)
 
 
 def loaded_bytes(plan: Setup, block: int) -> int:

@@ -276,7 +276,6 @@ class Inputs:
         self.passed: dict[int, list[Call]] = {}  # by micro-batch, until it is done
 
     def forget(self) -> None:
-        """Drop the step at work."""
         self._batch = None
 
     def begin(self, step: int) -> Batch | None:

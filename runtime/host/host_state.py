@@ -75,7 +75,6 @@ class HostState:
         return (p for block in self.plan.workload.blocks for p in block.parameters if p.tied_to is None)
 
     def block_of(self, p: Parameter) -> int:
-        """The block that owns a parameter."""
         return self._places[p.name][0]
 
     def part(self, p: Parameter, rank: int | None = None) -> slice:

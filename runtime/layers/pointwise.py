@@ -73,15 +73,15 @@ def fastest(device: torch.device, dtype: torch.dtype) -> Pointwise:
     return Pointwise() if device.type == "cpu" else compiled(device, dtype)
 
 
-def compiled(device: torch.device, dtype: torch.dtype, options: dict[str, Any] = COMPILED) -> Pointwise:
+def compiled(device: torch.device, dtype: torch.dtype) -> Pointwise:
     """Each function compiled for the device, or itself where that cannot be or changes a bit."""
     from torch._inductor import config
 
-    known = options.keys() & config.get_config_copy().keys()  # some are newer than our oldest torch
+    known = COMPILED.keys() & config.get_config_copy().keys()  # some are newer than our oldest torch
     chosen: dict[str, Function] = {}
     for field in fields(Pointwise):
         function = getattr(Pointwise(), field.name)
-        one_kernel = _OneKernel(function, {key: options[key] for key in known})
+        one_kernel = _OneKernel(function, {key: COMPILED[key] for key in known})
         if (fault := _fault(function, one_kernel, device, dtype)) is None:
             chosen[field.name] = one_kernel
         else:

@@ -144,7 +144,6 @@ class Lanes:
             self.streams.wait(event)
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
-        """As a machine's."""
         self._compute.perform(work) if self._compute is not None and lane is Lane.GPU else work()
 
     @contextmanager

@@ -28,23 +28,21 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class Processes:
     """All ranks of a run, as the process of one of them."""
 
-    def __init__(
-        self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False, patience: timedelta = PATIENCE
-    ) -> None:
+    def __init__(self, device: torch.device, here: int | None = None, place: int = 0, by_memory: bool = False) -> None:
         """Called by all, after `dist.init_process_group`. `here`: ranks of this host, None: all; `place`: this one among them."""
         self.rank, self.n = dist.get_rank(), dist.get_world_size()
         self.n_here = self.n if here is None else self._agreed(here, place)
         self.by_memory = by_memory and self.n_here == self.n
         is_gpu = device.type == "cuda"
-        backend, wait = "nccl" if is_gpu else "gloo", LONG if is_gpu else patience
+        backend, wait = "nccl" if is_gpu else "gloo", LONG if is_gpu else PATIENCE
         self._of_device = dist.new_group(backend=backend, timeout=wait, device_id=device if is_gpu else None)
         self._here = self._between_hosts = self._of_device
         if self.n_here < self.n:
             hosts = [range(first, first + self.n_here) for first in range(0, self.n, self.n_here)]
             self._here = self._own_group(hosts, backend, wait)
             self._between_hosts = self._own_group(zip(*hosts, strict=True), backend, wait)
-        self._of_host = dist.new_group(backend="gloo", timeout=patience)
-        self._of_meetings = dist.new_group(backend="gloo", timeout=patience)
+        self._of_host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._of_meetings = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._between_steps = dist.new_group(backend="gloo", timeout=LONG)
 
     def _own_group(self, groups: Iterable[Iterable[int]], backend: str, wait: timedelta) -> Any:

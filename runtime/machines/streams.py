@@ -38,7 +38,6 @@ class CudaEvents:
         stream.wait_event(event)
 
     def wait(self, event: Event) -> None:
-        """Return once the event has been reached."""
         event.synchronize()
 
     def elapsed_s(self, first: Event, last: Event) -> float:
@@ -100,7 +99,6 @@ class CudaStreams(CudaEvents):
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 

@@ -298,7 +298,6 @@ class Op:
         return slot
 
     def every(self, name: str) -> tuple[Slot, ...]:
-        """All operands of that name."""
         return tuple([slot for known, slot in self.operands if known == name])
 
     @staticmethod
@@ -365,7 +364,6 @@ class Repeat:
 
     @property
     def n_ops(self) -> int:
-        """Ops of one repetition."""
         return self.end - self.start
 
     def op(self, op: Op, repetition: int) -> Op:

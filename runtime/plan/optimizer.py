@@ -53,7 +53,6 @@ class Optimizer(StrEnum):
 
     @property
     def moment_bytes(self) -> float:
-        """Bytes per parameter of the moments."""
         return sum(STORED_BYTES[dtype] for dtype in self.moments.values())
 
     def state_bytes(self, master: Dtype) -> float:

@@ -45,7 +45,6 @@ class Plan(Setup):
         return _validated(_PLAN, text, "plan")
 
     def often(self, i: int) -> int:
-        """How many times a step performs op number i."""
         return self.repeat.times if self.repeat is not None and i in self.repeat else 1
 
     def number(self, i: int, repetition: int) -> int:

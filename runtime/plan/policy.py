@@ -119,7 +119,6 @@ class Semantics:
         return (micro_batch // self._of_a_sum).bit_count()
 
     def begins_sum(self, micro_batch: int) -> bool:
-        """Whether it is its group's first."""
         return micro_batch % self._of_a_sum == 0
 
     def n_joined(self, micro_batch: int) -> int:
@@ -216,7 +215,6 @@ def _save_from_file(value: object) -> object:
 
 
 def _save_to_file(save: tuple[Saved, ...]) -> dict[str, list[int]]:
-    """As it is read."""
     return {what: [b for b, saved in enumerate(save, start=1) if saved is what] for what in RICHER if what in save}
 
 

@@ -268,7 +268,6 @@ class Setup:
         return n_groups * (1 + (is_layer and block >= self.workload.first_trained))
 
     def source_slot(self, block: int) -> Slot:
-        """Where a block's weights are uploaded from."""
         return Slot("state", block) if self.is_apart(block) else self.state_slot(block)
 
     def state_slot(self, block: int) -> Slot:

@@ -60,11 +60,9 @@ class Train:
 
     @property
     def all(self) -> bool:
-        """Whether nothing is frozen."""
         return self == Train()
 
     def trains(self, name: str) -> bool:
-        """Whether the parameter of that name is trained."""
         if self.lora is not None:
             return is_adapter(name)
         if self.names:

@@ -74,11 +74,6 @@ class Attention:
         n_pairs = span * (span + 1) // 2 + (self.seq_len - span) * span
         return 4 * self.n_sequences * self.n_heads * self.head_dim * n_pairs
 
-    @property
-    def is_grouped(self) -> bool:
-        """Whether several heads share keys and values."""
-        return self.n_kv_heads is not None and self.n_kv_heads < self.n_heads
-
 
 class BlockKind(StrEnum):
     EMBEDDING = "embedding"
@@ -197,7 +192,6 @@ class Block:
 
     @cached_property
     def is_mixed(self) -> bool:
-        """Whether a part of it is trained, and a part frozen."""
         return 0 < len(self.trained) < len(self.parameters)
 
     @cached_property
