@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import assert_never
+from typing import Any, ClassVar, assert_never
 
 import torch
 from torch.cuda import Event
@@ -186,22 +186,25 @@ class GivingMachine(LaneMachine):
 class TorchMachine(LaneMachine):
     """A machine that trains."""
 
+    lanes_of: ClassVar[Callable[..., Lanes]]  # of a plan, and of what its kind of device is told besides
+
     def __init__(
         self,
         plan: Plan,
         batches: Batches,
         settings: Schedule,
-        lanes: Lanes,
         seed: int = 0,
         n_workers: int | None = None,
         ranks: Ranks | None = None,
         loss: LossFunction | None = None,
+        **device: Any,
     ) -> None:
         """Allocate every arena and build the templates; the host state is zero until weights are set.
 
         `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
         whole steps', of which one of several `ranks` takes its part. `loss`: a program's own, where the objective is that.
         """
+        lanes = self.lanes_of(plan, **device)
         self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
         assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
         if ranks is not None:
@@ -289,39 +292,20 @@ class CpuMachine(TorchMachine):
     """Performs a plan on the CPU, in a GPU's place, with a "device" arena of its own, real copies and real mathematics. Compute has
     cores of its own; copies and the optimizer share the rest."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        batches: Batches,
-        settings: Schedule,
-        seed: int = 0,
-        pin_threads: bool = False,
-        n_workers: int | None = None,
-        cores: tuple[list[int], list[int]] | None = None,
-        ranks: Ranks | None = None,
-        loss: LossFunction | None = None,
-    ) -> None:
+    @staticmethod
+    def lanes_of(plan: Plan, pin_threads: bool = False, cores: tuple[list[int], list[int]] | None = None) -> Lanes:
         """`cores`: those of compute, and those of copies and the optimizer; half of the process's each, without it."""
         settle_allocator()
         for_compute, for_host = cores or split_cores(sorted(os.sched_getaffinity(0)))
-        lanes = Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
-        super().__init__(plan, batches, settings, lanes, seed, n_workers, ranks, loss)
+        return Lanes(dict.fromkeys(plan.lanes, for_host) | {Lane.GPU: for_compute}, pin_threads, streams=None)
 
 
 class CudaMachine(TorchMachine):
     """Performs a plan on a GPU: the lanes of compute and of the link's two directions own a stream each, which their threads issue
     ops to. The optimizer has the host's cores; a lane that issues ops needs little of one."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        batches: Batches,
-        settings: Schedule,
-        seed: int = 0,
-        streams: CudaStreams | None = None,
-        ranks: Ranks | None = None,
-        loss: LossFunction | None = None,
-    ) -> None:
+    @staticmethod
+    def lanes_of(plan: Plan, streams: CudaStreams | None = None) -> Lanes:
         """Every arena of the host's is pinned. `streams`: those of the first CUDA device, without it."""
         # A product is rounded once, at its end, whatever the process did before. Else cuBLAS, where it splits the inner dimension
         # (a weight's gradient has one of all tokens), adds the parts in bf16.
@@ -330,8 +314,7 @@ class CudaMachine(TorchMachine):
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         use_attention(plan.semantics.attention_kernel)
         to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
-        lanes = Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
-        super().__init__(plan, batches, settings, lanes, seed, ranks=ranks, loss=loss)
+        return Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
