@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hwprofiles.schema import read_profile, shipped_profiles
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
-from penstock.cli.which import _larger
+from penstock.cli.which import _larger, swept
 from planner.search.search import searched
 from planner.show.compare import COLUMNS
 from planner.show.fits import Fit
@@ -47,15 +47,20 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
 
 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.which.MOST_WORKERS", 1)
+    monkeypatch.setattr("planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:]))  # it needs no search
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
     assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
-    monkeypatch.setattr("planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:]))  # more needs no search
     for more, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
         assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
+
+
+def test_what_processes_found_comes_in_the_order_of_the_tasks() -> None:
+    assert [*swept(divmod, [(7, 2), (9, 4), (8, 8)], "divisions")] == [(3, 1), (2, 1), (1, 0)]
 
 
 @pytest.mark.soak
