@@ -22,10 +22,11 @@ from penstock.settings import DataSettings
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
 from tests.running import SIZES as FLAGS
+from tests.running import UNSEARCHED, succeeded, train, weights_sha
 from tests.running import penstock as command
-from tests.running import succeeded, train, weights_sha
 
 SIZES = {"seq_len": 32, "batch_size": 4, "micro_batch": 2}
+DEFERRED = json.loads(Path(UNSEARCHED[1]).read_text())
 
 
 class Batches:
@@ -40,7 +41,7 @@ class Batches:
         return pair if step % 2 and self.documents is None else Batch(*pair, self.documents)
 
 
-def planned(home: Path, policy: str | None = "megatrain") -> "penstock.api.Planned":
+def planned(home: Path, policy: dict[str, Any] | None = DEFERRED) -> "penstock.api.Planned":
     return penstock.plan(home / "model", "cpu-2core", **SIZES, policy=policy)
 
 
