@@ -24,7 +24,7 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.frames import Frames
 from planner.search.relax import Relaxation
-from planner.search.space import WAYS, eager_is_legal, family_of, places_of_mixed, staying, with_ways
+from planner.search.space import LEAST_SAVED_SLOTS, WAYS, eager_is_legal, family_of, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
 from runtime.plan import Policy, Semantics, Update
 from runtime.plan.legality import refuse_illegal
@@ -326,7 +326,8 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
 
     def buffers(rng: random.Random) -> Policy:
         name = rng.choice(("prefetch_depth", "gradient_slots", "saved_slots"))
-        return replace(policy, **{name: max(1, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
+        least = LEAST_SAVED_SLOTS if name == "saved_slots" else 1
+        return replace(policy, **{name: max(least, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
 
     def elsewhere(rng: random.Random) -> Policy:
         blocks = rng.choice(places_of_mixed(s, workload))

@@ -18,7 +18,7 @@ from runtime.plan import Lane, Policy
 
 from .climb import OMISSIONS, Omission, neighbours
 from .remedy import too_long
-from .space import GRADIENT_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
 from .trial import Trial
 
 CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
@@ -273,7 +273,7 @@ class Tree:
         for of, d, slots, saved in [(size, *b) for b in buffers] + [
             (g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)
         ]:
-            if min(d, slots, saved) >= 1:
+            if min(d, slots) >= 1 and saved >= LEAST_SAVED_SLOTS:
                 yield from self._suggested(
                     replace(family, accumulation_group=of, largest_group=of), d, slots, saved, below_s=below_s
                 )

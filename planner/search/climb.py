@@ -17,7 +17,7 @@ from runtime.plan.legality import refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
-from .space import WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
+from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 
 STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
 SAVED_STEPS = (1, -1, 2)
@@ -87,7 +87,7 @@ def _buffers(policy: Policy) -> Iterator[Policy]:
         yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
         yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
     for more in SAVED_STEPS if policy.offload_blocks else ():
-        yield replace(policy, saved_slots=max(1, policy.saved_slots + more))
+        yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + more))
 
 
 def _groups(plan: Setup) -> Iterator[Policy]:

@@ -23,7 +23,7 @@ from runtime.plan import Kind, Policy, Setup, Update
 from .choices import Choices
 from .climb import Omission
 from .frames import Frames
-from .space import GRADIENT_SLOTS, Family, Fill, can_spill, staying, ways_of, with_ways
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
@@ -93,7 +93,7 @@ class Relaxation:
         lacking: Omission | None,
     ) -> tuple[Choices, float]:
         """The program, and how many seconds its unit is."""
-        lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or 1)
+        lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
         choices = Choices(self._frames, lean, family, prefetch_depth, saved_slots, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]

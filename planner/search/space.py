@@ -23,6 +23,7 @@ from runtime.plan.workload import Block, Model, Saved, Workload
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried
+LEAST_SAVED_SLOTS = 2  # of each kind: with one, a layer's forward waits until what the one before it saved has left
 GRADIENT_SLOTS = (2, 1, 3, 4, 6, 8)  # the last stands for more, too
 MEGATRAIN_STRIDE = 4  # of its layers share a boundary
 STRIDES = (1, MEGATRAIN_STRIDE)
