@@ -100,15 +100,21 @@ class Phases:
         """From the last losses of groups to the first losses of the groups that follow."""
         return algebra.longest([self.back + self.up, self.left])
 
-    def after_first_way_up(self, of: Subject, algebra: Algebra) -> Array:
+    def after_first_way_up(self, of: Subject, gpu: int, algebra: Algebra) -> Array:
         """From the first loss of the step to the norm."""
-        loss, groups, around = of.work.scalars["loss"], of.groups, self.around(algebra)
+        work, loss, groups, around = of.work, of.work.scalars["loss"], of.groups, self.around(algebra)
         if groups.equal:
             last = algebra.longest([self.back, self.left])
             return loss + (1 - 1 / groups.n) * around + last / groups.n
         # Of every sum over the groups but the first, or but the last and smallest, at least this share is left.
         others = 1 - groups.first_fraction
-        return loss + algebra.longest([self.back + others * self.up, others * around])
+        found = [self.back + others * self.up, others * around]
+        if np.any(work["last_leaving"]) and groups.n_alone == groups.largest:  # all compute alike; of the last most is added
+            staged = np.zeros_like(work["last_leaving"])
+            staged[:, 0] = of.buffers.n_staged * work.largest["staged"]
+            last = algebra.longest(work["last_leaving"] - staged) + work.scalars["embedding_home"] / groups.n
+            found.append((1 - 1 / groups.n) * (work["down"][gpu] + work.scalars["embedding"] + self.up) + last)
+        return loss + algebra.longest(found)
 
 
 def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
@@ -198,7 +204,7 @@ def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> I
     before = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"]
     before = before + sum(np.outer(work.largest[f"early_{kind}"], n) for kind, n in of.n_early.items())
     computing = work["total"][gpu] - work["on_device"][gpu] - work["first_forwards"][gpu] + scalars["home"]
-    on_lanes = algebra.longest([computing, found.after_first_way_up(of, algebra)])
+    on_lanes = algebra.longest([computing, found.after_first_way_up(of, gpu, algebra)])
     arriving = algebra.longest(work["arriving"])
     shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
     updated = work["updates"] + work["first_loads"]

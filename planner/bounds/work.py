@@ -8,7 +8,7 @@ every inequality about them is written once (`reasons.py`).
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 
 import numpy as np
 
@@ -36,6 +36,7 @@ VECTORS = (
     "loads_up",  # of those that stream, once: one way of one group
     "loads_down",
     "leaving",  # gradients on their way to the host, and into the host's sums
+    "last_leaving",  # those of layers of the last group, where the host adds more of them than of others
     "head_leaving",  # the head's last gradient of one group
     Kind.OFFLOAD_ACTIVATION,  # by all groups, and so the next three
     Kind.OFFLOAD_SAVED,
@@ -75,6 +76,7 @@ SCALARS = (
     "first_gradient",  # from the first loss to the head's first gradient on the host
 )
 _SUMMING = (Kind.LOSS, Kind.BACKWARD, Kind.ACCUMULATE)  # a micro-batch that ends a sum takes longer
+_LEFT_AND_ADDED = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE)
 _ARRIVING = (Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE, Kind.NORM, Kind.SPECULATE)
 
 
@@ -255,6 +257,10 @@ def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Gr
                 pass
     of_block = {kind: sum(seconds * count for seconds, count in found) for kind, found in of_kind.items()}
     if is_layer:
+        joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
+        n = plan.semantics.n_micro_batches
+        for kind, (m, count) in product(joins, plan.alike(range(n - groups.n_alone, n)) if joins else ()):
+            add("last_leaving", facets.of(kind, cost.demand(plan, Op(kind, block, m))), count)
         work.scalars["backwards_in_turn"] += _in_turn_s(plan, cost, block, of_block)
         return work
     _add_vocabulary(work, plan, facets, block, groups, of_kind)
