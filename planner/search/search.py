@@ -11,7 +11,7 @@ from math import inf
 
 from hwprofiles.schema import Profile
 from planner.bounds.machine import machine_bound
-from runtime.errors import PlanError
+from runtime.errors import DoesNotFitError, PlanError
 from runtime.plan import Policy, Semantics
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.workload import Model
@@ -75,54 +75,85 @@ def search(
         return _of_policy(trials, fixed, free)
     for trial in trials:
         refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
-    machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
-    ready = [(bound_s, 0, i) for i, bound_s in enumerate(machine_s)]  # seconds, how often families were bounded, which
-    heapq.heapify(ready)
-    trees: dict[int, Tree] = {}
-    first_s: dict[int, float] = {}  # steps of what is tried first
-    bounds_s = dict.fromkeys(range(len(sizes)), inf)
-    while ready:
-        bound_s, n_relaxed, i = heapq.heappop(ready)
-        if min(first_s.values(), default=inf) <= bound_s * (1 + CLOSE_FRACTION):
-            bounds_s[i] = bound_s
-        elif n_relaxed < 2:
-            if i not in trees:
-                trees[i] = Tree(trials[i])
-            heapq.heappush(ready, (max(bound_s, trees[i].relax()), n_relaxed + 1, i))
-        elif bound_s < inf:
-            bounds_s[i], first_s[i] = bound_s, trees[i].try_first(_starts(trials[i]), min(first_s.values(), default=inf))
-        trials[i].forget()
-    found: dict[int, float] = {}  # steps of the sizes searched
-    fastest, likely = sorted(first_s, key=lambda i: (first_s[i], i)), sorted(first_s, key=lambda i: (bounds_s[i], i))
-    promising = {*fastest[:MOST_SEARCHED], *likely[:1]}
-    for i in dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1], *fastest]):
-        best_s = min(found.values(), default=inf)
-        if best_s <= bounds_s[i] * (1 + CLOSE_FRACTION) or (found and i not in promising):
-            continue  # it cannot win, or there is a plan without it
-        trees[i].explore(best_s)
-        trials[i].forget()
-        bounds_s[i] = max(trees[i].bound_s, machine_s[i])
-        if (best := trees[i].best) is not None:
-            found[i] = trials[i].step_s(best)
-    if not found:
-        last, too_long = trials[-1], [(tree.trial, policy) for tree in trees.values() for policy in tree.too_long]
-        for of, policy in too_long:
-            raise TooLongError(of.semantics, most_ops(of.workload, of.semantics, policy))
-        needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
-        raise does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
-    for _ in range(MOST_TIGHTENED):  # a certificate is as good as the lowest bound, which may be that of a size not searched
-        i = min(bounds_s, key=lambda i: (bounds_s[i], i))
-        if i in found or i not in trees or min(found.values()) <= bounds_s[i] * (1 + CLOSE_FRACTION) or not trees[i].tighten():
-            break
-        bounds_s[i] = max(bounds_s[i], trees[i].lowest_s)
-    chosen = _chosen(found)
-    tree, others_s = trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
+    of = _Sizes(trials)
+    of.bound()
+    of.explore()
+    if not of.found:
+        raise _nothing_found(of, free)
+    of.tighten()
+    chosen, bounds_s = _chosen(of.found), of.bounds_s
+    tree, others_s = of.trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
     assert tree.best is not None, "it was found"
     _assert_bounded(tree, tree.best)
     if CUT in free:
         others_s = min(others_s, _of_any_cut_s(trials[chosen], free))
     proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
     return answer_of(trials[chosen], trials[chosen].plan(tree.best), proven, trials[chosen].baselines())
+
+
+class _Sizes:
+    """The sizes of a search by number, and what is known of each."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self.trials = trials
+        self.machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
+        self.bounds_s = dict.fromkeys(range(len(trials)), inf)
+        self.trees: dict[int, Tree] = {}
+        self.first_s: dict[int, float] = {}  # steps of what is tried first
+        self.found: dict[int, float] = {}  # steps of those that are searched
+
+    def bound(self) -> None:
+        """Bound each size, the lowest first, as any schedule is, then by its families; try a few policies of what can still win."""
+        ready = [(bound_s, 0, i) for i, bound_s in enumerate(self.machine_s)]  # seconds, how often families were bounded, which
+        heapq.heapify(ready)
+        while ready:
+            bound_s, n_relaxed, i = heapq.heappop(ready)
+            best_s = min(self.first_s.values(), default=inf)
+            if best_s <= bound_s * (1 + CLOSE_FRACTION):
+                self.bounds_s[i] = bound_s
+            elif n_relaxed < 2:
+                if i not in self.trees:
+                    self.trees[i] = Tree(self.trials[i])
+                heapq.heappush(ready, (max(bound_s, self.trees[i].relax()), n_relaxed + 1, i))
+            elif bound_s < inf:
+                self.bounds_s[i], self.first_s[i] = bound_s, self.trees[i].try_first(_starts(self.trials[i]), best_s)
+            self.trials[i].forget()
+
+    def explore(self) -> None:
+        """Search the sizes with the fastest first tries, and the one with the lowest bound; if none of these fits, others."""
+        fastest = sorted(self.first_s, key=lambda i: (self.first_s[i], i))
+        likely = sorted(self.first_s, key=lambda i: (self.bounds_s[i], i))
+        promising = dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]])
+        for i in promising | dict.fromkeys(fastest):
+            best_s = min(self.found.values(), default=inf)
+            if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.found and i not in promising):
+                continue  # it cannot win, or there is a plan without it
+            self.trees[i].explore(best_s)
+            self.trials[i].forget()
+            self.bounds_s[i] = max(self.trees[i].bound_s, self.machine_s[i])
+            if (best := self.trees[i].best) is not None:
+                self.found[i] = self.trials[i].step_s(best)
+
+    def tighten(self) -> None:
+        """A certificate is as good as the lowest bound, which may be that of a size not searched."""
+        best_s = min(self.found.values())
+        for _ in range(MOST_TIGHTENED):
+            i = min(self.bounds_s, key=lambda i: (self.bounds_s[i], i))
+            is_done = i in self.found or i not in self.trees or best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION)
+            if is_done or not self.trees[i].tighten():
+                return
+            self.bounds_s[i] = max(self.bounds_s[i], self.trees[i].lowest_s)
+
+
+def _nothing_found(of: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFitError:
+    """The error of a search without a plan: what there is is too long to write, or nothing fits."""
+    for tree in of.trees.values():
+        for policy in tree.too_long:
+            semantics, workload = tree.trial.semantics, tree.trial.workload
+            return TooLongError(semantics, most_ops(workload, semantics, policy))
+    last = of.trials[-1]
+    needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
+    return does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
 
 
 def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
