@@ -44,11 +44,13 @@ KINDS = {
     "master=bf16": (Optimizer.ADAMW, "stochastic"),
     "moments=bf16,master=bf16": (Optimizer.ADAMW_BF16, "stochastic"),
     "moments=int8,master=bf16": (Optimizer.ADAMW_INT8, "stochastic"),
+    "moments=int8,master=split24": (Optimizer.ADAMW_INT8, "split24"),
     "lion": (Optimizer.LION, "split"),
     "lion:moments=bf16": (Optimizer.LION_BF16, "split"),
     "lion:moments=int8": (Optimizer.LION_INT8, "split"),
     "lion:moments=bf16,master=bf16": (Optimizer.LION_BF16, "stochastic"),
     "lion:moments=int8,master=bf16": (Optimizer.LION_INT8, "stochastic"),
+    "lion:moments=int8,master=split24": (Optimizer.LION_INT8, "split24"),
 }
 FUSED_BYTES = 28  # moved by torch's fused kernel on fp32 alone
 BYTES_PER_LINE = 64
@@ -82,17 +84,17 @@ def update_case(kind: str, n: int) -> Case:
     for moment in moments:
         moment.copy_(torch.empty(len(moment)).uniform_(1e-8, 1e-6)) if moment.dtype is not torch.uint8 else moment.random_(1, 60)
     match of_master:
-        case "split":
-            master = Master(half, flat(n, torch.int16))
+        case "split" | "split24":
+            master = Master(half, flat(n, torch.int16 if of_master == "split" else torch.int8))
         case "fp32":
             master = Master(flat(n, torch.float32).copy_(half))
         case _:
             master = Master(half)
-    is_lean = of_master == "stochastic" or optimizer is not Optimizer.ADAMW
-    drawn = Drawn((5, 6, 7), of_master == "stochastic") if is_lean else None
+    is_drawn = of_master in ("stochastic", "split24")
+    drawn = Drawn((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
     to, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
     tasks = Step(to, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, drawn).tasks()
-    wide = "bf16" if half is master.weight and master.remainder is None else "fp32"
+    wide = "bf16" if half is master.weight and master.remainder is None else of_master if of_master == "split24" else "fp32"
     n_bytes = optimizer.update_bytes(wide, "fp32" if of_master == "fp32" else "bf16")  # type: ignore[arg-type]
     return Case(kind, round(n_bytes * n), lambda workers: workers.run(tasks))
 

@@ -63,7 +63,7 @@ SIGNATURES = {
     "sums": "const float* x, int n, double* out",
     "update": "WEIGHT* w, short* r, float* m, float* v, const GRADIENT* g, int n, "
     "double a, double b, double c, double d, double e, double f, double h, double i",
-    "update_less": "WEIGHT* w, short* r, MOMENT* m, MOMENT* v, const GRADIENT* g, int n, int t, int k, int l, int o, "
+    "update_less": "WEIGHT* w, REMAINDER* r, MOMENT* m, MOMENT* v, const GRADIENT* g, int n, int t, int k, int l, int o, "
     "double a, double b, double c, double d, double e, double f, double h, double i",
 }
 

@@ -48,7 +48,7 @@ POLICIES = {
 SEMANTICS = {
     "eager": {"clip_norm": None},
     "lean": optimizing("adamw:moments=bf16,master=bf16", None),
-    "lion": optimizing("lion:moments=int8", None),
+    "lion": optimizing("lion:moments=int8,master=split24", None),
     "adapters": {"train": Train(lora=Lora(rank=4)), "gradient_dtype": "fp32"},
     "packed": {"train": Train(lora=Lora(rank=8)), "base": "nf4"},
     "parts": {"train": Train(names=("*.1.*norm*", "*.2.*norm*"))},  # nothing of the lowest layer

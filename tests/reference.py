@@ -86,6 +86,9 @@ def lean_step(
         master = kept + (by(-lr / (1 - beta1**n_updates)) * after[0]) / below
     digest = hashlib.blake2b(f"0 {n_updates} {name}".encode(), digest_size=12).digest()  # of a run of seed 0
     keys = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4, 8)]
+    if semantics.master_dtype == "split24":
+        bits = master.flatten().view(torch.int32).long() + (random_16(keys[0], master.numel()) >> 8)
+        master = (bits - bits % 256).to(torch.int32).view(torch.float32).view(master.shape)
     if semantics.master_dtype == "bf16":
         master = (at_random(master, keys[0]) if semantics.weight_rounding == "stochastic" else half_up(master)).float()
     if (kept_as := {"bf16": at_random, "int8": in_int8}.get(semantics.optimizer.partition("=")[2])) is not None:

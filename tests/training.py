@@ -30,7 +30,7 @@ N_STEPS = 3
 LEAN: dict[str, dict] = {
     "lion": {"optimizer": "lion"},
     **{text: optimizing(text, None) for text in ("adamw:moments=bf16", "adamw:master=bf16", "lion:moments=bf16,master=bf16")},
-    **{text: optimizing(text, None) for text in ("adamw:moments=int8,master=bf16", "lion:moments=int8")},
+    **{text: optimizing(text, None) for text in ("adamw:moments=int8,master=bf16", "lion:moments=int8,master=split24")},
     "adamw:moments=bf16 fp32": {"optimizer": "adamw:moments=bf16", "compute_dtype": "fp32", "gradient_dtype": "fp32"},
     "adamw:moments=bf16 half up": {"optimizer": "adamw:moments=bf16", "master_dtype": "bf16"},
 }

@@ -263,14 +263,18 @@ _PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second m
 
 def _kept_in_words(of: Mapping[str, Any]) -> str:
     rounding = f" rounded {'half up' if of['weight_rounding'] == 'half_up' else 'stochastically'}"
-    return f"{of['optimizer']} with {of['master_dtype']} masters{rounding if of['master_dtype'] == 'bf16' else ''}"
+    return f"{of['optimizer']} with {of['master_dtype']} masters{rounding if of['master_dtype'] in ('bf16', 'split24') else ''}"
 
 
 def _converted_in_words(*states: Mapping[str, Any]) -> str:
     """What becomes of each part of a state, of which the second is made of the first."""
     was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
     found = {
-        part: "dropped" if part not in now else "kept" if now[part] in (was[part], "fp32") else f"rounded to {now[part]}"
+        part: "dropped"
+        if part not in now
+        else "kept"
+        if now[part] in (was[part], "fp32") or (was[part], now[part]) == ("bf16", "split24")
+        else f"rounded to {now[part]}"
         for part in was
     }
     return ", ".join(f"its {_PARTS[part]} is {what}" for part, what in found.items())

@@ -126,7 +126,7 @@ with_work = together(
     click.option(
         "--optimizer",
         metavar="WHAT",
-        help="adamw or lion, and what less of its state is kept: adamw:moments=int8,master=bf16.  [default: adamw]",
+        help="adamw or lion, and what less of its state is kept: adamw:moments=int8,master=split24.  [default: adamw]",
     ),
     click.option(
         "--gpus",

@@ -14,6 +14,7 @@ from typing import Any
 from hwprofiles.schema import Profile
 from planner.model.workload import build_workload
 from runtime.plan import Kind, Op, Policy, Setup, saves
+from runtime.plan.optimizer import STORED_BYTES
 from runtime.plan.workload import ITEM_BYTES, Saved
 
 from .cost import FP32_BYTES, CostModel
@@ -53,7 +54,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     if shares_memory(cost.profile):
         return None
     of, blocks, device = plan.semantics, plan.workload.blocks, cost.profile.device
-    weight, master, summed = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[of.master_dtype], of.n_micro_batches > 1 or of.ranks > 1
+    weight, master, summed = ITEM_BYTES[of.compute_dtype], STORED_BYTES[of.master_dtype], of.n_micro_batches > 1 or of.ranks > 1
     gradient_bytes = sum(b.trained_elements for b in blocks) * (FP32_BYTES if summed else ITEM_BYTES[of.gradient_dtype])
     kept_bytes = of.state_bytes  # of a parameter, which an update reads and writes
     weight_bytes = weight if weight != master and of.ranks == 1 else 0  # that it writes beside

@@ -25,8 +25,8 @@ from .space import leanest, policy_of
 from .trial import Trial
 
 # Optimizers of which each keeps less
-_BOTH = ("adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
-LEANER = ("adamw:moments=bf16", "adamw:moments=int8", *_BOTH)
+_MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
+LEANER = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights published in bf16, those that take most first
 MAX_CHANGES = 3
 MOST_HALVINGS = 8  # of a sequence, or a batch

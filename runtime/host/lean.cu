@@ -1,8 +1,8 @@
 // A step of AdamW or Lion on less state, in place, by the operations of lean.py: to its bits.
 //
 // The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; of moments also unsigned char, for
-// groups of int8), IS_SPLIT (a bf16 weight has a remainder, by which it lacks its master), IS_DRAWN (a bf16 master is rounded
-// stochastically) and IS_LION. A thread has an element at a time, or a group.
+// groups of int8), IS_SPLIT (a bf16 weight has a remainder, by which it lacks its master) of type REMAINDER, short, or signed char of
+// a master of 24 bits, IS_DRAWN (a bf16 master, or one of 24 bits, is rounded stochastically) and IS_LION. A thread has an element at a time, or a group.
 
 __device__ float widened(float x) { return x; }
 __device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -22,6 +22,7 @@ __device__ unsigned drawn(unsigned key, unsigned turn, unsigned within) {
     return x ^ (x >> 9);
 }
 
+#define LACKS (IS_SPLIT && sizeof(REMAINDER) == 1 ? 8 : 0)  // bits of fp32
 #define GROUP (sizeof(MOMENT) == 1 ? 32 : 1)
 
 template <typename Of> __device__ float loaded(const Of* of, int i, bool) { return widened(of[i]); }
@@ -54,7 +55,7 @@ __device__ void keep(unsigned char* groups, int first, int n, float* x, bool is_
 }
 
 extern "C" __global__ void update_less(
-    WEIGHT* weight, short* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn, int of_weight,
+    WEIGHT* weight, REMAINDER* remainder, MOMENT* m, MOMENT* v, const GRADIENT* gradients, int n_elements, int first_turn, int of_weight,
     int of_m, int of_v, double scale, double by0, double by1, double by2, double by3, double by4, double by5, double by6) {
     float after[GROUP], second[GROUP];
     for (int k = blockIdx.x * blockDim.x + threadIdx.x; k < (n_elements + GROUP - 1) / GROUP; k += gridDim.x * blockDim.x) {
@@ -65,7 +66,7 @@ extern "C" __global__ void update_less(
             const float g = __fmul_rn(widened(gradients[i]), (float)scale), first = loaded(m, i, false), d = __fsub_rn(g, first);
             float w = widened(weight[i]);
             after[j] = __fadd_rn(first, __fmul_rn((float)by1, d));
-            if (IS_SPLIT) w = __uint_as_float(__float_as_uint(w) + (unsigned)(int)remainder[i]);
+            if (IS_SPLIT) w = __uint_as_float(__float_as_uint(w) + ((unsigned)(int)remainder[i] << LACKS));
             w = __fmul_rn(w, (float)by0);
             if (IS_LION) {
                 w = __fsub_rn(w, after[j] > 0 ? (float)by3 : (after[j] < 0 ? -(float)by3 : after[j]));
@@ -75,8 +76,10 @@ extern "C" __global__ void update_less(
                 const float below = __fadd_rn(__fmul_rn(__fsqrt_rn(second[j]), (float)by4), (float)by5);
                 w = __fadd_rn(w, __fdiv_rn(__fmul_rn((float)by6, after[j]), below));
             }
-            if (IS_SPLIT) remainder[i] = (short)__float_as_uint(w);
-            put(&weight[i], w, IS_DRAWN ? drawn(of_weight, turn, i & 0xFFFF) : 0x8000u);
+            const unsigned random = IS_DRAWN ? drawn(of_weight, turn, i & 0xFFFF) : 0x8000u;
+            if (LACKS) w = __uint_as_float(w != w ? 0x7FC00000u : (__float_as_uint(w) + (random >> 8)) & 0xFFFFFF00u);
+            if (IS_SPLIT) remainder[i] = (REMAINDER)(__float_as_uint(w) >> LACKS);
+            put(&weight[i], w, IS_SPLIT ? 0x8000u : random);
         }
         keep(m, begin, n, after, false, drawn(of_m, turn, begin & 0xFFFF));
         if (!IS_LION) keep(v, begin, n, second, true, drawn(of_v, turn, begin & 0xFFFF));

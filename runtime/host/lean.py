@@ -21,10 +21,11 @@ from runtime.compiled import compiled
 
 from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN, Drawn, Keys
 
-Bits = NDArray[Any]  # of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32, 8 of int8 groups; of a remainder, int16
+# Of numbers, as unsigned integers: 16 are those of bf16, 32 of fp32, 8 of int8 groups; of a remainder, int16 or, of 24 bits, int8
+Bits = NDArray[Any]
 State = tuple[Bits, Bits, Bits, Bits]  # weight or master, remainder, first and second moment
 BLOCK_ELEMENTS = 2**13  # that a loop has in a core's cache; turns consist of whole ones
-NARROW = np.uint32(16)  # bits that bf16 lacks
+NARROW, EIGHT = np.uint32(16), np.uint32(8)  # bits that bf16 lacks, and a master of 24
 
 
 @cache
@@ -150,14 +151,26 @@ def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits, other: Bits)
 
 @compiled
 def join(remainder: Bits, wide: Bits) -> None:
-    for i in range(len(wide)):
-        wide[i] += np.uint32(remainder[i])
+    if remainder.itemsize == 1:
+        for i in range(len(wide)):
+            wide[i] += np.uint32(remainder[i]) << EIGHT
+    else:
+        for i in range(len(wide)):
+            wide[i] += np.uint32(remainder[i])
 
 
 @compiled
-def cut(wide: Bits, remainder: Bits) -> None:
-    for i in range(len(wide)):
-        remainder[i] = np.int16(wide[i])
+def cut(wide: Bits, random: Bits, remainder: Bits) -> None:
+    """Of 24 bits, up where what is cut off and the random number's upper half carry. NaN stays NaN."""
+    if remainder.itemsize == 1:
+        for i in range(len(wide)):
+            is_nan = (wide[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            wide[i] = np.uint32(0x7FC00000) if is_nan else (wide[i] + (random[i] >> EIGHT)) & np.uint32(0xFFFFFF00)
+        for i in range(len(wide)):
+            remainder[i] = np.int8(wide[i] >> EIGHT)
+    else:
+        for i in range(len(wide)):
+            remainder[i] = np.int16(wide[i])
 
 
 @compiled
@@ -230,9 +243,10 @@ def update(
             store_moment(second_whole, True, order[(begin(keys[2], turn) + within) % TURN :], there(v, at, next), other)
         first_whole[n:] = 0
         store_moment(first_whole, False, order[(begin(keys[1], turn) + within) % TURN :], there(m, at, next), other)
+        random = order[(begin(keys[0], turn) + within) % TURN :] if is_master_drawn else halves
         if is_split:
-            cut(w, remainder[at:next])
-        store(w, order[(begin(keys[0], turn) + within) % TURN :] if is_master_drawn else halves, weight[at:next])
+            cut(w, random, remainder[at:next])
+        store(w, halves if is_split else random, weight[at:next])
         at = next
 
 
@@ -241,7 +255,7 @@ def update(
 
 def bits_of(tensor: torch.Tensor) -> Bits:
     """Of a flat tensor on the host, as `update` takes them, in its memory."""
-    if tensor.dtype in (torch.int16, torch.uint8):
+    if tensor.dtype in (torch.int16, torch.int8, torch.uint8):
         return tensor.numpy()
     return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy().view(f"u{tensor.itemsize}")
 

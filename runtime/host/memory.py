@@ -12,7 +12,8 @@ from runtime.plan import Arena, Place, Slot
 from . import slabs
 from .slabs import available_host_bytes as available_host_bytes
 
-DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16, "int8": torch.uint8}
+DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16, "byte": torch.int8}
+DTYPE |= {"int8": torch.uint8}  # groups of codes and scales
 FRONTS, BASE = "fronts", "base"  # slabs of what is apart from the rest of its slot: uploaded of what is trained; frozen
 Make = Callable[[int], torch.Tensor]  # a slab of so many bytes
 

@@ -34,7 +34,8 @@ Task = Callable[[Scratch], None]
 @dataclass(frozen=True, slots=True)
 class Master:
     """A flat master: fp32 or bf16; or, with a `remainder`, an fp32 one in two halves: the bf16 compute weight as it is uploaded,
-    and what this lacks, as int16. With weights rounded half up the difference of the bits always fits."""
+    and what this lacks, as int16. With weights rounded half up the difference of the bits always fits. One of 24 bits is an fp32
+    number whose last eight are zero: of its remainder int8 holds the first eight."""
 
     weight: torch.Tensor
     remainder: torch.Tensor | None = None
@@ -45,10 +46,11 @@ class Master:
             return self.weight[part]
         weight, remainder = self.weight[part], self.remainder[part]
         wide = torch.empty_like(weight, dtype=torch.float32)
+        shift = 8 * (remainder.itemsize == 1)
         for at in range(0, wide.numel(), chunks.CHUNK_ELEMENTS):  # or the bits would be a second copy
             one = slice(at, at + chunks.CHUNK_ELEMENTS)
             bits = torch.empty_like(wide[one], dtype=torch.int32)
-            chunks.join(weight[one], remainder[one], wide[one], wide.view(torch.int32)[one], bits)
+            chunks.join(weight[one], remainder[one].short() << shift, wide[one], wide.view(torch.int32)[one], bits)
         return wide
 
     def pieces(self) -> Iterator[torch.Tensor]:
@@ -57,13 +59,18 @@ class Master:
 
     def put(self, part: slice, given: torch.Tensor) -> None:
         """Store numbers of any dtype. bf16 is rounded half up: ties away from zero, NaN stays NaN. That keeps a split into a bf16
-        weight and a 16-bit remainder exact, which rounding to even does not."""
+        weight and a 16-bit remainder exact, which rounding to even does not. Masters of 24 bits are rounded so, too."""
         if self.weight.dtype is torch.float32:
             self.weight[part] = given
             return
         wide = given.to(torch.float32, copy=True)
         wide_bits, weight_bits = wide.view(torch.int32), self.weight[part].view(torch.int16)
-        if self.remainder is not None:
+        if self.remainder is not None and self.remainder.dtype is torch.int8:
+            wide_bits.copy_(torch.where(wide.isnan(), wide_bits, wide_bits + 0x80 & ~0xFF))
+            lacks = torch.empty_like(weight_bits)
+            chunks.cut(wide, wide_bits, weight_bits, lacks)
+            self.remainder[part] = lacks >> 8
+        elif self.remainder is not None:
             chunks.cut(wide, wide_bits, weight_bits, self.remainder[part])
         else:
             chunks.round_up_half(wide_bits, chunks.nan_of(wide), weight_bits)
@@ -215,7 +222,7 @@ class Kept(NamedTuple):
     gradient: torch.dtype
     moments: torch.dtype | None = None
     rule: str = "adamw"
-    is_drawn: bool = False  # a bf16 master is rounded stochastically
+    is_drawn: bool = False  # a bf16 master is rounded stochastically, or a split one to 24 bits
 
     def compiled(self, by: Callable[..., Kernel]) -> Kernel:
         """The kernel, by what compiles one of a file, a name and definitions."""
@@ -223,6 +230,7 @@ class Kept(NamedTuple):
         defined: dict[str, str | int] = {**elements, "IS_SPLIT": int(self.is_split)}
         if self.moments is None:
             return by("adamw.cu", "update", **defined)
+        defined |= {"REMAINDER": "signed char" if self.is_split and self.is_drawn else "short"}
         defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_DRAWN": int(self.is_drawn)}
         return by("lean.cu", "update_less", **defined)
 
@@ -255,7 +263,8 @@ def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bo
         return torch.randn(PROBE_ELEMENTS, generator=generator) * 10.0**exponents
 
     for settings in (AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)):
-        remainder = torch.zeros(PROBE_ELEMENTS, dtype=torch.int16) if is_split else None
+        of_remainder = torch.int8 if is_drawn else torch.int16
+        remainder = torch.zeros(PROBE_ELEMENTS, dtype=of_remainder) if is_split else None
         of_moments = (drawn(6), drawn(6).square())[: 2 - (rule == "lion")]
         if moments is torch.uint8:
             of_moments = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(of_moments))

@@ -9,10 +9,12 @@ from .workload import Saved, Workload
 
 def refuse_illegal(workload: Workload, semantics: Semantics, policy: Policy) -> None:
     """PlanError, in a line, for a policy that is not legal with this workload and semantics."""
-    if semantics.compute_dtype == "fp32" and semantics.master_dtype == "bf16":
-        raise PlanError("fp32 compute from a bf16 master gains nothing; use --compute bf16 or --master fp32")
-    if semantics.weight_rounding == "stochastic" and semantics.master_dtype != "bf16":
-        raise PlanError("only a bf16 master is rounded stochastically; use --optimizer adamw:master=bf16")
+    if semantics.compute_dtype == "fp32" and semantics.master_dtype in ("bf16", "split24"):
+        raise PlanError(f"fp32 compute from a {semantics.master_dtype} master gains nothing; use --compute bf16 or --master fp32")
+    if semantics.weight_rounding == "stochastic" and semantics.master_dtype not in ("bf16", "split24"):
+        raise PlanError("only a master of less than fp32 is rounded stochastically; use --optimizer adamw:master=bf16")
+    if semantics.weight_rounding == "half_up" and semantics.master_dtype == "split24":
+        raise PlanError("a split24 master is rounded stochastically; use --optimizer adamw:master=split24")
     refuse_sum_groups(semantics)
     refuse_half_pairs(semantics)
     _refuse_ranks(workload, semantics, policy)

@@ -6,7 +6,7 @@ Arenas, costs, the checker and checkpoints ask here; `runtime/host` has a file w
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,12 +18,13 @@ Above0 = Annotated[float, Field(gt=0, le=1e6)]
 AtLeast0 = Annotated[float, Field(ge=0, le=1e6)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]  # no name of a file holds a NUL
-# Of an element of state: the remainder of a split master is int16; of 32 int8 codes there is a scale of two bytes
-STORED_BYTES: dict[str, float] = ITEM_BYTES | {"int16": 2, "int8": 34 / 32}
+# Of an element of state: the remainder of a split master is int16, or a byte with a sign; 32 int8 codes have a scale of two bytes
+STORED_BYTES: dict[str, float] = ITEM_BYTES | {"int16": 2, "byte": 1, "split24": 3, "int8": 34 / 32}
+MasterDtype = Literal[Dtype, "split24"]  # the latter: a bf16 weight and eight bits more
 
 
 class Optimizer(StrEnum):
-    """An optimizer, and what it keeps of each trained parameter besides its master, which is fp32 or bf16.
+    """An optimizer, and what it keeps of each trained parameter besides its master.
 
     Moments in bf16, and scales of those in int8, are rounded stochastically: to the nearest, a second moment that decays by 0.1 % a
     step would never fall.
@@ -55,22 +56,24 @@ class Optimizer(StrEnum):
     def moment_bytes(self) -> float:
         return sum(STORED_BYTES[dtype] for dtype in self.moments.values())
 
-    def state_bytes(self, master: Dtype) -> float:
+    def state_bytes(self, master: MasterDtype) -> float:
         """Bytes per parameter of master and moments."""
-        return ITEM_BYTES[master] + self.moment_bytes
+        return STORED_BYTES[master] + self.moment_bytes
 
-    def update_bytes(self, master: Dtype, gradient: Dtype) -> float:
+    def update_bytes(self, master: MasterDtype, gradient: Dtype) -> float:
         """Memory traffic of an update per parameter, on host or device: master and moments are read and written, the gradient is
         read. Of AdamW with an fp32 master and bf16 gradients 26 bytes: 2 x (4 + 8) + 2."""
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
 
 
-_HOW = "write adamw or lion, and what less is kept: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16"
+_HOW = "write adamw or lion, and what less is kept: adamw:moments=bf16 or int8, lion:moments=bf16,master=bf16 or split24"
+MASTERS = ("fp32", "split24", "bf16")
 
 
 def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
     """The fields of `Semantics` that say what a user says of the optimizer, in a word or with details, as `adamw:master=bf16`;
-    `master_dtype` if that was said apart. A bf16 master asked for here is rounded stochastically. PlanError for anything else."""
+    `master_dtype` if that was said apart. A master of less than fp32 is rounded stochastically, if asked for here. PlanError for
+    anything else."""
     if text is None:
         return {}
     rule, _, rest = str(text).strip().partition(":")
@@ -78,11 +81,12 @@ def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
     said = dict(pairs)
     moments, master = said.pop("moments", "fp32"), said.pop("master", None)
     name = rule if moments == "fp32" else f"{rule}:moments={moments}"
-    if said or len(pairs) > len({key for key, _ in pairs}) or name not in [*Optimizer] or master not in (None, "fp32", "bf16"):
+    if said or len(pairs) > len({key for key, _ in pairs}) or name not in [*Optimizer] or master not in (None, *MASTERS):
         raise PlanError(f"--optimizer {str(text)[:80]!r} is not understood; {_HOW}")
     if None not in (master, master_dtype) and master != master_dtype:
         raise PlanError(f"--optimizer {text} with --master {master_dtype}: a master is one of both; leave out --master")
-    fields = {"optimizer": Optimizer(name), "master_dtype": master, "weight_rounding": "stochastic" if master == "bf16" else None}
+    rounding = None if master in (None, "fp32") else "stochastic"
+    fields = {"optimizer": Optimizer(name), "master_dtype": master, "weight_rounding": rounding}
     return {field: value for field, value in fields.items() if value is not None}
 
 

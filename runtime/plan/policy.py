@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from runtime.errors import PlanError
 
 from .objective import CROSS_ENTROPY, Loss, Of
-from .optimizer import Optimizer, optimizing
+from .optimizer import MasterDtype, Optimizer, optimizing
 from .packed import Base
 from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
@@ -37,8 +37,8 @@ class Semantics:
     micro_batch: Count
     compute_dtype: Dtype = "bf16"
     gradient_dtype: Dtype = "bf16"
-    master_dtype: Dtype = "fp32"
-    weight_rounding: Literal["half_up", "stochastic"] = "half_up"  # of a bf16 master
+    master_dtype: MasterDtype = "fp32"
+    weight_rounding: Literal["half_up", "stochastic"] = "half_up"  # of a master of less than fp32
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     on_nonfinite: Literal["skip", "stop"] = "stop"
     loss_tile_tokens: Count = 1024
@@ -93,7 +93,7 @@ class Semantics:
     @property
     def optimizer_in_words(self) -> str:
         """As `--optimizer` takes it."""
-        of_master = ["master=bf16"] if self.weight_rounding == "stochastic" else []
+        of_master = [f"master={self.master_dtype}"] if self.weight_rounding == "stochastic" else []
         return self.optimizer + "".join(f"{',' if ':' in self.optimizer else ':'}{said}" for said in of_master)
 
     @property
@@ -104,8 +104,10 @@ class Semantics:
 
     @property
     def saved_state(self) -> dict[str, str]:
-        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name: moments in int8 as fp32."""
-        return {"master": self.master_dtype} | {name: of.replace("int8", "fp32") for name, of in self.optimizer.moments.items()}
+        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name. Masters of
+        24 bits and moments in int8 are fp32 there."""
+        kept = {"master": self.master_dtype, **self.optimizer.moments}
+        return {name: "fp32" if dtype in ("split24", "int8") else dtype for name, dtype in kept.items()}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""

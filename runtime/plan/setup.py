@@ -84,10 +84,11 @@ class Setup:
 
     def stored(self) -> dict[str, str]:
         """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded. An fp32
-        master beside bf16 compute is split into the bf16 weight that is uploaded and the 16 bits that this lacks."""
+        master beside bf16 compute is split into the bf16 weight that is uploaded and the 16 bits that this lacks; split24 has
+        eight of them."""
         of = self.semantics
-        is_split = (of.compute_dtype, of.master_dtype) == ("bf16", "fp32")
-        return {**({"weight": "bf16", "remainder": "int16"} if is_split else {"master": of.master_dtype}), **of.optimizer.moments}
+        lacks = {"fp32": "int16", "split24": "byte"}.get(of.master_dtype) if of.compute_dtype == "bf16" else None
+        return {**({"weight": "bf16", "remainder": lacks} if lacks else {"master": of.master_dtype}), **of.optimizer.moments}
 
     def state_bytes(self, n_elements: int) -> dict[str, int]:
         """Bytes of each of these of so many elements, a multiple of ALIGN_ELEMENTS; the last up to where a slot may end."""

@@ -71,7 +71,8 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
         (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding, about "),
         (100 * GB, "adamw:master=bf16", "adamw:moments=bf16 (10 bytes a parameter instead of 12; other rounding, about "),
         (80 * GB, "adamw:moments=bf16", "adamw:moments=int8 (8.1 bytes a parameter instead of 10; other rounding, about "),
-        (64 * GB, "adamw", "adamw:moments=int8,master=bf16 (6.1 bytes"),
+        (64 * GB, "adamw", "adamw:moments=int8,master=split24 (7.1 bytes"),
+        (60 * GB, "adamw:moments=int8,master=split24", "adamw:moments=int8,master=bf16 (6.1 bytes"),
         (60 * GB, "adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16 (6 bytes"),
     ],
 )

@@ -239,7 +239,8 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8)  # of moments: the last of
 @pytest.mark.parametrize("gradient", ["bf16", "fp32"])
 def test_a_gpu_updates_to_the_hosts_bits(weight, is_split, gradient) -> None:
     of_torch = Kept(DTYPE[weight], is_split, DTYPE[gradient])
-    of_less = [(rule, of, weight == "bf16" and not is_split) for rule in ("adamw", "lion") for of in DTYPES]
+    drawn = {"fp32": [False], "bf16": [False, True] if is_split else [True]}[weight]
+    of_less = [(rule, of, is_drawn) for rule in ("adamw", "lion") for of in DTYPES for is_drawn in drawn]
     for kept in (of_torch, *(Kept(*of_torch[:3], of, rule, is_drawn) for rule, of, is_drawn in of_less)):
         device_kernel(torch.device("cuda"), kept)  # which says so else
 

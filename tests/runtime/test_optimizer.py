@@ -21,7 +21,7 @@ from runtime.host.norms import added, squares_tasks, sum_of_squares
 from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, summed
 from runtime.host.workers import Workers
 from runtime.plan import Policy, Semantics
-from runtime.plan.optimizer import AdamW
+from runtime.plan.optimizer import AdamW, optimizing
 from tests.reference import half_up, halved, lean_step
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, same_bits, semantics_of
@@ -44,6 +44,9 @@ def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
         case "split":
             master = Master(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int16))
             master.put(slice(None), wide)
+        case "split24":
+            master = Master(torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.int8))
+            master.put(slice(None), wide)
         case "bf16":
             master = Master(wide.bfloat16())
         case _:
@@ -58,7 +61,8 @@ def copied(of: ParamState) -> ParamState:
 
 def wide_master(of: ParamState) -> torch.Tensor:
     if of.master.remainder is not None:  # as the design says it: the weight's bits, and what they lack
-        bits = (of.master.weight.view(torch.int16).long() << 16) + of.master.remainder.long()
+        lacks = of.master.remainder.long() << 8 * (of.master.remainder.itemsize == 1)
+        bits = (of.master.weight.view(torch.int16).long() << 16) + lacks
         return bits.to(torch.int32).view(torch.float32)
     return of.master.weight.float()
 
@@ -104,7 +108,7 @@ def test_chunk_by_chunk_is_the_whole_parameter_at_once(kind, elsewhere, odd, n):
 
 
 LEAN_KINDS = [("adamw", "split", "bf16"), ("adamw", "bf16", "fp32"), ("lion", "fp32", "bf16"), ("lion", "bf16", "bf16")]
-LEAN_KINDS += [("adamw", "split", "int8"), ("lion", "bf16", "int8")]
+LEAN_KINDS += [("adamw", "split", "int8"), ("lion", "bf16", "int8"), ("adamw", "split24", "int8"), ("lion", "split24", "fp32")]
 
 
 @pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
@@ -119,7 +123,7 @@ def test_less_state_is_updated_as_the_plain_loop_does_whole_or_cut(rule, kind, m
     before = ParamState(before.master, tuple(of.to(DTYPE[moments]) for of in kept))
     parts = tuple(torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     cut, found = min(n, 128 * 700), []
-    keys, is_drawn, _ = rounding.drawn(0, 3, "p", 0, kind == "bf16")
+    keys, is_drawn, _ = rounding.drawn(0, 3, "p", 0, kind in ("bf16", "split24"))
     for pieces in ([slice(0, n)], [slice(0, cut), slice(cut, n)]):
         to = copied(random_state(kind, n, seed=99) if elsewhere else before)
         to = ParamState(to.master, tuple(of.clone() for of in before.moments))
@@ -132,8 +136,8 @@ def test_less_state_is_updated_as_the_plain_loop_does_whole_or_cut(rule, kind, m
                 task(Scratch(1, 1))
         found.append(to)
     assert all(map(equal_but_for_nans_payload, *([t.float() for t in of.tensors] for of in found)))
-    how = {"master_dtype": "bf16", "weight_rounding": "stochastic"} if kind == "bf16" else {}
-    semantics = Semantics(1, 1, 1, optimizer=f"{rule}:moments={moments}", **how)
+    how = optimizing(f"{rule}:moments={moments}" + (f",master={kind}" if is_drawn else ""), None)
+    semantics = Semantics(1, 1, 1, **how)
     wide = [in_fp32(of, i == 1, n) for i, of in enumerate(before.moments)]
     s = {"betas": (SETTINGS.beta1, SETTINGS.beta2), **{name: getattr(SETTINGS, name) for name in ("lr", "eps", "weight_decay")}}
     gradient = (parts[0] + parts[1]).bfloat16().float() * torch.tensor(0.3)
@@ -272,6 +276,11 @@ def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
 @example(0x7F7FFFFF)  # the largest number, whose weight is infinite
 def test_a_master_survives_being_cut_and_joined_to_the_last_bit(bits):
     wide = torch.tensor([bits], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    short = Master(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int8))
+    short.put(slice(None), wide.clone())
+    rounded = ((wide.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32) if wide.isfinite() else wide
+    assert equal_but_for_nans_payload(short.whole(), rounded)
+    assert equal_but_for_nans_payload(short.weight, half_up(rounded) if wide.isfinite() else wide.bfloat16())
     master = Master(torch.zeros(1, dtype=torch.bfloat16), torch.full((1,), 7, dtype=torch.int16))
     master.put(slice(None), wide.clone())
     if bool(wide.isnan()):
