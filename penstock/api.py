@@ -396,8 +396,9 @@ def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Tr
 
 
 def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:
-    """Write the log-probabilities that the plan's model gives to each answer of `data`, as `penstock forward` does, into the file
-    `out`, which `train` takes as its setting `reference`. `settings`: others of a run, as `model="Qwen3-8B"`."""
+    """Write the log-probabilities that the plan's model gives to each answer of `data`, or of a loss `distill` its likeliest
+    tokens, as `penstock forward` does, into the file `out`, which `train` takes as its setting `reference`. `settings`: others of a
+    run, as `model="Qwen3-8B"`."""
     from penstock.training.session import write_forward
 
     where, file = _file_of(plan)

@@ -23,10 +23,12 @@ with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "de
 @with_flags
 @click.option("--out", "output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
 def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) -> None:
-    """Write what log-probability the model of PLAN gives to each answer of --data, and of --eval-data.
+    """Write what log-probability the model of PLAN gives to each answer of --data, and of --eval-data; or, where the plan's loss
+    is distill, its likeliest tokens at each position.
 
     It takes one pass of the weights through the device's memory, or a few, and no memory beside what training books. `penstock run
-    --reference FILE` reads it, and refuses one of other weights, data, template, length, precision or kernels.
+    --reference FILE` reads it, and refuses one of other data, template or length; and a reference of other weights, precision or
+    kernels.
     """
     check_output(output)
     given = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
@@ -34,5 +36,6 @@ def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) ->
         settings, file = read_run(config, given), PlanFile.read(plan_file)
         from penstock.training.session import write_forward
 
-        n_answers = write_forward(settings, file, str(plan_file), output, report)
-    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n_answers:,} answers")
+        n = write_forward(settings, file, str(plan_file), output, report)
+    what = "answers" if file.plan.semantics.objective.n_top is None else "sequences"
+    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {what}")

@@ -17,7 +17,7 @@ COMMANDS = {
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
     "data": ("penstock.cli.data", "Show which tokens of your data are learned, and count them."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
-    "forward": ("penstock.cli.forward", "Write the log-probabilities that a model gives to data: a reference of preferences."),
+    "forward": ("penstock.cli.forward", "Write the log-probabilities that a model gives to data: a reference, or a teacher's."),
     "merge": ("penstock.cli.merge", "Merge a LoRA adapter into its base model."),
     "fits": ("penstock.cli.which", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
     "compare": ("penstock.cli.which", "Rank machines for a model: speed, fit, and dollars per million tokens."),

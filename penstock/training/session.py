@@ -266,6 +266,8 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     plan, device = checked(file, where).plan, device_of(settings.device)
     if plan.semantics.ranks > 1 or device == "emulated":
         raise PlanError(f"{where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
+    if plan.semantics.objective.n_labels is not None:
+        raise PlanError(f"{where}: its loss scores texts, and has no log-probabilities to write; plan with another --loss")
     if settings.data.streaming:
         raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
     settle_kernels(plan, device, settings.deterministic)

@@ -100,6 +100,8 @@ def what_readers_have(folder: Path) -> None:
     config = tiny_config("qwen2", vocab_size=write_talker(folder / "my-32b", "chatml"))
     hf_model(config).save_pretrained(folder / "my-32b")
     shutil.copytree(folder / "my-32b", folder / "Qwen3-14B")
+    hf_model(config | {"num_hidden_layers": 1 + config["num_hidden_layers"]}).save_pretrained(folder / "my-70b")
+    write_talker(folder / "my-70b", "chatml")
     turns = [("What is a penstock?", "The pipe that feeds a turbine."), ("And the reservoir?", "Host memory.")]
     rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in turns * 40]
     for name, some in (("chats.jsonl", rows[:72]), ("held-out.jsonl", rows[72:])):

@@ -16,6 +16,8 @@ from planner.lower.forward import most_micro_batches
 from planner.predict.cost import CostModel, region_of
 from planner.predict.forward_pass import forward_pass
 from runtime.plan import PlanFile
+from tests.rank_runs import contents, done
+from tests.rank_runs import words as run_words
 from tests.running import lines_of, one_line, plan_in, succeeded, train, weights_sha
 from tests.running import penstock as command
 from tests.tiny import tiny_config
@@ -70,6 +72,16 @@ def test_a_student_comes_nearer_to_its_teacher_and_resumes(school):
     shutil.rmtree(school / "again" / "checkpoint-6")
     succeeded(written(school, "--from-scratch", "--seed", 0))  # of other weights
     one_line(train(school, plan, *more, "--resume", out="again", steps=6), 2, "of another set of data")
+
+
+def test_two_ranks_learn_what_one_learns(school):
+    succeeded(written(school))
+    more = ("--policy", "megatrain", "--batch-size", 8, "--micro-batch", 1, "--sum-groups", 4)
+    plans = [plan_in(school, *LOSS, *more, "--gpus", n, name=f"{n}.json") for n in (1, 2)]
+    succeeded(command(*run_words(school, plans[0], "--reference", school / "top", out="alone", steps=2)))
+    shared = done(run_words(school, plans[1], "--reference", school / "top", out="both", steps=2))
+    assert shared.returncode == 0, shared.stderr
+    assert contents(school / "both" / "checkpoint-2") == contents(school / "alone" / "checkpoint-2")
 
 
 def test_a_teacher_of_something_else_is_refused(school):
