@@ -209,8 +209,8 @@ class _Layout:
         return self._balanced(block, outline) if self.semantics.router_loss else block
 
     def _balanced(self, block: Block, outline: Outline) -> Block:
-        """A layer with the loss of its router (`runtime/layers/balance.py`), if it has one: logits are kept, and their softmax made
-        in the forward, where choices are counted, as in the backward."""
+        """A layer with the loss of its router (`runtime/compute/balance.py`), if it has one: logits are kept, and their softmax is
+        made in the forward, where choices are counted, as in the backward."""
         grouped = next((call for call in outline.calls if call.name == "_grouped_mm"), None)
         if grouped is None:
             return block

@@ -20,7 +20,6 @@ from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from runtime.layers.apart import supports_documents
-from runtime.layers.balance import Balance
 from runtime.layers.documents import attending, embed_packed
 from runtime.layers.kernels import use_fused_norm, use_kernels
 from runtime.layers.meta_models import meta_model
@@ -33,6 +32,7 @@ from runtime.plan.objective import LAST, Of
 from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
+from .balance import Balance
 from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients, top_and_rest
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
 
 from runtime.errors import WorkloadError
 
@@ -21,29 +19,28 @@ from runtime.errors import WorkloadError
 class Balance:
     """Sums of the micro-batches under way. A forward is to say which it is, by `at`: its micro-batch and its block."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[nn.Module], weight: float, n_micro_batches: int) -> None:
+    def __init__(self, model: Any, layers: list[nn.Module], weight: float, n_micro_batches: int) -> None:
         """`weight`: of the loss, beside the mean over tokens; `n_micro_batches`: of a step. WorkloadError for a model whose own
         forward has no such loss."""
-        of: Any = model
         recorders = [getattr(part, "_can_record_outputs", None) or {} for part in (model, model.base_model)]
-        self._recorder = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
-        is_known = "load_balancing_loss_func" in unwrap(type(of).forward).__globals__
-        if not is_known or not isinstance(self._recorder, OutputRecorder):
+        self._recorder: Any = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
+        is_known = "load_balancing_loss_func" in unwrap(type(model).forward).__globals__
+        target = getattr(self._recorder, "target_class", None)
+        if not is_known or target is None:
             raise WorkloadError(f"{type(model).__name__}'s own forward has no loss of its routers; leave --router-loss out")
-        self.n_experts, self.n_chosen, self.share = int(of.num_experts), int(of.num_experts_per_tok), weight / n_micro_batches
+        self.n_experts, self.n_chosen, self.share = int(model.num_experts), int(model.num_experts_per_tok), weight / n_micro_batches
         self.at: tuple[int, int] | None = None
         self._sums: dict[int, dict[int, tuple[Tensor, Tensor, int]]] = defaultdict(dict)
         self._slopes: dict[int, Tensor] = {}
         for layer in layers:
             for part in layer.modules():
-                if type(part) is self._recorder.target_class:
+                if type(part) is target:
                     part.register_forward_hook(self._routed)
 
     def _routed(self, part: nn.Module, given: Any, out: Any) -> Any:
         """What a router returns, through which a gradient comes to its logits, too."""
         if self.at is None:
             return None
-        assert self._recorder is not None
         found = list(out) if isinstance(out, tuple) else [out]
         logits_NE = found[self._recorder.index if len(found) > 1 else 0]
         others = [i for i, t in enumerate(found) if t.is_floating_point() and t is not logits_NE]
