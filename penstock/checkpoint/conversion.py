@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from runtime.errors import CheckpointError
 from runtime.layers.meta_models import meta_model
@@ -81,3 +82,11 @@ def conversion_of(config: Mapping[str, Any]) -> Conversion:
 @lru_cache(maxsize=2)
 def _conversion_of(config: str) -> Conversion:
     return Conversion(json.loads(config))
+
+
+def scoring_config(config: Mapping[str, Any], n_labels: int, pad_id: int | None) -> dict[str, Any]:
+    """What the configuration of a model for sequence classification says besides; the last token is the last but `pad_id`."""
+    names, model_type = [f"LABEL_{i}" for i in range(n_labels)], str(config.get("model_type"))
+    of_ids = {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {name: i for i, name in enumerate(names)}}
+    of_pad = {} if pad_id is None else {"pad_token_id": pad_id}
+    return {"architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]], **of_ids, **of_pad}

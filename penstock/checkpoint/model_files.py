@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from runtime.errors import CheckpointError
 from runtime.files import read_whole
@@ -61,14 +60,6 @@ def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tu
     for e, expert in enumerate(tensor):
         for projection, piece in zip(held, expert.chunk(len(held)), strict=True):
             yield f"{layer}.{folder}.experts.{e}.{projection}.weight", piece
-
-
-def scoring_config(config: Mapping[str, Any], n_labels: int, pad_id: int | None) -> dict[str, Any]:
-    """What the configuration of a model for sequence classification says besides; the last token is the last but `pad_id`."""
-    names, model_type = [f"LABEL_{i}" for i in range(n_labels)], str(config.get("model_type"))
-    of_ids = {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {name: i for i, name in enumerate(names)}}
-    of_pad = {} if pad_id is None else {"pad_token_id": pad_id}
-    return {"architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]], **of_ids, **of_pad}
 
 
 def has_tensor(folder: Path, name: str) -> bool:

@@ -12,7 +12,8 @@ import torch
 
 from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
-from penstock.checkpoint.model_files import scoring_config, towers_bytes, weights_digest
+from penstock.checkpoint.conversion import scoring_config
+from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData
