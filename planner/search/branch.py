@@ -126,11 +126,13 @@ class Tree:
             self._prefetch_less()
 
     def _first_of(self, parts: Iterable[_Node], several: Iterable[tuple[int, int]]) -> Iterator[Policy]:
-        """The first policy of each part's smallest groups that the relaxation suggests with one of these buffers, and that fits."""
+        """Of each part the first policy of its smallest groups that fits, of those that the relaxation suggests with one of these
+        buffers: with few slots for what leaves, and with more."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
-            suggested = (policy for buffers in several for policy in self._suggested(one, *buffers) if self._may_try(policy))
-            yield from islice(suggested, 1)
+            for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
+                suggested = (policy for buffers in several for policy in self._suggested(one, *buffers, slots))
+                yield from islice(filter(self._may_try, suggested), 1)
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""
@@ -178,8 +180,9 @@ class Tree:
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
         """What is suggested for the first of the usual depths that fits; a climb sees to the others. And what saves and moves
         nothing, for copies take longer than a relaxation thinks."""
+        saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else SAVED_SLOTS
         for depth in PREFETCH_DEPTHS:
-            suggested = list(self._suggested(family, depth, n_slots))
+            suggested = list(self._suggested(family, depth, n_slots, saved_slots))
             if suggested:
                 yield from suggested
                 yield replace(family.policy(), prefetch_depth=depth, gradient_slots=n_slots)
