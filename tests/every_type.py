@@ -91,7 +91,8 @@ def page(verdicts: dict[str, str]) -> str:
     version, sees = transformers.__version__, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     texts, images = ({name: word for name, word in verdicts.items() if (name in sees) is is_in} for is_in in (False, True))
     accepted, as_text = ([name for name, word in of.items() if word == "accepted"] for of in (texts, images))
-    meet = {name: why.partition(": ")[2] for name in accepted if (why := meeting(name))}
+    meet = {name: why.partition(": ")[2] for name in [*accepted, *as_text] if (why := meeting(name))}
+    n_apart = [len({*of} - meet.keys()) for of in (accepted, as_text)]
     others = {name: word for name, word in verdicts.items() if word != "accepted"}
     return f"""# Models
 
@@ -106,7 +107,7 @@ Accepted: {", ".join(accepted)}.
 Of {len(images)} vision-language types {len(as_text)} are accepted, held to the same: their decoder of text is
 trained, on text alone, and their towers are saved along, unchanged: {", ".join(as_text)}.
 
-In {len(accepted) - len(meet)} of the former documents of a packed sequence are kept apart, which is proven of each model when
+In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a packed sequence are kept apart, which is proven of each model when
 it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence; here is why, of a
 tiny one.
 

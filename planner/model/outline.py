@@ -216,74 +216,87 @@ class _Player:
 
     def _play_call(self, n: int, call: Called) -> None:
         """One call as it is."""
-        outline, tape, shapes = self.outline, self.tape, self.outline.parameters
-        made = [outline.made[i] for i in call.makes]
-        reads = [self._at(i) for i in call.reads]
         if call.name == "_to_copy" and self._is_idle(call):
-            i = call.makes[0]
-            self.there[i] = reads[0] if reads else Tensor(made[0].n_elements, tape.item_bytes, ours=False)
-            self.requires[i] = self.requires[call.reads[0]] if reads else call.weights[0] in self.trained
-            self.as_weight |= {} if reads else {i: call.weights[0]}
+            self._play_cast(call)
             return
+        reads, shapes = [self._at(i) for i in call.reads], self.outline.parameters
         weights = [*call.weights, *(self.as_weight[i] for i in call.reads if i in self.as_weight)]
         learns = [weight for weight in weights if weight in self.trained]
-        requires = any(self.requires[i] for i in call.reads) or bool(learns)
-        saves = [
-            self._at(i) for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)
-        ]
-        beside = [Tensor(m.n_elements, self._item_bytes(m), differentiable=False) for m in made[1:]]
-        tape.held = tuple(self.there[i] for i in call.held if i in self.there)
-        out, (rows, all_rows) = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False), self.share
-        n_weights = sum(prod(shapes[weight]) for weight in weights)
-        how, moved_bytes, scratch_bytes, matmuls = Call.POINTWISE, 0, None, list[Matmul]()
-        n_calls, n_adapter = _CALLS.get(call.name, 1), 0
+        n_weights, n_trained = (sum(prod(shapes[weight]) for weight in of) for of in (weights, learns))
+        requires = True
+        self.tape.held = tuple(self.there[i] for i in call.held if i in self.there)
         if call.name in fused.LIBRARY:
-            step = fused.LIBRARY[call.name](tape, reads, call.shapes, n_weights, sum(prod(shapes[w]) for w in learns))
-            tape.held = ()
-            self.there[call.makes[0]], self.requires[call.makes[0]] = step, True
-            return
-        if call.name == FUSED_ATTENTION:
+            made = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
+        elif call.name == FUSED_ATTENTION:
             n_sequences, n_heads, seq_len, width = call.shapes[0]
             shape = fused.AttentionShape(n_sequences, seq_len, n_heads, call.shapes[1][1], width, self.semantics.attention_kernel)
-            step = fused.attention(tape, reads, shape)
-            self.there |= dict(zip(call.makes, (step, *tape.steps[-1].made[1:]), strict=True))
-            self.requires |= {i: n == 0 for n, i in enumerate(call.makes)}
-            tape.held = ()
-            return
+            made = [fused.attention(self.tape, reads, shape), *self.tape.steps[-1].made[1:]]
+        else:
+            requires = any(self.requires[i] for i in call.reads) or bool(learns)
+            made = self._step(n, call, reads, weights, learns, requires)
+            requires &= made[0].differentiable
+        self.tape.held = ()
+        for i, tensor in zip(call.makes, made, strict=False):
+            self.there[i], self.requires[i] = tensor, requires and tensor is made[0]
+
+    def _play_cast(self, call: Called) -> None:
+        """A cast to the precision that there is: of a tensor, or of a weight."""
+        i = call.makes[0]
+        if call.reads:
+            self.there[i], self.requires[i] = self._at(call.reads[0]), self.requires[call.reads[0]]
+        else:
+            self.there[i] = Tensor(self.outline.made[i].n_elements, self.tape.item_bytes, ours=False)
+            self.requires[i], self.as_weight[i] = call.weights[0] in self.trained, call.weights[0]
+
+    def _step(
+        self, n: int, call: Called, reads: list[Tensor], weights: list[str], learns: list[str], requires: bool
+    ) -> list[Tensor]:
+        """A product, or a pointwise call: what it makes."""
+        tape, made, (rows, all_rows) = self.tape, [self.outline.made[i] for i in call.makes], self.share
+        kept = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
+        saves = [self._at(i) for i in kept]
+        beside = [Tensor(m.n_elements, self._item_bytes(m), differentiable=False) for m in made[1:]]
+        out = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False)
+        n_weights, n_trained = (sum(prod(self.outline.parameters[weight]) for weight in of) for of in (weights, learns))
+        how, moved_bytes, n_calls, matmuls = Call.POINTWISE, 0, _CALLS.get(call.name, 1), list[Matmul]()
+        scratch_bytes: int | None = 0
         if call.name in _PRODUCTS and n in self.spelled:
-            how = Call.ATTENTION
+            how, scratch_bytes = Call.ATTENTION, None
         elif call.name in _PRODUCTS:
-            how, matmuls, scratch_bytes = Call.PRODUCT if call.weights else Call.POINTWISE, _matmuls(call, not learns), 0
+            how, matmuls = Call.PRODUCT if call.weights else Call.POINTWISE, _matmuls(call, not learns)
         elif call.name == "_grouped_mm":
             how = Call.OVERWRITTEN if call.makes[0] in self.overwritten else Call.GROUPED
-            matmuls, scratch_bytes = _grouped(call.shapes, not learns), 0
+            matmuls = _grouped(call.shapes, not learns)
             if rank := self.linear(weights[0], False).rank if weights else 0:  # `runtime/layers/adapters.py`
-                (n_rows, k), (n_experts, *_, n) = call.shapes[:2]
-                n_adapter = n_experts * rank * (k + n)
+                (n_rows, k), (n_experts, *_, n_out) = call.shapes[:2]
+                n_weights, n_trained = (each + n_experts * rank * (k + n_out) for each in (n_weights, n_trained))
                 matmuls += _grouped([[n_rows, k], [n_experts, k, rank]], False)
-                matmuls += _grouped([[n_rows, rank], [n_experts, rank, n]], False)
+                matmuls += _grouped([[n_rows, rank], [n_experts, rank, n_out]], False)
                 beside, saves, n_calls = [Tensor(n_rows * rank, tape.item_bytes)], [reads[0], *saves], 5
                 # Experts of B put outermost; and the second product added to what the experts made
-                moved_bytes = (2 * n_experts * rank * n + 3 * n_rows * n) * tape.item_bytes
-                scratch_bytes = (n_rows * (rank + max(k, n)) + 2 * n_experts * rank * n) * tape.item_bytes
+                moved_bytes = (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * tape.item_bytes
+                scratch_bytes = (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * tape.item_bytes
         else:
             n_moved = (call.moved[0] - n_weights) * rows // all_rows + n_weights if rows < all_rows else call.moved[0]
             moved_bytes = n_moved * tape.item_bytes + call.moved[1] * rows // all_rows
-            wide = {tensor.item_bytes for tensor in reads if tensor.differentiable}
-            scratch_bytes = 0 if call.name == "add" else None
-            if call.name == OWN_FUNCTION:
-                scratch_bytes = OWN_SCRATCH * max(t.n_bytes for t in reads)
-            if call.name == "mul" and len(wide) > 1:  # one of the factors is also made in the wider precision
-                scratch_bytes = 2 * out.n_elements * rows // all_rows * max(wide)
+            scratch_bytes = self._scratch_bytes(call.name, reads, out.n_elements * rows // all_rows)
         step = tape.step(
             reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), saves=saves, beside=beside,
             saves_out=requires and bool(made) and call.makes[0] in call.saves, moved_bytes=moved_bytes, scratch_bytes=scratch_bytes,
             call=how, matmuls=matmuls, n_calls=n_calls, differentiable=requires and out.floating,
-            weight_elements=n_weights + n_adapter, trained=sum(prod(shapes[w]) for w in learns) + n_adapter,
+            weight_elements=n_weights, trained=n_trained,
         )  # fmt: skip
-        tape.held = ()
-        for i, tensor in zip(call.makes, (step, *beside), strict=False):
-            self.there[i], self.requires[i] = tensor, tensor is step and requires and out.floating
+        return [step, *beside]
+
+    @staticmethod
+    def _scratch_bytes(name: str, reads: Sequence[Tensor], n_elements: int) -> int | None:
+        """Temporaries of a pointwise call's backward; None: as of most."""
+        wide = {tensor.item_bytes for tensor in reads if tensor.differentiable}
+        if name == OWN_FUNCTION:
+            return OWN_SCRATCH * max(t.n_bytes for t in reads)
+        if name == "mul" and len(wide) > 1:  # one of the factors is also made in the wider precision
+            return 2 * n_elements * max(wide)
+        return 0 if name == "add" else None
 
     def _at(self, i: int) -> Tensor:
         """A tensor by its number; what only calls made in whose place there is another one is there, too."""
