@@ -107,9 +107,9 @@ Accepted: {", ".join(accepted)}.
 Of {len(images)} vision-language types {len(as_text)} are accepted, held to the same: their decoder of text is
 trained, on text alone, and their towers are saved along, unchanged: {", ".join(as_text)}.
 
-In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a packed sequence are kept apart, which is proven of each model when
-it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence; here is why, of a
-tiny one.
+In {n_apart[0]} of the former, and {n_apart[1]} of the latter, documents of a packed sequence are kept apart, which is proven of
+each model when it is run ([how](design.md)). The others are refused that packing, and take documents joined, or one a sequence;
+here is why, of a tiny one.
 
 | accepted, but not with documents packed | why |
 | --- | --- |
