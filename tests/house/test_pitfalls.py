@@ -172,6 +172,7 @@ OTHER_SEMANTICS = {
     "base": "int8",
     "optimizer": Optimizer.ADAMW_BF16,
     "objective": parse_objective("z-loss"),
+    "router_loss": 0.01,
     "weight_rounding": "stochastic",
     "mlp_tile_tokens": 4,
     "attention": "eager",
@@ -198,6 +199,7 @@ OTHER_POLICY = {
     "speculate_blocks": (1,),
     "square_on_device": True,
     "device_blocks": (1,),
+    "saved_slots": 3,
 }
 
 
@@ -222,7 +224,8 @@ def test_every_field_of_the_semantics_is_read(name):
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Policy)])
 def test_every_field_of_the_policy_is_read(name):
-    policy = replace(POLICY, save=saves(products=(1,))) if name == "offload_blocks" else POLICY
+    policy = replace(POLICY, save=saves(products=(1,))) if name in ("offload_blocks", "saved_slots") else POLICY
+    policy = replace(policy, offload_blocks=(1,)) if name == "saved_slots" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
     other = replace(policy, **{name: OTHER_POLICY[name]})
     assert planned("llama", semantics_of("llama"), policy) != planned("llama", semantics_of("llama"), other)
