@@ -55,13 +55,13 @@ tour: .venv/stamp
 .venv/stamp: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=path" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[run,fast,test,dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[run,test,dev]'
 	touch .venv/stamp
 
 .venv-oldest/stamp: pyproject.toml constraints-oldest.txt
 	$(PYTHON_OLDEST) -c 'import sys; sys.exit("Python 3.12 is needed; set PYTHON_OLDEST=path" if sys.version_info[:2] != (3, 12) else 0)'
 	$(PYTHON_OLDEST) -m venv .venv-oldest
-	$(PY_OLDEST) -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[run,fast,test]'
+	$(PY_OLDEST) -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[run,test]'
 	touch $@
 
 clean:

@@ -382,7 +382,7 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
             for master in masters.values():
                 master.data = half_up(master.data).float()
     for name, master in masters.items():
-        result.masters[name] = master.data.to(DTYPE[semantics.master_dtype])
+        result.masters[name] = master.data.to(DTYPE[semantics.saved_state["master"]])
         if semantics.is_lean:
             result.exp_avg[name] = of_lean[name][0]
             result.exp_avg_sq |= {name: of_lean[name][1]} if len(of_lean[name]) > 1 else {}

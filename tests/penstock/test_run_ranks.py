@@ -87,7 +87,7 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
 def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
     """Adapters of attention and of experts in MXFP4, as published: two ranks, one of them killed, then one process."""
     published(home, "gpt_oss")
-    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", *BATCH)
+    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *BATCH)
     plans = {n: plan_in(home, *of, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
     shared = host_needs(PlanFile.read(plans[2]).plan, 2)["state"]
     assert shared < 0.6 * host_needs(PlanFile.read(plans[1]).plan)["state"], "of the base a host has one copy"

@@ -64,7 +64,7 @@ def test_an_illegal_policy_is_refused(choices: dict[str, Any], changes: dict[str
         ({}, {"compute_dtype": "fp32", "master_dtype": "bf16"}, "fp32 compute from a bf16 master"),
         ({}, {"sum_groups": 2}, "a step of 1 micro-batches has no 2 sum groups"),
         ({}, {"base": "nf4"}, "what is trained is not packed"),
-        (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "several GPUs, or sum groups, train whole models only"),
+        (APART | {"n_micro_batches": 2}, {"sum_groups": 2}, "is summed there in order, not in sum groups"),
         (APART, {"gradient_dtype": "bf16"}, "use --gradient-dtype fp32"),
     ],
 )

@@ -1,5 +1,6 @@
 """The step that a page draws is a step, and memory holds then what it shows."""
 
+import math
 from collections import Counter, defaultdict
 from functools import cache
 from itertools import pairwise
@@ -79,6 +80,8 @@ def obviously_held(plan, spans, at_s):
                 begins_a_sum = is_first and slot in (op.get("arrived"), op.get("sum"))
                 if (slot in op.reads and not begins_a_sum) or span.start_s <= at_s:
                     found[arena.name] += n_bytes
+    frozen_bytes = 0 if plan.workload.trains_all else sum(plan.frozen_bytes(block) for block in range(len(plan.workload.blocks)))
+    found["state"] -= frozen_bytes - math.ceil(frozen_bytes / plan.semantics.ranks)  # ranks share what is frozen
     return found
 
 
