@@ -150,19 +150,31 @@ def manners(n: int, begin: int) -> list[dict[str, str]]:
     return [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows]
 
 
+def penstock(*words: object) -> None:
+    """A command, as a user gives it."""
+    subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def ranked(folder: Path) -> Iterator[str]:
+    """A row for each evaluation of a run on pairs."""
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "eval_loss" in line:
+            yield f"| {line.get('step', 0)} | {line['eval_loss']:.4f} | {line['eval_accuracy']:.0%} |"
+
+
 def learned(home: Path) -> Iterator[str]:
     """A model that learns both manners of answering, then from pairs which is wanted."""
 
-    def penstock(*words: object) -> None:
-        subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
-
-    def write(name: str, rows: list[dict[str, str]]) -> Path:
-        (home / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return home / name
-
     (home / "config.json").write_text(json.dumps(BYTES | {"architectures": ["LlamaForCausalLM"]}))
     pairs, held_out = manners(N_PAIRS, 0), manners(N_HELD_OUT, N_PAIRS)
-    both = write("both.jsonl", [{"text": row["prompt"] + row[half]} for row in pairs + held_out for half in ("chosen", "rejected")])
+    both = write(
+        home / "both.jsonl", [{"text": row["prompt"] + row[half]} for row in pairs + held_out for half in ("chosen", "rejected")]
+    )
     sizes = ("--machine", "cpu-2core", "--compute", "fp32", "--seq-len", 64, "--batch-size", 8)
     said = ("--tokenizer", "bytes", "--out")
     penstock("plan", home / "config.json", *sizes, "-o", home / "first.json")
@@ -171,12 +183,17 @@ def learned(home: Path) -> Iterator[str]:
     )
     model = home / "both" / f"checkpoint-{N_BEFORE}"
     penstock("plan", model, *sizes, "--train", "lora:r=8", "--loss", "dpo:beta=0.1", "-o", home / "dpo.json")
-    data = ("--data", write("pairs.jsonl", pairs), "--eval-data", write("held-out.jsonl", held_out), "--eval-every", EVERY)
+    data = (
+        "--data",
+        write(home / "pairs.jsonl", pairs),
+        "--eval-data",
+        write(home / "held-out.jsonl", held_out),
+        "--eval-every",
+        EVERY,
+    )
     penstock("run", home / "dpo.json", *data, "--steps", N_STEPS, "--lr", "1e-3", *said, home / "out")
     yield "| steps | held-out loss | preferred rightly |\n|---:|---:|---:|"
-    for line in map(json.loads, (home / "out" / "metrics.jsonl").read_text().splitlines()):
-        if "eval_loss" in line:
-            yield f"| {line.get('step', 0)} | {line['eval_loss']:.4f} | {line['eval_accuracy']:.0%} |"
+    yield from ranked(home / "out")
 
 
 def main() -> None:

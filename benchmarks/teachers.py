@@ -8,8 +8,6 @@ Two minutes of two cores.
 import json
 import platform
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.preferences import BYTES, EVERY, N_BEFORE, N_HELD_OUT, N_PAIRS, SMALL, manners, shown
+from benchmarks.preferences import BYTES, EVERY, N_BEFORE, N_HELD_OUT, N_PAIRS, SMALL, manners, penstock, ranked, shown, write
 from planner.model.workload import build_workload
 from runtime.compute.blocks import Templates
 from runtime.compute.losses import top_and_rest
@@ -126,33 +124,16 @@ def answers(n: int, seed: int) -> list[dict[str, str]]:
 def learned(home: Path) -> Iterator[str]:
     """A teacher that has learned both manners, students of a fifth of its size, and a model that scores answers."""
 
-    def penstock(*words: object) -> None:
-        subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
-
-    def write(name: str, rows: list[dict[str, str]]) -> Path:
-        (home / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return home / name
-
     def config(name: str, of: dict[str, Any]) -> Path:
         (home / name).mkdir()
         (home / name / "config.json").write_text(json.dumps(of | {"architectures": ["LlamaForCausalLM"]}))
         return home / name
 
     def run(plan: str, data: Path, steps: int, *more: object) -> Path:
-        said = (
-            "--data",
-            data,
-            "--steps",
-            steps,
-            "--lr",
-            "1e-3" if plan == "reward.json" else "3e-3",
-            "--tokenizer",
-            "bytes",
-            "--out",
-            home / plan.partition(".")[0],
-        )
-        penstock("run", home / plan, *said, *more)
-        return home / plan.partition(".")[0] / f"checkpoint-{steps}"
+        out, rate = home / plan.partition(".")[0], "1e-3" if plan == "reward.json" else "3e-3"
+        of = ("--data", data, "--steps", steps, "--lr", rate)
+        penstock("run", home / plan, *of, "--tokenizer", "bytes", "--out", out, *more)
+        return out / f"checkpoint-{steps}"
 
     def divergence(folder: Path) -> float:
         """KL(teacher || student) of whole logits, by transformers, a mean over the tokens of texts that nobody saw."""
@@ -167,7 +148,7 @@ def learned(home: Path) -> Iterator[str]:
         return float(torch.cat(each).mean())
 
     pairs, held_out = manners(N_PAIRS, 0), manners(N_HELD_OUT, N_PAIRS)
-    texts = write("texts.jsonl", [{"text": row["prompt"] + row[half]} for row in pairs for half in ("chosen", "rejected")])
+    texts = write(home / "texts.jsonl", [{"text": row["prompt"] + row[half]} for row in pairs for half in ("chosen", "rejected")])
     large, small = config("large", BYTES), config("small", STUDENT)
     penstock("plan", large, *SIZES, "-o", home / "teacher.json")
     teacher = run("teacher.json", texts, N_BEFORE, "--from-scratch")
@@ -186,12 +167,10 @@ def learned(home: Path) -> Iterator[str]:
         penstock("plan", small, *SIZES, "--loss", loss, "-o", home / f"{name}.json")
         yield f"| `{loss}` | {divergence(run(f'{name}.json', texts, N_STEPS, '--from-scratch', *more)):.3f} |"
     penstock("plan", large, *SIZES, "--loss", "reward", "-o", home / "reward.json")
-    more = ("--eval-data", write("held-out.jsonl", answers(N_HELD_OUT, 1)), "--eval-every", EVERY // 3, "--from-scratch")
-    run("reward.json", write("pairs.jsonl", answers(N_PAIRS, 0)), 2 * EVERY, *more)
+    more = ("--eval-data", write(home / "held-out.jsonl", answers(N_HELD_OUT, 1)), "--eval-every", EVERY // 3, "--from-scratch")
+    run("reward.json", write(home / "pairs.jsonl", answers(N_PAIRS, 0)), 2 * EVERY, *more)
     yield "\n| steps of `reward`, 4 pairs each | held-out loss | ranked rightly |\n|---:|---:|---:|"
-    for line in map(json.loads, (home / "reward" / "metrics.jsonl").read_text().splitlines()):
-        if "eval_loss" in line:
-            yield f"| {line.get('step', 0)} | {line['eval_loss']:.4f} | {line['eval_accuracy']:.0%} |"
+    yield from ranked(home / "reward")
 
 
 def main() -> None:

@@ -269,15 +269,14 @@ def _kept_in_words(of: Mapping[str, Any]) -> str:
 def _converted_in_words(*states: Mapping[str, Any]) -> str:
     """What becomes of each part of a state, of which the second is made of the first."""
     was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
-    found = {
-        part: "dropped"
-        if part not in now
-        else "kept"
-        if now[part] in (was[part], "fp32") or (was[part], now[part]) == ("bf16", "split24")
-        else f"rounded to {now[part]}"
-        for part in was
-    }
-    return ", ".join(f"its {_PARTS[part]} is {what}" for part, what in found.items())
+
+    def become(part: str) -> str:
+        if part not in now:
+            return "dropped"
+        is_exact = now[part] in (was[part], "fp32") or (was[part], now[part]) == ("bf16", "split24")
+        return "kept" if is_exact else f"rounded to {now[part]}"
+
+    return ", ".join(f"its {_PARTS[part]} is {become(part)}" for part in was)
 
 
 def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:

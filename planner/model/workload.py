@@ -34,6 +34,9 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
 
     WorkloadError for a model that cannot be cut into layers, or semantics that transformers does not let it run with.
     """
+    named = model.config.get("architectures") or ()
+    if semantics.objective.n_labels is None and any(str(name).endswith("ForSequenceClassification") for name in named):
+        _fail(model, "a model that scores sequences, not a causal language model; plan it with --loss reward or classify")
     legal = supported_attention(model)
     if semantics.attention not in legal:
         _fail(model, f"attention {semantics.attention} is not possible for this model; use {' or '.join(legal)}")

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
 from runtime.errors import WorkloadError
+from runtime.plan.objective import parse_objective
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model
 from tests.every_type import tiny
@@ -326,6 +327,13 @@ def test_what_transformers_refuses_is_refused_in_one_line(model_type: str, chang
     with pytest.raises(WorkloadError, match=complaint) as caught:
         build_workload(Model(config), semantics(attention=attention_of(model_type)))
     assert "\n" not in str(caught.value)
+
+
+def test_a_classifier_is_not_taken_for_a_language_model() -> None:
+    model = Model(tiny("qwen3") | {"architectures": ["Qwen3ForSequenceClassification"]})
+    assert build_workload(model, semantics(objective=parse_objective("classify")))
+    with pytest.raises(WorkloadError, match="scores sequences, not a causal language model; plan it with --loss reward"):
+        build_workload(model, semantics())
 
 
 def test_experts_that_are_called_otherwise_have_no_adapters() -> None:
