@@ -129,7 +129,8 @@ def saved_bytes(layer: Callable[..., torch.Tensor], x: torch.Tensor, kwargs: dic
 
 def recorded(work: Callable[[], object]) -> list[Any]:
     """What torch's profiler records of the work, in the order of time: events, `[memory]` among them for what the allocator gave
-    and got back. None of it is garbage that was recorded earlier, which would count as given back by this work."""
+    and got back. None of it is what was there before, garbage or a mask that something kept until it got another, which would count
+    as given back by this work."""
     gc.collect()
     gc.disable()
     try:
@@ -138,7 +139,15 @@ def recorded(work: Callable[[], object]) -> list[Any]:
     finally:
         gc.enable()
     del result  # what it holds counts
-    return sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    there, found = Counter[int](), []
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        n_bytes = event.nbytes() if event.name() == "[memory]" else 0
+        there[abs(n_bytes)] += (n_bytes > 0) - (n_bytes < 0)
+        if there[abs(n_bytes)] < 0:
+            there[abs(n_bytes)] = 0
+        else:
+            found.append(event)
+    return found
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -431,7 +432,8 @@ def _recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str
                 trees.append(_of_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
         norm = _of_norm(split, hidden)
-    return about | {
+    beside = {} if split.carried is None else {"carried": hidden.shape[-1] - split.carried.width}
+    return about | beside | {
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
         "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
     }  # fmt: skip
@@ -462,11 +464,10 @@ def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
 
 def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: int, how: How) -> dict[str, Any]:
     leaves = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in call.leaves)
-    meta, x = LayerCall(leaves, call.spec, call.at, call.out_at), hidden.detach().requires_grad_()
-    args, kwargs = meta.arguments(x)
+    meta, x = replace(call, leaves=leaves), hidden.detach().requires_grad_()
     tree = record(
         layer,
-        lambda: meta.output(layer(*args, **kwargs)),
+        lambda: meta.run(layer, x),
         x,
         [t for t in (*leaves, *layer.buffers()) if isinstance(t, torch.Tensor)],
         how.library_kernels,
@@ -479,7 +480,7 @@ def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: 
 def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
     x = hidden.detach().requires_grad_()
     norm = copy.deepcopy(split.norm).to("meta")
-    return record(norm, lambda: norm(x), x, list(norm.buffers()))
+    return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
 
 
 def _of_logits(split: Split, width: int) -> list[int]:

@@ -268,7 +268,8 @@ class _Layout:
 
     def head(self) -> Block:
         """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
-        semantics, names, tokens, width = self.semantics, self.tree["names"], self.n_tokens, self.tree["width"]
+        semantics, names, tokens = self.semantics, self.tree["names"], self.n_tokens
+        width = self.tree["width"] - self.tree.get("carried", 0)
         objective = semantics.objective
         of_token_bytes = (
             2 * tokens * FP64 * (len(objective.extras) + (objective.per is not objective.of))

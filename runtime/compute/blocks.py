@@ -108,7 +108,8 @@ class Templates:
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding's table (B, T, D), as its module has them."""
         own = _within(f"{self.split.embedding_name}.", weights)
-        return functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))  # type: ignore[no-any-return]
+        found = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
+        return found if self.split.carried is None else self.split.carried.begun(found)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
         """The same for sequences that are packed of documents, where layers are passed `plain` if they are not; WorkloadError where
@@ -126,12 +127,12 @@ class Templates:
 
         With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
         """
-        own, (args, kwargs) = _within(self._prefix(block), weights), inputs.arguments(hidden_BTD)
+        own, layer = _within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
         with attending(inputs, self.semantics.attention, None if attention is None else attention.window):
             if self._tiled:
                 self._tiled[block - 1].again = again
-            return inputs.output(functional_call(self.layers[block - 1], own, args, kwargs))
+            return inputs.run(lambda *args, **kwargs: functional_call(layer, own, args, kwargs), hidden_BTD)
 
     # -- the head ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class Templates:
         norm_weights = {n: w.detach().requires_grad_(prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
-            normed_BTD = functional_call(self.norm, norm_weights, (hidden_BTD,), strict=True)
+            normed_BTD = functional_call(self.norm, norm_weights, (self.split.last(hidden_BTD),), strict=True)
         normed_ND, targets_N = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), targets_BT.reshape(-1)
         gradient_ND, n_rows = torch.empty_like(normed_ND), self.semantics.loss_tile_tokens
         head, sums = self._head(weights), {} if head_gradient_VD is None else {self.head_weight: head_gradient_VD}
@@ -332,7 +333,7 @@ class Templates:
         return self._logits(self._head(weights), self._normed(weights, hidden_ND))
 
     def _normed(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
-        return functional_call(self.norm, _within(self._norm_prefix, weights), (hidden,), strict=True)  # type: ignore[no-any-return]
+        return functional_call(self.norm, _within(self._norm_prefix, weights), (self.split.last(hidden),), strict=True)  # type: ignore[no-any-return]
 
     def constants(self) -> Weights:
         """What files hold of layers though it is no weight, by its names in the model."""

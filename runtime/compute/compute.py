@@ -61,7 +61,7 @@ class Compute:
         on = templates.device
         self._generator = torch.default_generator if on.type == "cpu" else torch.cuda.default_generators[on.index]
         self.losses: dict[int, Losses] = {}  # of the steps that have begun, until they are taken
-        self.templates, self._views, self.inputs = templates, Views(plan, arenas), Inputs(templates, batches)
+        self.templates, self._views, self.inputs = templates, Views(plan, arenas, templates.split.width), Inputs(templates, batches)
         self._shelves: dict[tuple[int, int], Shelf] = {}  # what forwards save, if it goes to the host, by block and micro-batch
         self._graphs: dict[tuple[int, int], Graph] = {}  # forwards whose backward is to come, likewise
         self._of_sides: dict[int, dict[tuple[int, int], torch.Tensor]] = {}  # gradients that go back to a micro-batch's embedding

@@ -113,14 +113,9 @@ class _Proof:
         for held in layer.buffers():  # of which some come from files
             held.nan_to_num_(0.5)
         x_BTD = torch.randn(shape, generator=self.generator)
-        args, kwargs = packed.arguments(x_BTD)
         with attending(packed, self.attention, packed.window(self.n_tokens)), _NoPlaces(self.n_tokens):
-            out_BTD = packed.output(layer(*args, **kwargs))
-        for at, call in alone:
-            args, kwargs = call.arguments(x_BTD[at])
-            if not _alike(out_BTD[at], call.output(layer(*args, **kwargs))):
-                return False
-        return True
+            out_BTD = packed.run(layer, x_BTD)
+        return all(_alike(out_BTD[at], call.run(layer, x_BTD[at])) for at, call in alone)
 
 
 class _NoPlaces(TorchDispatchMode):

@@ -15,6 +15,7 @@ _HEADS = re.compile(r"(?<!d_)heads?$|n_groups$")
 _SHARED_HEADS = re.compile(r"(kv|key_value|kv_n)_heads$")  # of which there is at least one
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+_SHARING = "num_kv_shared_layers"
 WIDTH, VOCAB = 512, 384  # of the copy, about, where the model's are more; and others of its sizes, by a part of their keys
 _MOST = {r"intermediate|inner|ffn|ff_dim": 96, r"^vocab_size": VOCAB}
 _WINDOWS, WINDOW = re.compile(r"window(_size)?$|attention_chunk_size"), 8
@@ -57,6 +58,8 @@ def cut_down(config: dict[str, Any], kinds: Sequence[object] | None = None, seq_
             return min(value, most)
         if key in _DEPTHS:
             return min(value, n_kept)
+        if key == _SHARING:  # the last ones
+            return max(0, value - max(0, n_layers - n_kept))
         is_divided = _HEADS.search(key) or (value == width and not _PLACES.search(key))
         return (value // by if value % by == 0 else 1) if is_divided else value
 

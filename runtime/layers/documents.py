@@ -24,7 +24,7 @@ from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
 from .recompute import unnoticed
-from .split import Call, Split
+from .split import Call, Split, is_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def embed_packed(
         raise WorkloadError("its layers are given other things with positions than without")
     found = []
     for call, of in zip(calls, plain, strict=True):
-        leaves = tuple(p if t is no_mask else t for t, p in zip(call.leaves, of.leaves, strict=True))
+        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, of.leaves, strict=True))
         found.append(replace(call, leaves=leaves, documents=documents))
     return hidden_BTD, found
 

@@ -5,9 +5,10 @@ each must be given the very tensor that the one before returned. A model that is
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,6 +25,35 @@ from .meta_models import sees_images
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """Keys and values that some layers leave for later ones, beside the hidden state in one tensor (B, T, D + E), zeros before they
+    are there: so a chain of layers has one tensor between two, and gradients of what is shared add up on their way back."""
+
+    width: int  # D
+    heads: Mapping[str, tuple[tuple[int, int], ...]]  # by the key under which layers find them: number and width, of each tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements a token, of the hidden state and of each tensor; in all, D + E."""
+        return [self.width, *(n * width for of in self.heads.values() for n, width in of)]
+
+    def begun(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """A hidden state before the first layer, with room beside it."""
+        return nn.functional.pad(hidden_BTD, (0, sum(self.sizes) - self.width))
+
+    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
+        """The hidden state, and by key what is beside it, (B, H, T, W) each."""
+        own, *others = x.split(self.sizes, -1)
+        left = iter(others)
+        states = {key: tuple(next(left).unflatten(-1, one).transpose(1, 2) for one in of) for key, of in self.heads.items()}
+        return own.contiguous(), states
+
+    def together(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        """The reverse."""
+        return torch.cat([hidden_BTD, *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """What a layer is given besides its hidden state: the leaves of its arguments, that state's place among them, and that of the
     new one among the leaves of what the layer returns."""
@@ -32,18 +62,22 @@ class Call:
     spec: Any
     at: int
     out_at: int
+    uses: tuple[str, ...] = ()  # keys of what earlier layers left
+    carried: Carried | None = None
     documents: tuple[tuple[int, ...], ...] | None = None  # tokens of those of which each sequence is packed
 
-    def arguments(self, hidden_BTD: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """By position and by name."""
+    def run(self, layer: Callable[..., Any], hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """What a layer makes of its input: of hidden states (B, T, D) the next ones."""
         leaves = list(self.leaves)
-        leaves[self.at] = hidden_BTD
+        if self.carried is None:
+            leaves[self.at] = hidden_BTD
+        else:
+            leaves[self.at], states = self.carried.apart(hidden_BTD)
+            at = _place_of_shared(leaves)
+            leaves[at] = shared = type(leaves[at])({key: states[key] for key in self.uses})
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs
-
-    def output(self, returned: Any) -> torch.Tensor:
-        """The hidden state (B, T, D) among what a layer returns."""
-        return tree_leaves(returned)[self.out_at]  # type: ignore[no-any-return]
+        out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
+        return out_BTD if self.carried is None else self.carried.together(out_BTD, states | dict(shared))
 
     @property
     def sides(self) -> dict[int, torch.Tensor]:
@@ -61,8 +95,31 @@ class Call:
         return min((n for n in seen if n < seq_len), default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a layer returns: leaves, and which of them is the hidden state; what it uses of earlier layers, and leaves for later."""
+
+    leaves: list[Any]
+    spec: Any
+    at: int
+    uses: tuple[str, ...] = ()
+    left: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+
 _BESIDE_KIND = ("layer_idx", "training")
 _LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm")
+
+
+class _Shared(UserDict[str, tuple[torch.Tensor, ...]]):
+    """What layers left for others; it notes what is asked for."""
+
+    def __init__(self, found: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
+        super().__init__(found)
+        self.used: dict[str, None] = {}
+
+    def __getitem__(self, key: str) -> tuple[torch.Tensor, ...]:
+        self.used[key] = None
+        return super().__getitem__(key)
 
 
 class _Output(BaseModelOutputWithPast):
@@ -110,9 +167,11 @@ class Split:
         self.norm_name = names[id(self.norm)]
         self._norm_is_free = not list(self.norm.parameters())  # of weights, and so may be used before the layers, too
         self._forwards = [layer.forward for layer in self.layers]  # their own
-        self._forms: dict[int, tuple[list[Any], Any, int]] = {}  # of each layer, what it returns
+        self._forms: dict[int, _Form] = {}  # of each layer, what it returns
         of = model.config
         self._forms_of_kinds = _forms_of(type(model).__name__, of.to_json_string(use_diff=False), of._attn_implementation)
+        self._left: dict[str, tuple[torch.Tensor, ...]] = {}  # by layers for later ones, without numbers
+        self.carried: Carried | None = None
         self.calls: list[Call] = []
         self.sides: list[tuple[int, ...]] = []  # of each layer, the places of what it is given that follows from tokens
         self._made: list[tuple[nn.Module, str]] = []  # buffers that no file has
@@ -142,10 +201,11 @@ class Split:
             self._fail(f"layer {i} runs where layer {len(self.calls)} should")
         if i == 0:
             at = next(j for j, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point())
-            self.hidden_BTD = self._passed = leaves[at]
-            self._version = self.hidden_BTD._version
+            self._passed = leaves[at]
+            self.hidden_BTD = self._passed if self.carried is None else self.carried.begun(self._passed)
+            self._version = self._passed._version
         else:
-            found = [j for j, t in enumerate(leaves) if t is self._passed]
+            found = [j for j, t in enumerate(leaves) if is_seen(t, self._passed)]
             at = found[0] if found else self._fail(f"between layers {i - 1} and {i} it computes something")
         if self._passed._version != self._version:
             self._fail(f"before layer {i} the hidden state is changed in place")
@@ -153,23 +213,25 @@ class Split:
             self._fail(f"layer {i} is given what another layer made, beside the hidden state")
         if i not in self._forms:
             self._forms[i] = self._form(i, leaves, spec, at)
-        out_leaves, out_spec, out_at = self._forms[i]
-        leaves[at] = None
-        self.calls.append(Call(tuple(leaves), spec, at, out_at))
+            self._left |= self._forms[i].left
+        form, leaves[at] = self._forms[i], None
+        self.calls.append(Call(tuple(leaves), spec, at, form.at, form.uses, self.carried))
         if self._handed is not None and i == len(self.layers) - 1:
             self._passed = self._handed
             self._version = self._passed._version
-        out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in out_leaves]
+        out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in form.leaves]
         self._others |= {id(t): t for t in out if isinstance(t, torch.Tensor)}
-        out[out_at] = self._passed
-        return tree_unflatten(out, out_spec)
+        out[form.at] = self._passed
+        return tree_unflatten(out, form.spec)
 
-    def _form(self, i: int, leaves: list[Any], spec: Any, at: int) -> tuple[list[Any], Any, int]:
-        """What a layer returns, from a run without numbers, and which of it is the hidden state."""
+    def _form(self, i: int, leaves: list[Any], spec: Any, at: int) -> "_Form":
+        """What a layer returns, from a run without numbers, which of it is the hidden state, and what it leaves for others."""
         given = [None if j == at else t for j, t in enumerate(leaves)]
         key = self.kind(self.layers[i], Call(tuple(given), spec, at, 0), by_place=False)
         if key not in self._forms_of_kinds:
-            args, kwargs = tree_unflatten([_narrow(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+            shared = _Shared(self._left)
+            narrow = [_narrow(t) if isinstance(t, torch.Tensor) else shared if isinstance(t, UserDict) else t for t in leaves]
+            args, kwargs = tree_unflatten(narrow, spec)
             with _instead({self.layers[i]: self._forwards[i]}):
                 layer = copy.deepcopy(self.layers[i]).bfloat16()
             with torch.no_grad():
@@ -178,11 +240,11 @@ class Split:
                 self._fail("a layer leaves something for others in what it is given")
             shape = leaves[at].shape
             out_at = next((j for j, t in enumerate(out_leaves) if isinstance(t, torch.Tensor) and t.shape == shape), None)
-            self._forms_of_kinds[key] = (
-                out_leaves,
-                out_spec,
-                self._fail("a layer returns no hidden state") if out_at is None else out_at,
-            )
+            left = {name: of for name, of in shared.data.items() if of is not self._left.get(name)}
+            if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != shape[:2] for of in left.values() for t in of):
+                self._fail("a layer leaves something for others that is no keys and values")
+            form = _Form(out_leaves, out_spec, self._fail("a layer returns no hidden state") if out_at is None else out_at)
+            self._forms_of_kinds[key] = replace(form, uses=tuple(shared.used), left=left)
         return self._forms_of_kinds[key]
 
     def around(self, weights: Mapping[str, torch.Tensor] | None, handed: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
@@ -208,6 +270,10 @@ class Split:
         self._others.clear()
         return found
 
+    def last(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
+        """The hidden state that the norm after the layers is given, of what the last layer returns."""
+        return hidden_BTD if self.carried is None else hidden_BTD[..., : self.carried.width].contiguous()
+
     def prove_norm(self, tokens_BT: torch.Tensor) -> None:
         """WorkloadError unless the norm of what the last layer returns is what the body returns."""
         met: list[tuple[Any, Any]] = []
@@ -217,7 +283,7 @@ class Split:
             out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
         finally:
             handle.remove()
-        if not met or (len(met) > 1 and not self._norm_is_free) or met[-1][0] is not handed or not _is_view(out, met[-1][1]):
+        if not met or (len(met) > 1 and not self._norm_is_free) or met[-1][0] is not handed or not is_seen(out, met[-1][1]):
             self._fail("after its layers it does more than a norm")
 
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
@@ -255,7 +321,13 @@ class Split:
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
             self.around(None, input_ids=tokens_BT, use_cache=False)
             self.prove_norm(tokens_BT)
-        self.sides = [tuple(call.sides) for call in self.noted()[1]]
+        hidden_BTD, calls = self.noted()
+        self.sides = [tuple(call.sides) for call in calls]
+        self.width = hidden_BTD.shape[-1]  # of what layers return
+        if self._left:
+            heads = {key: tuple((t.shape[1], t.shape[3]) for t in of) for key, of in self._left.items()}
+            self.carried = Carried(self.width, heads)
+            self.width = sum(self.carried.sizes)
 
     @staticmethod
     def kind(layer: nn.Module, call: Call, by_place: bool = True) -> object:
@@ -292,9 +364,14 @@ class Split:
 
 
 @lru_cache(maxsize=64)
-def _forms_of(*model: object) -> dict[object, tuple[list[Any], Any, int]]:
+def _forms_of(*model: object) -> dict[object, _Form]:
     """What layers return, by their kinds: of a model, and of all others that are built alike, as a run builds several."""
     return {}
+
+
+def _place_of_shared(leaves: Sequence[Any]) -> int:
+    """Where among a layer's arguments that is in which layers leave something for later ones."""
+    return next(j for j, t in enumerate(leaves) if isinstance(t, UserDict))
 
 
 def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -302,8 +379,10 @@ def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return torch.full_like(like, float("nan") if like.is_floating_point() else 0, device=device)
 
 
-def _is_view(view: torch.Tensor, of: torch.Tensor) -> bool:
-    """Whether a tensor is another, at most written otherwise."""
+def is_seen(view: Any, of: torch.Tensor) -> bool:
+    """Whether a thing is this tensor, at most written otherwise."""
+    if view is of or not isinstance(view, torch.Tensor) or view.is_meta:
+        return view is of
     return view.shape == of.shape and view.stride() == of.stride() and view.data_ptr() == of.data_ptr()
 
 

@@ -22,7 +22,8 @@ MATRICES = {"mm": 0, "addmm": 1}  # calls that can be told where to put their re
 class Views:
     """Views of a plan's slots on the device, made by each call."""
 
-    def __init__(self, plan: Plan, arenas: Arenas) -> None:
+    def __init__(self, plan: Plan, arenas: Arenas, width: int) -> None:
+        """`width`: D, of what layers return."""
         self._semantics, self._arenas = plan.semantics, arenas
         self._blocks = plan.workload.blocks
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
@@ -30,7 +31,7 @@ class Views:
         if plan.semantics.base in ("nf4", "mxfp4"):  # the first to be unpacked shall not wait for it
             of = plan.semantics
             prepare(arenas.raw(Slot("weights", 0)).device, of.base, DTYPE[of.compute_dtype])
-        self._width = self._blocks[-1].parameters[-1].shape[1]  # of the output matrix
+        self._width = width
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
         """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""

@@ -42,6 +42,8 @@ from tests.training import (
 
 from .test_host_never_waits import Watching
 from .test_replay import WIDE, device_bytes
+from .test_sides import SHARED
+from .test_sides import TYPES as SIDES
 
 # Latent attention and experts, a part of heads rotated, none, other scales, windows in some layers
 FURTHER = ("deepseek_v3", "glm4_moe", "olmoe", "phi3", "glm4", "gpt2", "granite", "gemma3_text", "olmo3", "gpt_neox")
@@ -84,6 +86,7 @@ def plainly(config, semantics, batches) -> reference.Reference:
 
 
 WAYS = [*(("llama", name, {}, {}) for name in POLICIES)]
+WAYS += [("gemma4_text", "kept", SHARED, {})] if "gemma4_text" in SIDES else []
 WAYS += [(t, "kept" if t in EAGER_ONLY else name, {}, {}) for t, name in zip(MODEL_TYPES, cycle(["products", "kept", "attention"]))]
 WAYS += [("mistral", "on the host", {"sliding_window": n}, {}) for n in (16, 9, 8)]  # windows that hide nothing, or of one document
 WAYS += [("qwen2", "kept", {}, {"micro_batch": 2}), ("qwen2", "attention", {}, {"micro_batch": 3, "compute_dtype": "fp32"})]

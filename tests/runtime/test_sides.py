@@ -1,4 +1,5 @@
-"""What comes before the layers, where it learns more than rows of a table: embeddings of each layer, and norms with weights."""
+"""What layers are given besides their hidden state that learns: embeddings of each layer, norms with weights before the first, and
+keys and values of earlier layers."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,14 +16,17 @@ from tests.training import EVERYTHING, differences, plan_of, semantics_of, strea
 from .test_replay import REMEMBERING, device_bytes
 
 TYPES = [name for name in ("gemma4_text", "bloom") if find_spec(f"transformers.models.{name.removesuffix('_text')}")]
+SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}  # the last two have keys and values of the first two
+CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED) for name in TYPES if name == "gemma4_text")]
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
-def test_gradients_of_what_layers_are_given_reach_what_is_before_them(policy, compute_dtype):
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 4}, SHARED], ids=["own", "shared"])
+def test_gradients_of_what_layers_are_given_reach_what_is_before_them(sizes, policy, compute_dtype):
     """Micro-batches of two sizes, whose embeddings wait for several backwards."""
-    config = tiny_config("gemma4_text", num_hidden_layers=4)
+    config = tiny_config("gemma4_text", **sizes)
     semantics = semantics_of("gemma4_text", compute_dtype=compute_dtype, batch_size=5, micro_batch=2)
     machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
     assert differences(machine) == []
@@ -36,11 +40,11 @@ def test_ranks_send_gradients_to_what_is_before_the_layers(tmp_path):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["keep", "boundaries"])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_what_layers_are_given_is_booked(model_type, way):
+@pytest.mark.parametrize(("model_type", "sizes"), CASES)
+def test_what_layers_are_given_is_booked(model_type, sizes, way):
     """For each micro-batch of a group, from its embedding's forward to its backward."""
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
-    config = tiny_config(model_type, hidden_size=128, num_hidden_layers=3)
+    config = tiny_config(model_type, hidden_size=128, **sizes)
     plan = plan_of(config, semantics, replace(REMEMBERING[way], accumulation_group=2))
     left_bytes, peak_bytes = device_bytes(plan)
     assert 0.7 * (plan.kept_bytes + plan.transient_bytes) < peak_bytes <= plan.kept_bytes + plan.transient_bytes
