@@ -59,10 +59,11 @@ class _Functions(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.recorder.attends(*args[:3])
-        if args[0].shape[-1] != args[2].shape[-1]:  # latent attention, which not every kernel has: spelled out
+        mask = kwargs.get("attn_mask")
+        learns = mask is not None and mask.requires_grad
+        if learns or args[0].shape[-1] != args[2].shape[-1]:  # not every kernel's: spelled out
             with self.recorder.group("attention", "", []):
                 return func(*args, **kwargs)
-        mask = kwargs.get("attn_mask")
         if mask is not None and mask.dtype is torch.bool:
             kwargs = kwargs | {"attn_mask": torch.empty_like(mask, dtype=args[0].dtype)}
             self.recorder.calls[-1].name = "bias_of_mask"

@@ -348,13 +348,15 @@ class Split:
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
         """What the model computes for itself (frequencies, scales), made on the device: outside of its layers, or in all of it."""
         left = list[tuple[nn.Module, str]]()
+        models = [m for m in self.model.modules() if isinstance(m, PreTrainedModel)]
+        owner = {part: model for model in models for part in model.modules()}  # the innermost, as it is met last
         for part in list(self.model.modules()) if of_layers else self._outside():
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
             for name, buffer in buffers.items():
                 part.register_buffer(name, _unknown(buffer, device), name not in part._non_persistent_buffers_set)
                 self._made.append((part, name))
             if buffers:
-                self.model._init_weights(part)
+                owner[part]._init_weights(part)
             left += [(part, n) for n in buffers.keys() & part._non_persistent_buffers_set if part.get_buffer(n).isnan().any()]
         if left:
             self.model._init_weights(self.body)  # Falcon H1's fills its layers'
