@@ -11,7 +11,7 @@ from typing import Any
 from hwprofiles.laws import AttentionLaw
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
-from planner.model.tape import FP32, Tape, Tensor
+from planner.model.tape import FP32, Call, Tape, Tensor
 from planner.model.workload import build_workload, log_softmax_bytes, read_model
 from planner.predict.cost import CostModel
 from runtime.errors import PenstockError
@@ -129,12 +129,12 @@ def block_of(row: OpRow) -> Block:
         case "swiglu":
             gate, up = (Tensor(tokens * d["inner"], BF16, ours=False) for _ in range(2))
             act = gate if kernel == "fused" else tape.step([gate], gate.n_elements)
-            tape.step([act, up], gate.n_elements, fused=kernel == "fused")
+            tape.step([act, up], gate.n_elements, call=Call.FUSED if kernel == "fused" else Call.POINTWISE)
         case "mlp":
             x = Tensor(tokens * width, BF16, ours=False)
             op_steps.gated_mlp(tape, x, tokens, width, d["inner"], kernel)
         case "add":
-            tape.step([Tensor(tokens * width, BF16, ours=False) for _ in range(2)], tokens * width, fused=True)
+            tape.step([Tensor(tokens * width, BF16, ours=False) for _ in range(2)], tokens * width, call=Call.FUSED)
         case "cross_entropy":
             n_bytes = log_softmax_bytes(tokens, d["vocab"])
             return _of(pointwise_bytes=n_bytes, fused_bytes=n_bytes, n_kernels=2)
@@ -144,8 +144,7 @@ def block_of(row: OpRow) -> Block:
             return _of(matmuls=matmuls, pointwise_bytes=n_bytes + logits * (BF16 + FP32), fused_bytes=n_bytes, n_kernels=4)
         case _:
             raise CannotSayError(f"nothing predicts {row.kind}")
-    work = {"pointwise_bytes": tape.pointwise_bytes, "fused_bytes": tape.fused_bytes, "norm_bytes": tape.norm_bytes}
-    return _of(matmuls=tuple(tape.matmuls), n_kernels=tape.n_kernels, **work)
+    return _of(matmuls=tuple(tape.matmuls), **tape.work._asdict())
 
 
 def _of(**work: Any) -> Block:

@@ -1,7 +1,7 @@
 """Steps of single kernels as transformers' modules make them, eager and fused, for the ledger of ops."""
 
 from planner.model import fused
-from planner.model.tape import FP32, Tape, Tensor, Weights
+from planner.model.tape import FP32, Tape, Tensor
 from runtime.plan import Kernel
 
 
@@ -11,13 +11,14 @@ def rms_norm(tape: Tape, x: Tensor, width: int, kernel: Kernel) -> None:
         fused.norm(tape, x, width, True)
         return
     n, rows = x.n_elements, x.n_elements // width
-    x32 = tape.cast(x, FP32)
+    x32 = x if x.item_bytes == FP32 else tape.step([x], n, item_bytes=FP32)
     squares = tape.step([x32], n, item_bytes=FP32, saves=[x32])
     mean = tape.step([squares], rows, item_bytes=FP32)
     shifted = tape.step([mean], rows, item_bytes=FP32)
     scale = tape.step([shifted], rows, item_bytes=FP32, saves_out=True)
-    y = tape.cast(tape.step([x32, scale], n, item_bytes=FP32, saves=[x32, scale]), tape.item_bytes)
-    tape.step([y], n, saves=[y], weight_elements=width)
+    y = tape.step([x32, scale], n, item_bytes=FP32, saves=[x32, scale])
+    y = y if y.item_bytes == tape.item_bytes else tape.step([y], n)
+    tape.step([y], n, saves=[y], n_weights=width)
 
 
 def rotation(tape: Tape, x: Tensor, table: Tensor, kernel: Kernel) -> None:
@@ -35,8 +36,8 @@ def rotation(tape: Tape, x: Tensor, table: Tensor, kernel: Kernel) -> None:
 
 def gated_mlp(tape: Tape, x: Tensor, n_tokens: int, width: int, inner: int, kernel: Kernel) -> None:
     """down(silu(gate(x)) * up(x))."""
-    gate = tape.linear(x, n_tokens, width, inner, Weights())
+    gate = tape.linear(x, n_tokens, width, inner, width * inner)
     act = gate if kernel == "fused" else tape.step([gate], gate.n_elements, saves=[gate])
-    up = tape.linear(x, n_tokens, width, inner, Weights())
+    up = tape.linear(x, n_tokens, width, inner, width * inner)
     product = fused.gate(tape, act, up) if kernel == "fused" else tape.step([act, up], act.n_elements, saves=[act, up])
-    tape.linear(product, n_tokens, inner, width, Weights())
+    tape.linear(product, n_tokens, inner, width, width * inner)

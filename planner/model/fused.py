@@ -1,7 +1,6 @@
 """Steps of fused kernels: what takes the place of a module's own calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from runtime.plan import AttentionKernel, LibraryKernel
@@ -22,45 +21,34 @@ def norm(tape: Tape, x: Tensor, width: int, trains: bool) -> Tensor:
     n, rows = x.n_elements, x.n_elements // width
     scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # the first: its gradient, in order
     return tape.step(
-        [x], n, saves=[x], beside=[Tensor(rows, FP32)], weight_elements=width, scratch_bytes=scratch_bytes, fused=True,
-        trained=trains, norm=True,
+        [x], n, call=Call.NORM, saves=[x], beside=[Tensor(rows, FP32)], n_weights=width, n_trained=width * trains,
+        scratch_bytes=scratch_bytes,
     )  # fmt: skip
 
 
 def rotation(tape: Tape, x: Tensor, table: Tensor) -> Tensor:
     """Rotary embedding of queries or keys, by cosines and sines (each a `table`)."""
-    return tape.step([x, table, table], x.n_elements, scratch_bytes=2 * x.n_bytes, fused=True)
+    return tape.step([x, table, table], x.n_elements, call=Call.FUSED, scratch_bytes=2 * x.n_bytes)
 
 
 def gate(tape: Tape, opening: Tensor, up: Tensor) -> Tensor:
     """silu(opening) * up: the activation is not kept, and made again from what is."""
-    return tape.step([opening, up], up.n_elements, saves=[opening, up], scratch_bytes=2 * up.n_bytes, fused=True)
+    return tape.step([opening, up], up.n_elements, call=Call.FUSED, saves=[opening, up], scratch_bytes=2 * up.n_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Attention of one micro-batch."""
-
-    n_sequences: int
-    seq_len: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    kernel: AttentionKernel = "flash"
-
-
-def attention(tape: Tape, reads: Sequence[Tensor], shape: AttentionShape) -> Tensor:
-    """Scaled dot-product attention of queries, keys and values, and of a bias where there is a mask.
+def attention(tape: Tape, reads: Sequence[Tensor], shape: Sequence[int], kernel: AttentionKernel) -> Tensor:
+    """Scaled dot-product attention of queries, keys and values, and of a bias where there is a mask; `shape`: of the queries,
+    sequences, heads, tokens and width.
 
     The CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up. Without
     atomics every processor of a head has a sum of its own (FlashAttention-2: processors / (sequences x heads), rounded up).
     """
-    n_rows = shape.n_sequences * shape.n_heads
-    n_elements = n_rows * shape.seq_len * shape.head_dim
-    n_sums = -(-MOST_PROCESSORS // n_rows) if shape.kernel == "deterministic" else 1
+    n_sequences, n_heads, seq_len, _ = shape
+    n_sums = -(-MOST_PROCESSORS // (n_sequences * n_heads)) if kernel == "deterministic" else 1
     return tape.step(
-        reads, n_elements, saves=reads, saves_out=True, beside=[Tensor(n_rows * shape.seq_len, FP32)], moved_bytes=0,
-        scratch_bytes=n_elements * (n_sums * FP32 + 2 * tape.item_bytes), call=Call.ATTENTION,
+        reads, prod(shape), call=Call.ATTENTION, saves=reads, saves_out=True, moved_bytes=0,
+        beside=[Tensor(n_sequences * n_heads * seq_len, FP32)],
+        scratch_bytes=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes),
     )  # fmt: skip
 
 
@@ -73,7 +61,7 @@ def convolution(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[i
     """Convolution of each channel over its last few tokens, and an activation, as one kernel: it keeps its input."""
     x = reads[0]
     return tape.step(
-        [x], x.n_elements, saves=[x], weight_elements=n_weights, trained=trained, scratch_bytes=FP32 * n_weights, fused=True
+        [x], x.n_elements, call=Call.FUSED, saves=[x], n_weights=n_weights, n_trained=trained, scratch_bytes=FP32 * n_weights
     )
 
 
@@ -91,8 +79,8 @@ def delta_rule(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[in
     moved = (2 * (2 * qk + v) + 4 * qk) + (k + 2 * a) + (a + 2 * v + 2 * k) + (2 * k + 2 * v + h) + (2 * k + 2 * v + h)
     kept = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
     return tape.step(
-        reads, prod(shapes[2]), saves=[reads[-1]], beside=[Tensor(*each, differentiable=False) for each in kept],
-        moved_bytes=moved * item + 2 * rows * FP32, scratch_bytes=(5 * k + 4 * v + 2 * h) * item, n_calls=11, fused=True,
+        reads, prod(shapes[2]), call=Call.FUSED, saves=[reads[-1]], beside=[Tensor(*each, differentiable=False) for each in kept],
+        moved_bytes=moved * item + 2 * rows * FP32, scratch_bytes=(5 * k + 4 * v + 2 * h) * item, n_calls=11,
     )  # fmt: skip
 
 

@@ -4,16 +4,17 @@ They are recorded once (`record.py`, with torch) and played on a `Tape` for ever
 without torch. Elements of 2 bytes are those of the compute dtype, whatever it is: outlines are recorded in bf16.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from runtime.plan import Semantics
+from runtime.plan.train import ALL, EXPERTS, STACK, Train
 from runtime.plan.workload import Matmul
 
 from . import fused
-from .tape import Call, Tape, Tensor, Weights
+from .tape import Call, Tape, Tensor
 
 RECORDED_ITEM_BYTES = 2
 NORM_AFTER = "post_feedforward_layernorm"  # of an MLP, some types have one: it is part of the tile (`runtime/layers/tiles.py`)
@@ -120,12 +121,30 @@ def monomials(n_sequences: int, seq_len: int) -> list[int]:
     return [b * t for b in (1, n_sequences) for t in (1, seq_len, seq_len**2)]
 
 
-def play(
-    outline: Outline, tape: Tape, semantics: Semantics, linear: Callable[[str, bool], Weights], trained: frozenset[str], n_rows: int
-) -> None:
-    """Record an outline's calls as a tape's steps, with the kernels of the semantics, and the MLP by tiles of rows where it has
-    such; `linear` says what a product has besides its weight, `trained` which of the parameters learn, `n_rows` how many tokens."""
-    player, tile, end = _Player(outline, tape, semantics, linear, trained), semantics.mlp_tile_tokens, len(outline.calls)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block's weights: which of them are trained, by their names within it, and where adapters are."""
+
+    trained: frozenset[str]
+    train: Train = ALL
+    has_experts: bool = False  # other layers of the model have: then PEFT takes the names of an MLP for those of experts, here too
+
+    def rank(self, name: str) -> int:
+        """Of the adapter beside the product of that name; 0: it has none."""
+        if STACK.search(name):
+            return self.train.rank(EXPERTS)
+        stands = ".experts." not in name and not (self.has_experts and name.startswith("mlp."))
+        return self.train.rank(name.rpartition(".")[2]) if stands else 0
+
+    @property
+    def drops_out(self) -> bool:
+        return self.train.lora is not None and self.train.lora.dropout > 0
+
+
+def play(outline: Outline, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
+    """Record an outline's calls as a tape's steps, with the kernels of the semantics, and the MLP by tiles of rows, of `n_rows` in
+    all, where it has such."""
+    player, tile, end = _Player(outline, tape, semantics, part), semantics.mlp_tile_tokens, len(outline.calls)
     mlp = mlp_of(outline)
     if tile is None or tile >= semantics.tokens_per_micro_batch or mlp is None:
         player.play(0, end)
@@ -136,38 +155,29 @@ def play(
         i for call in outline.calls[mlp.first :] for i in call.reads if i in player.there and outline.made[i].floating
     )
 
-    def of_tile(part: Tape, cut: Sequence[Tensor], rows: int) -> None:
-        other = _Player(outline, part, semantics, linear, trained, (rows, n_rows))
+    def of_tile(tape: Tape, cut: Sequence[Tensor], rows: int) -> None:
+        other = _Player(outline, tape, semantics, part, (rows, n_rows))
         other.there |= dict(zip(inputs, cut, strict=True))
-        other.requires |= dict.fromkeys(inputs, True)
         other.play(mlp.first, end)
 
     tape.tile([player.there[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
 
 
 class _Player:
-    def __init__(
-        self,
-        outline: Outline,
-        tape: Tape,
-        semantics: Semantics,
-        linear: Callable[[str, bool], Weights],
-        trained: frozenset[str],
-        share: tuple[int, int] = (1, 1),
-    ) -> None:
-        """`share`: of how many rows a tensor has a part, of how many in the outline."""
-        self.share = share
-        self.outline, self.tape, self.semantics, self.linear, self.trained = outline, tape, semantics, linear, trained
-        self.there: dict[int, Tensor] = {}
+    """`share`: of how many rows a tensor has a part, of how many in the outline."""
+
+    def __init__(self, outline: Outline, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
+        self.outline, self.tape, self.semantics, self.part, self.share = outline, tape, semantics, part, share
         self.as_weight: dict[int, str] = {}  # weights that are tensors of their own in other precisions
-        self.requires: dict[int, bool] = {}
-        for i, made in enumerate(outline.made):
-            if not made.ours:
-                self.requires[i] = i == 0 or i in outline.sides
-                self.there[i] = Tensor(made.n_elements, self._item_bytes(made), ours=False, differentiable=self.requires[i])
+        self.there = {
+            i: self._tensor(made, i == 0 or i in outline.sides) for i, made in enumerate(outline.made) if not made.ours
+        }  # fmt: skip
         self.groups = {group.first: group for group in outline.groups if self._at_once(group)}
         self.overwritten = {call.reads[0] for call in outline.calls if not call.makes and call.reads}
         self.spelled = {n for g in outline.groups if g.kind == "attention" for n in range(g.first, g.end)}
+
+    def _tensor(self, made: Made, differentiable: bool = False) -> Tensor:
+        return Tensor(made.n_elements, self._item_bytes(made), made.ours, differentiable)
 
     def _item_bytes(self, made: Made) -> int:
         return self.tape.item_bytes if made.item_bytes == RECORDED_ITEM_BYTES else made.item_bytes
@@ -187,9 +197,7 @@ class _Player:
         n = first
         while n < end:
             if (group := self.groups.get(n)) is not None and group.end <= end:
-                found = self._play_group(group)
-                for i, tensor in zip(group.results, found, strict=True):
-                    self.there[i], self.requires[i] = tensor, True
+                self.there |= zip(group.results, self._play_group(group), strict=True)
                 n = group.end
             else:
                 self._play_call(n, self.outline.calls[n])
@@ -201,8 +209,7 @@ class _Player:
         match group.kind:
             case "norm":
                 weight = f"{name}.weight".removeprefix(".")
-                width = prod(self.outline.parameters[weight])
-                return [fused.norm(tape, x, width, weight in self.trained)]
+                return [fused.norm(tape, x, self._elements([weight]), weight in self.part.trained)]
             case "rotary":
                 return [fused.rotation(tape, each, operands[-1]) for each in operands[:2]]
             case "gated":
@@ -211,82 +218,82 @@ class _Player:
         return [self._project(x, name)]
 
     def _project(self, x: Tensor, name: str) -> Tensor:
-        n, k = self.outline.parameters[f"{name}.weight"]
-        return self.tape.linear(x, x.n_elements // k, k, n, self.linear(name, f"{name}.bias" in self.outline.parameters))
+        (n, k), rank = self.outline.parameters[f"{name}.weight"], self.part.rank(name)
+        learns = [of for of in (f"{name}.weight", f"{name}.bias") if of in self.part.trained]
+        frozen = f"{name}.weight" not in learns
+        return self.tape.linear(x, x.n_elements // k, k, n, self._elements(learns), frozen, rank, self.part.drops_out)
 
     def _play_call(self, n: int, call: Called) -> None:
         """One call as it is."""
         if call.name == "_to_copy" and self._is_idle(call):
             self._play_cast(call)
             return
-        reads, shapes = [self._at(i) for i in call.reads], self.outline.parameters
+        reads = [self._at(i) for i in call.reads]
         weights = [*call.weights, *(self.as_weight[i] for i in call.reads if i in self.as_weight)]
-        learns = [weight for weight in weights if weight in self.trained]
-        n_weights, n_trained = (sum(prod(shapes[weight]) for weight in of) for of in (weights, learns))
-        requires = True
+        learns = [weight for weight in weights if weight in self.part.trained]
         self.tape.held = tuple(self.there[i] for i in call.held if i in self.there)
         if call.name in fused.LIBRARY:
+            n_weights, n_trained = map(self._elements, (weights, learns))
             made = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
         elif call.name == FUSED_ATTENTION:
-            n_sequences, n_heads, seq_len, width = call.shapes[0]
-            shape = fused.AttentionShape(n_sequences, seq_len, n_heads, call.shapes[1][1], width, self.semantics.attention_kernel)
-            made = [fused.attention(self.tape, reads, shape), *self.tape.steps[-1].made[1:]]
+            made = [fused.attention(self.tape, reads, call.shapes[0], self.semantics.attention_kernel)]
+            made += self.tape.steps[-1].made[1:]
         else:
-            requires = any(self.requires[i] for i in call.reads) or bool(learns)
-            made = self._step(n, call, reads, weights, learns, requires)
-            requires &= made[0].differentiable
+            made = self._step(n, call, reads, weights, learns)
         self.tape.held = ()
-        for i, tensor in zip(call.makes, made, strict=False):
-            self.there[i], self.requires[i] = tensor, requires and tensor is made[0]
+        self.there |= zip(call.makes, made, strict=False)
 
     def _play_cast(self, call: Called) -> None:
         """A cast to the precision that there is: of a tensor, or of a weight."""
         i = call.makes[0]
         if call.reads:
-            self.there[i], self.requires[i] = self._at(call.reads[0]), self.requires[call.reads[0]]
+            self.there[i] = self._at(call.reads[0])
         else:
             self.there[i] = Tensor(self.outline.made[i].n_elements, self.tape.item_bytes, ours=False)
-            self.requires[i], self.as_weight[i] = call.weights[0] in self.trained, call.weights[0]
+            self.as_weight[i] = call.weights[0]
 
-    def _step(
-        self, n: int, call: Called, reads: list[Tensor], weights: list[str], learns: list[str], requires: bool
-    ) -> list[Tensor]:
+    def _step(self, n: int, call: Called, reads: list[Tensor], weights: list[str], learns: list[str]) -> list[Tensor]:
         """A product, or a pointwise call: what it makes."""
-        tape, made, (rows, all_rows) = self.tape, [self.outline.made[i] for i in call.makes], self.share
+        made, (rows, all_rows), frozen = [self.outline.made[i] for i in call.makes], self.share, not learns
+        requires = bool(learns) or any(map(self._requires, call.reads))
         kept = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
-        saves = [self._at(i) for i in kept]
-        beside = [Tensor(m.n_elements, self._item_bytes(m), differentiable=False) for m in made[1:]]
         out = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False)
-        n_weights, n_trained = (sum(prod(self.outline.parameters[weight]) for weight in of) for of in (weights, learns))
-        how, moved_bytes, n_calls, matmuls = Call.POINTWISE, 0, _CALLS.get(call.name, 1), list[Matmul]()
-        scratch_bytes: int | None = 0
+        how: dict[str, Any] = {"saves": [self._at(i) for i in kept], "beside": [self._tensor(each) for each in made[1:]]}
+        how |= {"n_trained": self._elements(learns), "moved_bytes": 0, "scratch_bytes": 0}
         if call.name in _PRODUCTS and n in self.spelled:
-            how, scratch_bytes = Call.ATTENTION, None
+            how |= {"call": Call.ATTENTION, "scratch_bytes": None}
         elif call.name in _PRODUCTS:
-            how, matmuls = Call.PRODUCT if call.weights else Call.POINTWISE, _matmuls(call, not learns)
+            how |= {"call": Call.PRODUCT if call.weights else Call.POINTWISE, "matmuls": _matmuls(call, frozen)}
         elif call.name == "_grouped_mm":
-            how = Call.OVERWRITTEN if call.makes[0] in self.overwritten else Call.GROUPED
-            matmuls = _grouped(call.shapes, not learns)
-            if rank := self.linear(weights[0], False).rank if weights else 0:  # `runtime/layers/adapters.py`
-                (n_rows, k), (n_experts, *_, n_out) = call.shapes[:2]
-                n_weights, n_trained = (each + n_experts * rank * (k + n_out) for each in (n_weights, n_trained))
-                matmuls += _grouped([[n_rows, k], [n_experts, k, rank]], False)
-                matmuls += _grouped([[n_rows, rank], [n_experts, rank, n_out]], False)
-                beside, saves, n_calls = [Tensor(n_rows * rank, tape.item_bytes)], [reads[0], *saves], 5
-                # Experts of B put outermost; and the second product added to what the experts made
-                moved_bytes = (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * tape.item_bytes
-                scratch_bytes = (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * tape.item_bytes
+            how |= {"call": Call.OVERWRITTEN if call.makes[0] in self.overwritten else Call.GROUPED}
+            how |= {"matmuls": _grouped(call.shapes, frozen)}
+            if rank := self.part.rank(weights[0]) if weights else 0:
+                how |= self._adapted(call, rank, reads[0], how)
         else:
-            n_moved = (call.moved[0] - n_weights) * rows // all_rows + n_weights if rows < all_rows else call.moved[0]
-            moved_bytes = n_moved * tape.item_bytes + call.moved[1] * rows // all_rows
-            scratch_bytes = self._scratch_bytes(call.name, reads, out.n_elements * rows // all_rows)
-        step = tape.step(
-            reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), saves=saves, beside=beside,
-            saves_out=requires and bool(made) and call.makes[0] in call.saves, moved_bytes=moved_bytes, scratch_bytes=scratch_bytes,
-            call=how, matmuls=matmuls, n_calls=n_calls, differentiable=requires and out.floating,
-            weight_elements=n_weights, trained=n_trained,
+            n_weights, (n_moved, others_bytes) = self._elements(weights), call.moved
+            n_moved = (n_moved - n_weights) * rows // all_rows + n_weights if rows < all_rows else n_moved
+            how |= {"moved_bytes": n_moved * self.tape.item_bytes + others_bytes * rows // all_rows}
+            how |= {"scratch_bytes": self._scratch_bytes(call.name, reads, out.n_elements * rows // all_rows)}
+            how |= {"n_calls": _CALLS.get(call.name, 1)}
+        step = self.tape.step(
+            reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), differentiable=requires and out.floating,
+            saves_out=requires and bool(made) and call.makes[0] in call.saves, **how,
         )  # fmt: skip
-        return [step, *beside]
+        return [step, *how["beside"]]
+
+    def _adapted(self, call: Called, rank: int, x: Tensor, how: dict[str, Any]) -> dict[str, Any]:
+        """Of products of experts with adapters beside them (`runtime/layers/adapters.py`), what is otherwise."""
+        (n_rows, k), (n_experts, *_, n_out) = call.shapes[:2]
+        item = self.tape.item_bytes
+        down, up = (_grouped([[n_rows, a], [n_experts, a, b]], False) for a, b in ((k, rank), (rank, n_out)))
+        return {
+            "n_trained": how["n_trained"] + n_experts * rank * (k + n_out), "n_calls": 5,
+            "matmuls": how["matmuls"] + down + up,
+            "beside": [Tensor(n_rows * rank, item)], "saves": [x, *how["saves"]],
+            # Experts of B put outermost; and the second product added to what the experts made
+            "moved_bytes": (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * item,
+            "scratch_bytes": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item,
+        }  # fmt: skip
 
     @staticmethod
     def _scratch_bytes(name: str, reads: Sequence[Tensor], n_elements: int) -> int | None:
@@ -298,13 +305,16 @@ class _Player:
             return 2 * n_elements * max(wide)
         return 0 if name == "add" else None
 
+    def _elements(self, names: Iterable[str]) -> int:
+        return sum(prod(self.outline.parameters[name]) for name in names)
+
     def _at(self, i: int) -> Tensor:
         """A tensor by its number; what only calls made in whose place there is another one is there, too."""
-        if i not in self.there:
-            made = self.outline.made[i]
-            self.there[i] = Tensor(made.n_elements, self._item_bytes(made), made.ours, differentiable=False)
-            self.requires[i] = False
-        return self.there[i]
+        return self.there.setdefault(i, self._tensor(self.outline.made[i]))
+
+    def _requires(self, i: int) -> bool:
+        """Whether a tensor gets a gradient."""
+        return self.as_weight[i] in self.part.trained if i in self.as_weight else self._at(i).differentiable
 
     def _is_idle(self, call: Called) -> bool:
         """Whether a cast is to the precision that there is."""
@@ -316,7 +326,7 @@ class _Player:
         """Whether a saved operand has another beside it that gets a gradient."""
         if call.name not in _MULTIPLY or not self.outline.made[i].floating or call.reads.count(i) != 1:
             return True
-        return bool(learns) or any(self.requires[j] for j in call.reads if j != i)
+        return bool(learns) or any(self._requires(j) for j in call.reads if j != i)
 
 
 def _matmuls(call: Called, frozen: bool) -> list[Matmul]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from runtime.plan.workload import Matmul, Saved, Tier
 
@@ -30,13 +31,15 @@ class Tensor:
 
 
 class Call(Enum):
-    """What a step is, as far as it matters for what is saved and what is counted as pointwise work."""
+    """What a step is, as far as it matters for what is saved and how fast it is."""
 
     PRODUCT = "product"  # with a weight
     GROUPED = "grouped"  # such products of all experts in one call, which says where it puts what it makes
     OVERWRITTEN = "overwritten"  # such a product, but its result is changed in place and cannot be saved
     ATTENTION = "attention"  # fused, or one of the products it is spelled out in
     POINTWISE = "pointwise"
+    FUSED = "fused"  # one kernel that reads what it reads and writes what it makes once
+    NORM = "norm"  # such a kernel, of a norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +48,64 @@ class Step:
 
     reads: tuple[Tensor, ...]
     saves: tuple[Tensor, ...]
-    out: Tensor
-    gradient_elements: int  # of the weights it uses, those that are trained
+    made: tuple[Tensor, ...]  # the output, and what else comes with it
+    call: Call
+    matmuls: tuple[Matmul, ...]
+    n_trained: int  # elements of the weights it uses that are trained
     scratch_bytes: int
     moved_bytes: int
     n_calls: int
-    call: Call
-    matmuls: tuple[Matmul, ...]
-    made: tuple[Tensor, ...]  # all it makes: the output, and what else comes with it
-    looped: bool  # done once per expert, so that the last save is made in the last of many passes
     held: tuple[Tensor, ...]  # what else lies there meanwhile, though neither read nor saved
-    fused: bool  # one kernel that reads what it reads and writes what it makes once
-    norm: bool  # and a norm
 
     @property
-    def keeps(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in self.saves if t.ours)
+    def out(self) -> Tensor:
+        return self.made[0]
+
+    @property
+    def keeps(self) -> set[Tensor]:
+        return {t for t in self.saves if t.ours}
 
     @property
     def uses(self) -> set[Tensor]:
         """What of the block's own must lie there for it."""
         return {t for t in (*self.reads, self.out, *self.held) if t.ours}
 
+    @property
+    def is_fused_attention(self) -> bool:
+        """Whether all of attention is one call, which also makes the logarithms of its sums."""
+        return self.call is Call.ATTENTION and len(self.made) > 1
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What a product has besides what it reads: a bias, an adapter, and what of it is trained."""
+    def is_saved(self, saved: Saved | None) -> bool:
+        """Whether a forward under this tier leaves what the step makes on the device."""
+        match saved:
+            case None | Saved.INPUT:
+                return False
+            case Saved.ATTENTION:
+                return self.is_fused_attention
+            case Saved.PRODUCTS:
+                return self.call in (Call.PRODUCT, Call.GROUPED) or self.is_fused_attention
+            case Saved.ALL:
+                return True
 
-    bias: bool = False
-    trains: bool = True
-    trains_bias: bool = True
-    rank: int = 0  # of the adapter beside it; 0: there is none
-    dropout: bool = False  # before that
+
+Run = list[tuple[int, list[Step]]]  # steps, and how often they run
+
+
+class Work(NamedTuple):
+    """Work besides products and attention, as blocks and tiers state it."""
+
+    pointwise_bytes: int  # read and written by all that is neither a matrix product nor fused attention
+    fused_bytes: int  # of them, by fused kernels
+    norm_bytes: int  # of these, by norms
+    n_kernels: int
+
+    @classmethod
+    def of(cls, run: Run) -> "Work":
+        every = [(count, s) for count, steps in run for s in steps]
+        fused = [(count, s) for count, s in every if s.call in (Call.FUSED, Call.NORM)]
+        norms = [(count, s) for count, s in fused if s.call is Call.NORM]
+        of_all, of_fused, of_norms = (sum(count * s.moved_bytes for count, s in each) for each in (every, fused, norms))
+        return cls(of_all, of_fused, of_norms, sum(count * s.n_calls for count, s in every))
 
 
 @dataclass(slots=True)
@@ -97,61 +126,54 @@ class Tape:
         reads: Sequence[Tensor],
         n_elements: int,
         *,
+        call: Call = Call.POINTWISE,
         item_bytes: int | None = None,
+        differentiable: bool = True,
         saves: Sequence[Tensor] = (),
         saves_out: bool = False,
-        weight_elements: int = 0,
-        moved_bytes: int | None = None,
-        n_calls: int = 1,
-        differentiable: bool = True,
-        scratch_bytes: int | None = None,
-        call: Call = Call.POINTWISE,
-        matmuls: Sequence[Matmul] = (),
         beside: Sequence[Tensor] = (),
-        looped: bool = False,
-        fused: bool = False,
-        norm: bool = False,
-        trained: bool | int = True,
+        matmuls: Sequence[Matmul] = (),
+        n_weights: int = 0,
+        n_trained: int | None = None,
+        moved_bytes: int | None = None,
+        scratch_bytes: int | None = None,
+        n_calls: int = 1,
     ) -> Tensor:
         """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
 
-        `saves` and `saves_out`: what autograd keeps of it; `weight_elements`: of the weights it uses, and how many of these are
-        `trained`, if not all; `moved_bytes`: its memory traffic, where that is not simply all it reads and writes; `n_calls`: of
-        the library, where it takes more than one; `scratch_bytes`: temporaries of its backward, by default one the size of the
-        largest tensor involved; `beside`: what it makes besides the output.
+        `saves` and `saves_out`: what autograd keeps of it; `beside`: what it makes besides the output; `n_weights`: elements of the
+        weights it uses, of which `n_trained` are trained, if not all; `moved_bytes`: its memory traffic, where that is not simply
+        all it reads and writes; `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor
+        involved; `n_calls`: of the library, where it takes more than one.
         """
         out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
         if moved_bytes is None:
-            moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + weight_elements * self.item_bytes
+            moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + n_weights * self.item_bytes
         if scratch_bytes is None:
             scratch_bytes = max(t.n_bytes for t in (*reads, out))
         kept = (*saves, *beside, *([out] if saves_out else ()))
-        n_trained = weight_elements * trained if isinstance(trained, bool) else trained
-        made, calls = (out, *beside), (tuple(reads), kept, out, n_trained, scratch_bytes, moved_bytes, n_calls)
-        self.steps.append(Step(*calls, call, tuple(matmuls), made, looped, self.held, fused, norm))
+        self.steps.append(Step(
+            tuple(reads), kept, (out, *beside), call, tuple(matmuls), n_weights if n_trained is None else n_trained,
+            scratch_bytes, moved_bytes, n_calls, self.held,
+        ))  # fmt: skip
         return out
 
-    def cast(self, x: Tensor, item_bytes: int) -> Tensor:
-        """`x` in another precision: no call where it already has it."""
-        return x if x.item_bytes == item_bytes else self.step([x], x.n_elements, item_bytes=item_bytes)
-
-    def linear(self, x: Tensor, m: int, k: int, n: int, weights: Weights) -> Tensor:
-        """(m, k) @ (k, n), with the bias added in the same call; and an adapter beside it (`runtime/layers/adapters.py`), also in
-        one call, which says where it puts what it makes."""
-        has_bias, rank = weights.bias, weights.rank
-        n_bias, trains = n * has_bias, weights.trains
+    def linear(
+        self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False, rank: int = 0, dropout: bool = False
+    ) -> Tensor:
+        """(m, k) @ (k, n), with the bias added in the same call, `n_trained` elements of both; and an adapter beside it
+        (`runtime/layers/adapters.py`), also in one call, which says where it puts what it makes."""
         if not rank:
+            matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
             return self.step(
-                [x], m * n, saves=[x] if trains else [], weight_elements=k * n + n_bias, moved_bytes=0, scratch_bytes=0,
-                call=Call.PRODUCT, matmuls=[Matmul(m, k, n, frozen=not trains)],
-                trained=k * n * trains + n_bias * weights.trains_bias,
-            )  # fmt: skip
-        dropped, narrow = x, Tensor(m * rank, x.item_bytes)
-        if weights.dropout:
-            dropped = self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)])
+                [x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved_bytes=0, scratch_bytes=0
+            )
+        reads, narrow = [x], Tensor(m * rank, x.item_bytes)
+        if dropout:
+            reads.append(self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)]))
         return self.step(
-            [x, dropped] if weights.dropout else [x], m * n, saves=[dropped], weight_elements=k * n + n_bias + rank * (k + n),
-            trained=rank * (k + n), moved_bytes=0, scratch_bytes=narrow.n_bytes, n_calls=3, call=Call.GROUPED, beside=[narrow],
+            reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow], n_trained=rank * (k + n), moved_bytes=0,
+            scratch_bytes=narrow.n_bytes, n_calls=3,
             matmuls=[Matmul(m, k, n, frozen=True), Matmul(m, k, rank), Matmul(m, rank, n)],
         )  # fmt: skip
 
@@ -172,96 +194,71 @@ class Tape:
     @property
     def matmuls(self) -> list[Matmul]:
         """Products with weights in the order they are made, those of a shorter last tile next to those of the others."""
-        return _matmuls(self._again(None, early_stop=False))
+        return _matmuls(self.run())
 
     @property
-    def n_kernels(self) -> int:
-        return sum(count * s.n_calls for count, steps in self._again(None, early_stop=False) for s in steps)
+    def work(self) -> Work:
+        return Work.of(self.run())
+
+    def run(self, saved: Saved | None = None, early_stop: bool = False) -> Run:
+        """The steps that run; `saved`: without those whose results are there."""
+        stop = self.stop if early_stop else len(self.steps)
+        own = [s for s in self.steps[:stop] if not s.is_saved(saved)]
+        return [(1, own), *((count, part.run(saved, early_stop)[0][1]) for count, part in self.tiles)]
 
     @property
-    def pointwise_bytes(self) -> int:
-        """Read and written by all that is neither a matrix product nor fused attention."""
-        return sum(count * s.moved_bytes for count, steps in self._again(None, early_stop=False) for s in steps)
-
-    @property
-    def fused_bytes(self) -> int:
-        """Of `pointwise_bytes`, what fused kernels read and write."""
-        return _fused_bytes(self._again(None, early_stop=False))
-
-    @property
-    def norm_bytes(self) -> int:
-        """Of `fused_bytes`, those of norms."""
-        return _norm_bytes(self._again(None, early_stop=False))
-
-    @property
-    def tile_sum_bytes(self) -> int:
-        """Memory traffic of adding up the tiles' weight gradients in fp32: zeros once, then each gradient read and added."""
-        n_tiles = sum(count for count, _ in self.tiles)
-        return self._tiled_elements * (FP32 + n_tiles * (self.item_bytes + 2 * FP32)) if n_tiles else 0
-
-    @property
-    def _tiled_elements(self) -> int:
-        """Of the weights that tiles use."""
-        return sum(s.gradient_elements for s in self.tiles[0][1].steps) if self.tiles else 0
-
-    @property
-    def kept_bytes(self) -> int:
-        """What autograd keeps from the forward until the backward, without weights, input and shared tensors."""
-        own = {t for s in self.steps for t in s.keeps} | self._kept_whole
-        return sum(t.n_bytes for t in own) + sum(count * part.kept_bytes for count, part in self.tiles)
-
-    @property
-    def _kept_whole(self) -> set[Tensor]:
-        """What the tiles' backwards need of what they read: a tile of it is but a view."""
-        saved = {t for _, part in self.tiles for s in part.steps for t in s.saves}
-        return {whole for whole, cut in self.cuts if cut in saved and whole.ours}
-
-    # ---- recompute
-
-    def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
-        """Every way to recompute; `shared_bytes` lie in the allocator besides what the block makes."""
-        possible = {Saved.INPUT, Saved.ATTENTION, Saved.PRODUCTS}
-        if not any(map(_is_fused, self.steps)):
-            possible.remove(Saved.ATTENTION)
-        if any(s.call is Call.OVERWRITTEN for s in self.steps):
-            possible.remove(Saved.PRODUCTS)
-        return tuple(self._tier(saved, shared_bytes) for saved in Saved if saved in possible)
-
-    def _tier(self, saved: Saved, shared_bytes: int) -> Tier:
-        again = self._again(saved, early_stop=True)
-        kept = [(count, s) for count, steps in self._again(None, early_stop=True) for s in steps if _is_saved(s, saved)]
-        return Tier(
-            saved,
-            sum(count * t.n_bytes for count, s in kept for t in s.made),
-            self.backward_peak_bytes(saved, early_stop=True) + shared_bytes,
-            len(_matmuls(again)),
-            any(s.call is Call.ATTENTION for _, steps in again for s in steps),
-            sum(count * s.moved_bytes for count, steps in again for s in steps),
-            sum(count * s.n_calls for count, steps in again for s in steps),
-            _fused_bytes(again),
-            sum(count * (s.n_calls if s.matmuls else len(s.made)) for count, s in kept),
-            sum(count * t.n_bytes for count, s in kept for t in s.made if s.call is not Call.PRODUCT),
-            _norm_bytes(again),
-        )
-
-    def _again(self, saved: Saved | None, early_stop: bool) -> list[tuple[int, list[Step]]]:
-        """The steps that run, and how often; `saved`: without those whose results are there."""
-        stop = self._stop if early_stop else len(self.steps)
-        own = [s for s in self.steps[:stop] if not _is_saved(s, saved)]
-        return [(1, own), *((count, part._again(saved, early_stop)[0][1]) for count, part in self.tiles)]
-
-    @property
-    def _stop(self) -> int:
+    def stop(self) -> int:
         """How many steps run until the last tensor is saved. Tiles need all that comes before them."""
         if self.tiles:
             return len(self.steps)
         last = max(i for i, s in enumerate(self.steps) if s.saves)
         step = self.steps[last]
-        return last + (
-            step.looped or not step.out.n_elements or any(t in step.made for t in step.saves)
-        )  # or changes what it reads
+        return last + (not step.out.n_elements or any(t in step.made for t in step.saves))  # or changes what it reads
+
+    @property
+    def tile_sum_bytes(self) -> int:
+        """Memory traffic of adding up the tiles' weight gradients in fp32: zeros once, then each gradient read and added."""
+        n_tiles = sum(count for count, _ in self.tiles)
+        return self._tiled_elements * (FP32 + n_tiles * (self.item_bytes + 2 * FP32))
+
+    @property
+    def _tiled_elements(self) -> int:
+        """Of the weights that tiles use."""
+        return sum(s.n_trained for s in self.tiles[0][1].steps) if self.tiles else 0
 
     # ---- memory
+
+    @property
+    def kept_bytes(self) -> int:
+        """What autograd keeps from the forward until the backward, without weights, input and shared tensors. A tile of what tiles
+        read is but a view: all of it is kept."""
+        saved = {t for _, part in self.tiles for s in part.steps for t in s.saves}
+        own = {t for s in self.steps for t in s.keeps} | {whole for whole, cut in self.cuts if cut in saved and whole.ours}
+        return sum(t.n_bytes for t in own) + sum(count * part.kept_bytes for count, part in self.tiles)
+
+    def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
+        """Every way to recompute; `shared_bytes` lie in the allocator besides what the block makes."""
+        lacks = {Saved.ALL}
+        if not any(s.is_fused_attention for s in self.steps):
+            lacks.add(Saved.ATTENTION)
+        if any(s.call is Call.OVERWRITTEN for s in self.steps):
+            lacks.add(Saved.PRODUCTS)
+        return tuple(self._tier(saved, shared_bytes) for saved in Saved if saved not in lacks)
+
+    def _tier(self, saved: Saved, shared_bytes: int) -> Tier:
+        again = self.run(saved, early_stop=True)
+        kept = [(count, s) for count, steps in self.run(early_stop=True) for s in steps if s.is_saved(saved)]
+        sizes = [(s.call is Call.PRODUCT, count * sum(t.n_bytes for t in s.made)) for count, s in kept]
+        return Tier(
+            saved,
+            saved_bytes=sum(n_bytes for _, n_bytes in sizes),
+            transient_bytes=self.backward_peak_bytes(saved, early_stop=True) + shared_bytes,
+            n_matmuls=len(_matmuls(again)),
+            attention=any(s.call is Call.ATTENTION for _, steps in again for s in steps),
+            **Work.of(again)._asdict(),
+            n_saved=sum(count * (s.n_calls if s.matmuls else len(s.made)) for count, s in kept),
+            copied_bytes=sum(n_bytes for is_product, n_bytes in sizes if not is_product),
+        )
 
     @property
     def waiting_bytes(self) -> int:
@@ -284,14 +281,13 @@ class Tape:
             memory.go_back(self, set())
             return memory.peak_bytes
         _, part = self.tiles[0]
-        run = {t for steps in part._again(None, early_stop) for s in steps[1] for t in s.reads}
+        run = {t for _, steps in part.run(early_stop=early_stop) for s in steps for t in s.reads}
         held = {whole for whole, cut in self.cuts if cut in run} - memory.saved
         held_bytes = sum(memory.size(t) for t in held if t.ours)
-        sums_bytes = self._tiled_elements * FP32
         # The gradient of a residual is that of the output, until another is added to it
         ends = [whole for whole, cut in self.cuts if cut in part.steps[-1].reads]
         made_bytes = sum(whole.n_bytes for whole, _ in self.cuts if whole not in ends)
-        memory.live_bytes += held_bytes + sums_bytes + made_bytes
+        memory.live_bytes += held_bytes + self._tiled_elements * FP32 + made_bytes
         before_bytes = memory.live_bytes
         memory.recompute(part)
         memory.go_back(part, set())
@@ -300,34 +296,8 @@ class Tape:
         return memory.peak_bytes
 
 
-def _is_saved(step: Step, saved: Saved | None) -> bool:
-    """Whether a forward under this tier leaves what the step makes on the device."""
-    match saved:
-        case None | Saved.INPUT:
-            return False
-        case Saved.ATTENTION:
-            return _is_fused(step)
-        case Saved.PRODUCTS:
-            return step.call in (Call.PRODUCT, Call.GROUPED) or _is_fused(step)
-        case Saved.ALL:
-            return True
-
-
-def _is_fused(step: Step) -> bool:
-    """Whether all of attention is one call, which also makes the logarithms of its sums."""
-    return step.call is Call.ATTENTION and len(step.made) > 1
-
-
-def _fused_bytes(runs: list[tuple[int, list[Step]]]) -> int:
-    return sum(count * s.moved_bytes for count, steps in runs for s in steps if s.fused)
-
-
-def _norm_bytes(runs: list[tuple[int, list[Step]]]) -> int:
-    return sum(count * s.moved_bytes for count, steps in runs for s in steps if s.norm)
-
-
-def _matmuls(runs: list[tuple[int, list[Step]]]) -> list[Matmul]:
-    first, *tiles = ([replace(m, count=count * m.count) for s in steps for m in s.matmuls] for count, steps in runs)
+def _matmuls(run: Run) -> list[Matmul]:
+    first, *tiles = ([replace(m, count=count * m.count) for s in steps for m in s.matmuls] for count, steps in run)
     return [*first, *(m for alike in zip(*tiles, strict=True) for m in alike)]
 
 
@@ -348,16 +318,16 @@ class _Memory:
 
     def recompute(self, tape: Tape) -> None:
         """The forward, under grad: every tensor that autograd saves stays."""
-        stop = tape._stop if self.early_stop else len(tape.steps)
+        stop = tape.stop if self.early_stop else len(tape.steps)
         last_use = {t: i for i, s in enumerate(tape.steps) for t in s.uses}
         made: set[Tensor] = set()
         waiting_bytes = tape.waiting_bytes
         for i, s in enumerate(tape.steps):
-            there = _is_saved(s, self.tier)
+            there = s.is_saved(self.tier)
             if there and i < stop:
                 self.elsewhere |= {*s.made}
-            self.live_bytes += sum(self.size(t) for t in {*s.keeps} - self.saved)
-            self.saved |= {*s.keeps}
+            self.live_bytes += sum(self.size(t) for t in s.keeps - self.saved)
+            self.saved |= s.keeps
             made |= s.uses
             if i < stop:
                 passing = {t for t in made if last_use[t] >= i} - self.saved
@@ -369,17 +339,17 @@ class _Memory:
 
     def go_back(self, tape: Tape, gradients: set[Tensor]) -> None:
         """The backward, from the `gradients` that lie there, or from the output's, which lies in the boundary's slot."""
-        uses = Counter(t for s in tape.steps for t in {*s.keeps})
+        uses = Counter(t for s in tape.steps for t in s.keeps)
         for s in reversed(tape.steps):
             towards = [t for t in s.reads if t.differentiable]
-            weight_bytes = s.gradient_elements * self.item_bytes
+            weight_bytes = s.n_trained * self.item_bytes
             made_bytes = sum(t.n_bytes for t in towards) + weight_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + made_bytes + s.scratch_bytes)
             self.live_bytes += weight_bytes + sum(t.n_bytes for t in {*towards} - gradients)
             gradients |= {*towards}
             if s.out in gradients:
                 self.live_bytes -= s.out.n_bytes
-            for t in {*s.keeps}:
+            for t in s.keeps:
                 uses[t] -= 1
                 self.live_bytes -= 0 if uses[t] else self.size(t)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

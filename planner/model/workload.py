@@ -6,7 +6,7 @@ compute is read off outlines (`outline.py`) that were recorded of transformers' 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.objective import CROSS_ENTROPY, SCORE
-from runtime.plan.train import EXPERTS, STACK, TARGETS, Train
+from runtime.plan.train import EXPERTS, TARGETS, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
-from .outline import RECORDED_ITEM_BYTES, Outline, mlp_of, play
-from .tape import FP32, FP64, INT64, Tape, Weights
+from .outline import RECORDED_ITEM_BYTES, Outline, Part, mlp_of, play
+from .tape import FP32, FP64, INT64, Tape
 
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
@@ -150,28 +150,6 @@ def _bytes_of(sizes: Iterable[tuple[int, int]], item_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A layer's weights: which of them are trained, and where adapters are."""
-
-    train: Train
-    trained: frozenset[str]  # by their names within the layer
-    has_experts: bool  # as other layers of the model: then PEFT takes the names of an MLP for those of experts, here too
-
-    def rank(self, name: str) -> int:
-        """Of the adapter beside the product of that name; 0: it has none."""
-        if STACK.search(name):
-            return self.train.rank(EXPERTS)
-        stands = ".experts." not in name and not (self.has_experts and name.startswith("mlp."))
-        return self.train.rank(name.rpartition(".")[2]) if stands else 0
-
-    def linear(self, name: str, bias: bool) -> Weights:
-        """What the product of that name has."""
-        rank, lora = self.rank(name), self.train.lora
-        dropout = lora is not None and lora.dropout > 0
-        return Weights(bias, f"{name}.weight" in self.trained, f"{name}.bias" in self.trained, rank, dropout)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layout:
     """Blocks of a micro-batch of `n_sequences`, from the outlines of one."""
 
@@ -190,19 +168,15 @@ class _Layout:
 
     def layer(self, outline: Outline, trained: frozenset[str], shared_bytes: int) -> Block:
         """A decoder layer, named for renaming."""
-        of = _Part(self.semantics.train, trained, self.tree["has_experts"])
-        tape = Tape(self.item_bytes)
-        play(outline, tape, self.semantics, of.linear, trained, self.n_tokens)
+        part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
+        play(outline, tape, self.semantics, part, self.n_tokens)
         block = Block(
             name="layer",
             kind=BlockKind.LAYER,
-            parameters=tuple(_with_adapters(outline, of)),
+            parameters=tuple(_with_adapters(outline, part)),
             matmuls=tuple(tape.matmuls),
             attention=_attention(outline.attention, self.n_sequences, self.semantics.seq_len),
-            pointwise_bytes=tape.pointwise_bytes,
-            fused_bytes=tape.fused_bytes,
-            norm_bytes=tape.norm_bytes,
-            n_kernels=tape.n_kernels,
+            **tape.work._asdict(),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=tape.kept_bytes,
             transient_bytes=tape.backward_peak_bytes() + shared_bytes,
@@ -236,25 +210,22 @@ class _Layout:
 
     def embedding(self) -> Block:
         """Rows of the table, one per token, and what is done to them; its backward makes a dense gradient of each table."""
-        outline, trains = Outline.of(self.tree["embedding"]), self.semantics.train.trains
-        parameters = tuple(Parameter(n, tuple(s), frozen=not trains(n)) for n, s in outline.parameters.items())
-        moved = [call.moved for call in outline.calls]
-        ids_bytes = self.n_tokens * INT64
-        tape, handed_bytes, side_bytes, peak_bytes = Tape(self.item_bytes), 0, 0, 0
+        tree, outline = self.tree["embedding"], Outline.of(self.tree["embedding"])
+        parameters = tuple(self._parameters(outline.parameters))
+        tape, ids_bytes = Tape(self.item_bytes), self.n_tokens * INT64
+        handed_bytes = side_bytes = peak_bytes = 0
         if outline.made:
-            trained = frozenset(p.name for p in parameters if not p.frozen)
-            play(outline, tape, self.semantics, lambda _, bias: Weights(bias), trained, self.n_tokens)
-            handed_bytes = _bytes_of(self.tree["embedding"].get("handed", ()), self.item_bytes)
-            needed = sum(p.n_elements for p in parameters if p.name in self.tree["embedding"].get("needed", ()))
-            peak_bytes = tape.backward_peak_bytes()
+            play(outline, tape, self.semantics, Part(frozenset(p.name for p in parameters if not p.frozen)), self.n_tokens)
+            handed_bytes, peak_bytes = _bytes_of(tree.get("handed", ()), self.item_bytes), tape.backward_peak_bytes()
+            needed = sum(p.n_elements for p in parameters if p.name in tree.get("needed", ()))
             side_bytes = handed_bytes + tape.kept_bytes + needed * self.item_bytes
         return Block(
             name=self.tree["names"]["embedding"],
             kind=BlockKind.EMBEDDING,
             parameters=parameters,
-            matmuls=tuple(tape.matmuls) if outline.made else (),
+            matmuls=tuple(tape.matmuls),
             side_bytes=side_bytes,
-            pointwise_bytes=sum(n * self.item_bytes + others for n, others in moved),
+            pointwise_bytes=sum(n * self.item_bytes + others for n, others in (call.moved for call in outline.calls)),
             n_kernels=len(outline.calls),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=ids_bytes,
@@ -266,61 +237,44 @@ class _Layout:
             + ids_bytes,
         )
 
+    def _parameters(self, shapes: Mapping[str, Sequence[int]], tied_to: str | None = None) -> Iterator[Parameter]:
+        """Those of these names in the model; a tied weight is trained with the embedding."""
+        trains = self.semantics.train.trains
+        return (Parameter(name, tuple(shape), tied_to, not trains(tied_to or name)) for name, shape in shapes.items())
+
     def head(self) -> Block:
         """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
-        semantics, names, tokens = self.semantics, self.tree["names"], self.n_tokens
-        width = self.tree["width"] - self.tree.get("carried", 0)
-        objective = semantics.objective
-        of_token_bytes = (
-            2 * tokens * FP64 * (len(objective.extras) + (objective.per is not objective.of))
-        )  # as they come, and one after another
-        if (k := objective.n_top) is not None:  # of two steps, as files have them; and of a tile what a divergence makes
-            of_token_bytes = 2 * semantics.batch_size * semantics.seq_len * objective.teacher_bytes
-            of_token_bytes += min(semantics.loss_tile_tokens, tokens) * (k + 1) * TEACHER_COPIES * FP32
-        if objective.has_first_pass:  # a log-probability, its slope in both widths, and what a step of the sums makes
-            of_token_bytes = tokens * (3 * FP32 + FP64)
-        tile, weight_name, vocab = min(semantics.loss_tile_tokens, tokens), f"{names['head']}.weight", self.tree["vocab"]
-        tied_to, (n_after, n_kept) = self.tree["tied"], self.tree["logits"]
-        if objective.n_labels is not None:  # booked as if every token were scored
-            names = {name: of for name, of in names.items() if name != "bias"} | {"head": SCORE.removesuffix(".weight")}
-            weight_name, vocab, tied_to, n_after, n_kept = SCORE, objective.n_labels, None, 0, 0
-        tape, norm = Tape(self.item_bytes), Outline.of(self.tree["norm"])
-        trained = frozenset(name for name in norm.parameters if semantics.train.trains(f"{names['norm']}.{name}"))
-        play(norm, tape, semantics, lambda _, bias: Weights(bias), trained, tokens)
-        trains = semantics.train.trains(tied_to or weight_name)  # a tied weight is trained with the embedding
+        of, tree, tokens = self.semantics, self.tree, self.n_tokens
+        width = tree["width"] - tree.get("carried", 0)
+        names, vocab, tied_to, bias_name = tree["names"], tree["vocab"], tree["tied"], tree["names"].get("bias")
+        name = names["head"]
+        if of.objective.n_labels is not None:  # booked as if every token were scored
+            name, vocab, tied_to, bias_name = SCORE.removesuffix(".weight"), of.objective.n_labels, None, None
+        tape, norm = Tape(self.item_bytes), Outline.of(tree["norm"])
+        of_norm = [*self._parameters({f"{names['norm']}.{n}": shape for n, shape in norm.parameters.items()})]
+        trained = (n for n, p in zip(norm.parameters, of_norm, strict=True) if not p.frozen)
+        play(norm, tape, of, Part(frozenset(trained)), tokens)
+        bias, (weight,) = (
+            [*self._parameters({bias_name: (vocab,)} if bias_name else {})],
+            self._parameters({f"{name}.weight": (vocab, width)}, tied_to),
+        )
+        trains, tile = not weight.frozen, min(of.loss_tile_tokens, tokens)
         n_tiles, rest = divmod(tokens, tile)
-        tiles = [Matmul(tile, width, vocab, n_tiles, not trains), *([Matmul(rest, width, vocab, 1, not trains)] if rest else [])]
-        narrow = self.item_bytes < FP32
-        if semantics.loss == "fused":
-            # Logits, which become the gradient, probabilities, and wide logits that a CPU makes of narrow ones
-            logit_bytes = self.item_bytes + (2 if narrow else 1) * FP32
-            # Of forward and backward together, a third: the largest logit, probabilities (read three times), the gradient
-            moved_bytes = softmax_bytes = tokens * vocab * (4 * self.item_bytes + FP32 + FP32 + self.item_bytes) // 3
-            n_calls = 4  # a third of the product, the largest, probabilities, the row's own, the gradient and two products
-        else:
-            # Live per logit at the peak, in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients,
-            # and what another loss makes besides
-            logit_bytes = self.item_bytes * (1 + n_kept) + objective.wide * FP32
-            # Moved per logit in the forward: what is done to logits, widening, and log-probabilities
-            softmax_bytes = log_softmax_bytes(tokens, vocab)
-            more = objective.wide - CROSS_ENTROPY.wide
-            each_bytes = 2 * self.item_bytes * n_after + (self.item_bytes + FP32 if narrow else 0) + 2 * more * FP32
-            moved_bytes = tokens * vocab * each_bytes + softmax_bytes
-            n_calls = n_after + (1 if narrow else 0) + 3 + more  # and the product, log-probabilities, their sum
-        bias = [Parameter(name, (vocab,), frozen=not semantics.train.trains(name)) for name in [names.get("bias")] if name]
+        tiles = (Matmul(m, width, vocab, count, not trains) for m, count in ((tile, n_tiles), (rest, 1)) if m)
+        logit_bytes, moved_bytes, softmax_bytes, n_calls = self._loss(vocab)
         if any(not p.frozen for p in bias):  # its gradient is a sum of the logits' over rows
             moved_bytes, n_calls = moved_bytes + tokens * vocab * self.item_bytes, n_calls + 2
-        own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
-        of_norm = (Parameter(f"{names['norm']}.{n}", tuple(s), frozen=n not in trained) for n, s in norm.parameters.items())
+        own_sum_bytes = vocab * width * FP32 if of.n_micro_batches > 1 and trains else 0
+        pointwise_bytes, fused_bytes, norm_bytes, n_kernels = tape.work
         return Block(
-            name=names["head"],
+            name=name,
             kind=BlockKind.HEAD,
-            parameters=(*of_norm, *bias, Parameter(weight_name, (vocab, width), tied_to, not trains)),
+            parameters=(*of_norm, *bias, weight),
             matmuls=tuple(tiles),
-            pointwise_bytes=tape.pointwise_bytes + moved_bytes,
-            fused_bytes=tape.fused_bytes + softmax_bytes,
-            norm_bytes=tape.norm_bytes,
-            n_kernels=tape.n_kernels + (n_tiles + bool(rest)) * n_calls,
+            pointwise_bytes=pointwise_bytes + moved_bytes,
+            fused_bytes=fused_bytes + softmax_bytes,
+            norm_bytes=norm_bytes,
+            n_kernels=n_kernels + (n_tiles + bool(rest)) * n_calls,
             boundary_bytes=0,
             kept_bytes=0,
             own_sum_bytes=own_sum_bytes,
@@ -329,13 +283,40 @@ class _Layout:
             + len(bias) * vocab * (self.item_bytes + FP32)
             # a later micro-batch sums its own tiles before they join the running sum
             + own_sum_bytes
-            + of_token_bytes
+            + self._bytes_of_tokens(tile)
             + tape.backward_peak_bytes()
             + 2 * self.boundary_bytes,  # normed rows and their gradient
         )
 
+    def _loss(self, vocab: int) -> tuple[int, int, int, int]:
+        """Of a loss: bytes that a logit takes at the peak; traffic of the forward, and what of it is fused; calls of a tile."""
+        of, tokens, narrow, item = self.semantics, self.n_tokens, self.item_bytes < FP32, self.item_bytes
+        if of.loss == "fused":
+            # Logits, which become the gradient, probabilities, and wide logits that a CPU makes of narrow ones; moved are, of
+            # forward and backward together, a third: the largest logit, probabilities (read three times), the gradient; calls are a
+            # third of the product, the largest, probabilities, the row's own, the gradient and two products
+            moved_bytes = tokens * vocab * (4 * item + FP32 + FP32 + item) // 3
+            return item + (2 if narrow else 1) * FP32, moved_bytes, moved_bytes, 4
+        n_after, n_kept = self.tree["logits"] if of.objective.n_labels is None else (0, 0)
+        more, softmax_bytes = of.objective.wide - CROSS_ENTROPY.wide, log_softmax_bytes(tokens, vocab)
+        # Live in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients, and what another loss makes
+        # besides; moved: what is done to logits, widening, and log-probabilities; calls besides: the product, those and their sum
+        each_bytes = 2 * item * n_after + (item + FP32 if narrow else 0) + 2 * more * FP32
+        logit_bytes = item * (1 + n_kept) + of.objective.wide * FP32
+        return logit_bytes, tokens * vocab * each_bytes + softmax_bytes, softmax_bytes, n_after + narrow + 3 + more
 
-def _with_adapters(outline: Outline, of: _Part) -> Iterator[Parameter]:
+    def _bytes_of_tokens(self, tile: int) -> int:
+        """What lies beside logits of what a loss is given, or makes, of each token."""
+        of, objective, tokens = self.semantics, self.semantics.objective, self.n_tokens
+        if objective.has_first_pass:  # a log-probability, its slope in both widths, and what a step of the sums makes
+            return tokens * (3 * FP32 + FP64)
+        if (k := objective.n_top) is not None:  # of two steps, as files have them; and of a tile what a divergence makes
+            return 2 * of.batch_size * of.seq_len * objective.teacher_bytes + tile * (k + 1) * TEACHER_COPIES * FP32
+        n_extras = len(objective.extras) + (objective.per is not objective.of)
+        return 2 * tokens * FP64 * n_extras  # as they come, and one after another
+
+
+def _with_adapters(outline: Outline, of: Part) -> Iterator[Parameter]:
     """A layer's own weights, frozen or not; then the two factors beside each that has an adapter."""
     parameters = [Parameter(n, tuple(s)) for n, s in outline.parameters.items()]
     yield from (replace(p, frozen=p.name not in of.trained) for p in parameters)

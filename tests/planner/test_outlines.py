@@ -121,8 +121,8 @@ def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
     launches = (*of_copies, *of_norms, "g g", "A", "k A", "A v k k v", "k k v h v", "k k h v v")
     tape, q = Tape(2), [Tensor(size[of], 2) for of in ("q", "q", "v", "g", "g")]
     fused.delta_rule(tape, q, [[n, n_tokens, heads, width]] * 2 + [[n, n_tokens, v_heads, v_width]], 0, 0)
-    assert tape.n_kernels == len(launches)
-    assert tape.pointwise_bytes == tape.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
+    assert tape.work.n_kernels == len(launches)
+    assert tape.work.pointwise_bytes == tape.work.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
     scales_bytes = 2 * 4 * n * n_tokens * heads
     kept_bytes = 2 * sum(size[of] for of in ("q", "q", "v", "g", "A")) + scales_bytes
     assert sum(t.n_bytes for t in tape.steps[0].made[1:]) == kept_bytes

@@ -104,8 +104,8 @@ def test_deterministic_attention_books_a_sum_per_processor() -> None:
     for n_sequences, n_sums in ((1, 48), (24, 2), (48, 1), (1000, 1)):
         scratch_bytes = {}
         for kernel in ("flash", "deterministic", "cudnn"):
-            tape, shape = Tape(2), fused.AttentionShape(n_sequences, 32, 4, 2, 8, kernel)
-            fused.attention(tape, [Tensor(n_sequences * 32 * heads * 8, 2) for heads in (4, 2, 2)], shape)
+            tape, qkv = Tape(2), [Tensor(n_sequences * 32 * heads * 8, 2) for heads in (4, 2, 2)]
+            fused.attention(tape, qkv, (n_sequences, 4, 32, 8), kernel)
             scratch_bytes[kernel] = tape.steps[-1].scratch_bytes
         one_sum_bytes = n_sequences * 32 * 4 * 8 * 4
         assert scratch_bytes["deterministic"] == scratch_bytes["flash"] + (n_sums - 1) * one_sum_bytes
