@@ -18,7 +18,7 @@ FOLDER = ROOT / "planner" / "outlines"
 def shipped(name: str) -> dict[str, Any]:
     """What is shipped of a model."""
     config = key_of(shipped_model(name))
-    found = record.polynomials(config, record.supported_attention(config)[0])
+    found = record.polynomials(config, record.about(config)["attention"][0])
     assert {one["to"] for one in found["outlines"]} >= {record.ANY}, f"{name}: sizes are no polynomials"
     return found
 

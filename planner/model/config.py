@@ -30,30 +30,9 @@ MAX_LAYERS = 10_000  # deeper than any model: a plan has several ops per layer
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-HUB_NAMES = {
-    **{f"gpt-oss-{size}": f"openai/gpt-oss-{size}" for size in ("20b", "120b")},
-    **{f"gemma-{size}": f"google/gemma-{size}" for size in ("2b", "7b")},
-    **{f"gemma2-{size}": f"google/gemma-2-{size}" for size in ("2b", "9b", "27b")},
-    **{"mistral-7b": "mistralai/Mistral-7B-v0.3", "mistral-nemo-12b": "mistralai/Mistral-Nemo-Base-2407"},
-    **{"mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501", "mistral-large-123b": "mistralai/Mistral-Large-Instruct-2407"},
-    **{"mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1", "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1"},
-    **{"ernie-4.5-0.3b": "baidu/ERNIE-4.5-0.3B-PT", "internlm3-8b": "internlm/internlm3-8b-instruct"},
-    **{"deepseek-v3-671b": "deepseek-ai/DeepSeek-V3", "minimax-m2-230b": "MiniMaxAI/MiniMax-M2", "phi-4-14b": "microsoft/phi-4"},
-    **{"glm-4-9b": "zai-org/GLM-4-9B-0414", "glm-4.5-355b": "zai-org/GLM-4.5", "glm-4.5-air-106b": "zai-org/GLM-4.5-Air"},
-    **{"olmo2-7b": "allenai/OLMo-2-1124-7B", "olmo2-32b": "allenai/OLMo-2-0325-32B", "gemma3-270m": "google/gemma-3-270m"},
-    **{"gemma3-1b": "google/gemma-3-1b-pt", "granite-3.3-8b": "ibm-granite/granite-3.3-8b-instruct"},
-    **{"seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base", "smollm3-3b": "HuggingFaceTB/SmolLM3-3B"},
-    **{"llama-2-7b": "meta-llama/Llama-2-7b-hf", "qwen1.5-0.5b": "Qwen/Qwen1.5-0.5B"},
-    **{"llama-4-scout-109b": "meta-llama/Llama-4-Scout-17B-16E", "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
-    **{f"qwen3-vl-{size.lower()}": f"Qwen/Qwen3-VL-{size}-Instruct" for size in ("8B", "30B-A3B")},
-}
 _BESIDE = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "return_dict", "auto_map", "quantization_config"),
-}
-HUB_FAMILIES = {  # a family's configurations are alike but for their sizes
-    **{"llama": "meta-llama/Llama-{}", "smollm2": "HuggingFaceTB/SmolLM2-{}"},
-    **{"qwen2.5": "Qwen/Qwen2.5-{}-Instruct", "qwen3": "Qwen/Qwen3-{}", "qwen3.5": "Qwen/Qwen3.5-{}"},
 }
 
 
@@ -100,12 +79,14 @@ def shipped_model(name: str) -> Model:
     return _checked(Model(_read_config((_models() / f"{name}.json").read_bytes(), name), None, name), name)
 
 
+@cache
+def _hub_names() -> dict[str, str]:
+    return dict(json.loads((resources.files("planner") / "hub_names.json").read_text()))
+
+
 def hub_name(name: str | None) -> str | None:
     """Under which name Hugging Face has the model that a shipped configuration is of."""
-    if name not in shipped_models():
-        return None
-    family, _, size = name.partition("-")
-    return HUB_NAMES.get(name) or HUB_FAMILIES[family].format(size.upper())
+    return None if name is None else _hub_names().get(name)
 
 
 def published(model: Model) -> Base | None:
@@ -148,16 +129,16 @@ def _read_path(file: Path) -> Model:
 
 def supported_attention(model: Model) -> tuple[str, ...]:
     """Attention implementations transformers lets this model run with, the better one first."""
-    key = key_of(model)
-    known = _known(key, "sdpa") or _known(key, "eager")
-    return tuple(known["attention"]) if known else _recorder().supported_attention(key)
+    return tuple(_about(key_of(model))["attention"])
 
 
 def library_kernels(model: Model) -> tuple[LibraryKernel, ...]:
     """Kernels of other packages that the model's layers could compute with, sorted."""
-    key = key_of(model)
-    known = _known(key, "sdpa") or _known(key, "eager")
-    return tuple(known.get("library_kernels", ())) if known else _recorder().library_kernels(key)
+    return tuple(_about(key_of(model)).get("library_kernels", ()))
+
+
+def _about(key: str) -> dict[str, Any]:
+    return _known(key, "sdpa") or _known(key, "eager") or _recorder().about(key)
 
 
 def outlines(

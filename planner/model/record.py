@@ -36,7 +36,6 @@ from runtime.plan.workload import text_of
 from . import kept
 from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
 
-_OWN = {"rotary", "attention"}
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 MOST_RECORDED = 2  # sequences; larger micro-batches follow
 LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
@@ -119,6 +118,23 @@ class _Recorder(TorchDispatchMode):
             found = [self.number(t) for t in results if isinstance(t, torch.Tensor)]
             self.groups.append(Group(kind, name, first, len(self.calls), known, found))
 
+    def part(self, own: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
+        """A function whose calls are a group, or that is one call where a library has it as one kernel."""
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if kind in LIBRARY_KERNELS.values():
+                operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+                return self.at_once(kind, operands, lambda: own(*args, **kwargs))
+            if kind == "rotary" and not turns_whole(args, kwargs):
+                return own(*args, **kwargs)
+            if kind == "attention":
+                self.attends(*args[1:4])
+            with self.group(kind, name, [*args, *kwargs.values()]) as results:
+                results.extend(tree_leaves(out := own(*args, **kwargs)))
+            return out
+
+        return function
+
     def at_once(self, name: str, operands: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
         """What a part of the pass returns, recorded as one call: of what lies in between nothing stays."""
         n_calls, n_made, before = len(self.calls), len(self.made), self.pending
@@ -199,11 +215,8 @@ def record(
     """The tree of an outline: of what `run` computes with the module, of a hidden state and of what else is given."""
     recorder = _Recorder(module, hidden, given)
     with ExitStack() as stack:
-        for name, part in module.named_modules():
-            if (kind := _kind(part)) is not None:
-                stack.enter_context(_grouped(recorder, kind, name, part))
-        for glob, name, kind in _functions(module, library_kernels):
-            stack.enter_context(_renamed(recorder, glob, name, kind))
+        for place, name, own, kind, of in _parts(module, library_kernels):
+            stack.enter_context(_instead(place, name, recorder.part(own, kind, of)))
         stack.enter_context(saved_tensors_hooks(recorder.saved, lambda t: t))
         stack.enter_context(_Functions(recorder))
         stack.enter_context(recorder)
@@ -233,80 +246,59 @@ def _kind(part: nn.Module) -> str | None:
     return "gated" if is_gated(part) else "mlp"
 
 
-@contextmanager
-def _grouped(recorder: _Recorder, kind: str, name: str, part: nn.Module) -> Iterator[None]:
-    """The module's forward is a group, until the context ends."""
-    own = part.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with recorder.group(kind, name, [*args, *kwargs.values()]) as results:
-            results.append(out := own(*args, **kwargs))
-        return out
-
-    part.forward = forward
-    try:
-        yield
-    finally:
-        del part.forward
+# The names that a function is found among, its own, itself, its kind, and its module's name
+Place = tuple[dict[str, Any], str, Callable[..., Any], str, str]
 
 
-def _functions(module: nn.Module, library_kernels: Sequence[str]) -> list[tuple[dict[str, Any], str, str]]:
-    """The functions of a rotation, of attention and of these libraries that modules call by their names: where each is found, its
-    name, and what it is."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = {}
+def _parts(module: nn.Module, library_kernels: Sequence[str]) -> Iterator[Place]:
+    """The parts that are told apart: forwards of modules, and functions that these call."""
+    for name, part in module.named_modules():
+        if (kind := _kind(part)) is not None:
+            yield vars(part), "forward", part.forward, kind, name
+    yield from _functions(module, library_kernels).values()
+
+
+def _functions(module: nn.Module, library_kernels: Sequence[str]) -> dict[tuple[int, str], Place]:
+    """The functions of a rotation, of attention and of these libraries that modules call by their names."""
+    found = dict[tuple[int, str], Place]()
     libraries = [(name, kernel) for name, kernel in LIBRARY_KERNELS.items() if kernel in library_kernels]
     for part in module.modules():
         forward: Any = part.forward
         glob = getattr(forward, "__globals__", {})
         for name, kind in ((ROTARY, "rotary"), (EAGER_ATTENTION, "attention"), *libraries):
             if name in glob and name in forward.__code__.co_names and (kind != "rotary" or rotates(glob[name])):
-                found[id(glob), name] = (glob, name, kind)
-    return list(found.values())
+                found[id(glob), name] = (glob, name, glob[name], kind, "")
+    return found
 
 
 @contextmanager
-def _renamed(recorder: _Recorder, glob: dict[str, Any], name: str, kind: str) -> Iterator[None]:
-    own = glob[name]
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if kind in LIBRARY_KERNELS.values():
-            operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            return recorder.at_once(kind, operands, lambda: own(*args, **kwargs))
-        if kind == "attention":
-            recorder.attends(*args[1:4])
-        elif not turns_whole(args, kwargs):
-            return own(*args, **kwargs)
-        with recorder.group(kind, "", [*args, *kwargs.values()]) as results:
-            results.extend(tree_leaves(out := own(*args, **kwargs)))
-        return out
-
-    glob[name] = function
+def _instead(place: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Until the context ends, another function is found there."""
+    before = {name: place[name]} if name in place else {}
+    place[name] = function
     try:
         yield
     finally:
-        glob[name] = own
+        del place[name]
+        place.update(before)
 
 
 # -- a whole model ------------------------------------------------------------------------------------------------------
 
 
 @cache
-def supported_attention(config: str) -> tuple[str, ...]:
-    """What transformers lets a configuration (JSON) run with, the better one first."""
+def about(config: str) -> dict[str, list[str]]:
+    """What transformers lets a configuration (JSON) run with: attention, the better one first, and kernels of other packages that
+    its layers could compute with, sorted, if there are any."""
     try:
-        split_of(config, "sdpa")
+        attention, (split, _) = ["sdpa", "eager"], split_of(config, "sdpa")
     except WorkloadError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        return ("eager",)
-    return ("sdpa", "eager")
-
-
-@cache
-def library_kernels(config: str) -> tuple[str, ...]:
-    """The kernels of other packages that layers of a configuration (JSON) could compute with, sorted."""
-    split, _ = split_of(config, supported_attention(config)[0])
-    return tuple(sorted({kind for layer in split.layers for _, _, kind in _functions(layer, [*LIBRARY_KERNELS.values()])} - _OWN))
+        attention, (split, _) = ["eager"], split_of(config, "eager")
+    kinds = {place[3] for layer in split.layers for place in _functions(layer, [*LIBRARY_KERNELS.values()]).values()}
+    kernels = sorted(kinds & {*LIBRARY_KERNELS.values()})
+    return {"attention": attention, **({"library_kernels": kernels} if kernels else {})}
 
 
 @lru_cache(maxsize=8)
@@ -354,12 +346,15 @@ def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str,
     """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
     if (
         seq_len > LONGEST_RECORDED
-        and how.library_kernels == library_kernels(config)
+        and [*how.library_kernels] == about(config).get("library_kernels", [])
         and (found := at_size(polynomials(config, how.attention), how, n_sequences, seq_len)) is not None
     ):
         return found
-    if n_sequences > MOST_RECORDED and (found := _by_sequences(config, how, seq_len)) is not None:
-        return evaluated(found, n_sequences, seq_len)  # type: ignore[no-any-return]
+    if n_sequences > MOST_RECORDED:
+        first, second, third = MOST_RECORDED, MOST_RECORDED + 1, MOST_RECORDED + 2  # a single one may be computed otherwise
+        with suppress(ValueError):
+            found = _polynomial(config, how, (first, second), (seq_len,), ((third, seq_len),))
+            return evaluated(found, n_sequences, seq_len)  # type: ignore[no-any-return]
     return _recorded(config, how, n_sequences, seq_len)
 
 
@@ -375,46 +370,42 @@ def window_of(config: dict[str, Any]) -> int | None:
 def polynomials(config: str, attention: str) -> dict[str, Any]:
     """Outlines of any size: one for sequences below the window of attention, one from there on, where layers have a window; none
     where sizes are no polynomials. They are of all the library kernels that there are, and kept for other processes."""
-    how, window, found = How(attention, library_kernels(config)), window_of(json.loads(config)), list[dict[str, Any]]()
-    kernels = {"library_kernels": list(how.library_kernels)} if how.library_kernels else {}
+    whole, window, found = about(config), window_of(json.loads(config)), list[dict[str, Any]]()
+    how = How(attention, tuple(whole.get("library_kernels", ())))
     regimes = [(1, ANY, STEP)] if window is None else [(1, window - 1, STEP), (window, ANY, window + STEP)]
     for first, last, shortest in regimes if window is None or window <= LONGEST_MASK else regimes[:1]:
-        about = {"attention": attention, **kernels, "from": first, "to": last}
+        of = whole | {"attention": attention, "from": first, "to": last}
         with suppress(ValueError):
-            found += [about | one for one in _of_lengths(config, how, shortest, min(last, first - 1 + FAR))]
-    whole = {"attention": list(supported_attention(config)), **kernels, "outlines": found}
-    kept.write(config, attention, whole)
-    return whole
+            found += [of | one for one in _of_lengths(config, how, shortest, min(last, first - 1 + FAR))]
+    kept.write(config, attention, whole | {"outlines": found})
+    return whole | {"outlines": found}
 
 
 def _of_lengths(config: str, how: How, shortest: int, far: int) -> list[dict[str, Any]]:
-    """For any number of sequences; of a single one apart, where that is computed otherwise."""
+    """For any number of sequences; of a single one apart, where that is computed otherwise. Held against another number, and
+    lengths near and far: linear attention loops over parts of 64 tokens, and is a polynomial up to there. ValueError where there is
+    none."""
+
+    def tree(numbers: tuple[int, ...], last: int) -> dict[str, Any]:
+        lengths = tuple(shortest + STEP * i for i in range(3))
+        return _polynomial(config, how, numbers, lengths, ((last, shortest + 3 * STEP), (last, far)))
+
     try:
-        return [{"sequences": [1, ANY], "tree": _polynomial(config, how, shortest, far, [1, 2], 3)}]
+        return [{"sequences": [1, ANY], "tree": tree((1, 2), 3)}]
     except ValueError:
-        one, more = (_polynomial(config, how, shortest, far, *of) for of in (([1], 1), ([2, 3], 4)))
-        return [{"sequences": [1, 1], "tree": one}, {"sequences": [2, ANY], "tree": more}]
-
-
-def _polynomial(config: str, how: How, shortest: int, far: int, numbers: list[int], last: int) -> dict[str, Any]:
-    """One tree for these numbers of sequences, held against another number, and lengths near and far: linear attention loops over
-    parts of 64 tokens, and is a polynomial up to there. ValueError where there is none."""
-    lengths = [shortest + STEP * i for i in range(3)]
-    found: dict[str, Any] = fitted({(n, t): _recorded(config, how, n, t) for n in numbers for t in lengths})
-    if any(evaluated(found, last, t) != _recorded(config, how, last, t) for t in (shortest + 3 * STEP, far)):
-        raise ValueError("sizes are no polynomials")
-    return found
+        return [{"sequences": [1, 1], "tree": tree((1,), 1)}, {"sequences": [2, ANY], "tree": tree((2, 3), 4)}]
 
 
 @lru_cache(maxsize=64)
-def _by_sequences(config: str, how: How, seq_len: int) -> dict[str, Any] | None:
-    """Outlines whose numbers are polynomials of the sequences; None where they are not."""
-    first, second, third = MOST_RECORDED, MOST_RECORDED + 1, MOST_RECORDED + 2  # a single sequence may be computed otherwise
-    try:
-        found = fitted({(n, seq_len): _recorded(config, how, n, seq_len) for n in (first, second)})
-    except ValueError:
-        return None
-    return found if evaluated(found, third, seq_len) == _recorded(config, how, third, seq_len) else None
+def _polynomial(
+    config: str, how: How, numbers: tuple[int, ...], lengths: tuple[int, ...], others: tuple[tuple[int, int], ...]
+) -> dict[str, Any]:
+    """One tree for micro-batches of these numbers of sequences of these lengths, held against others. ValueError where there is
+    none."""
+    found: dict[str, Any] = fitted({(n, t): _recorded(config, how, n, t) for n in numbers for t in lengths})
+    if any(evaluated(found, *size) != _recorded(config, how, *size) for size in others):
+        raise ValueError("sizes are no polynomials")
+    return found
 
 
 @lru_cache(maxsize=256)

@@ -78,7 +78,7 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     """Also at sizes that were not looked at when they were made."""
     model = shipped_model(name)
     key = json.dumps(model.config, sort_keys=True)
-    (attention, *_) = record.supported_attention(key)
+    (attention, *_) = record.about(key)["attention"]
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
         shipped, found = (
             outlines(model, attention, n_sequences, seq_len),
@@ -99,7 +99,7 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
 
 def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
-    kernels = record.library_kernels(key)
+    kernels = tuple(record.about(key)["library_kernels"])
     own, at_once = ([c[0] for c in record._recorded(key, How("sdpa", of), 1, 80)["kinds"][0]["calls"]] for of in ((), kernels))
     first, second = map(at_once.index, kernels)
     before, between, after = at_once[:first], at_once[first + 1 : second], at_once[second + 1 :]
