@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
-from planner.predict.cost import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call, region_of
+from planner.predict.computing import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
+from planner.predict.cost import region_of
 from runtime.plan import Semantics
 from runtime.plan.region import Demand, Region, Resource
 from runtime.plan.workload import ITEM_BYTES, Block, Matmul, Workload

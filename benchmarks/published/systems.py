@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from hwprofiles.schema import Profile
 from planner.model.workload import build_workload, supported_attention
-from planner.predict.cost import BACKWARD_MATMULS
+from planner.predict.computing import BACKWARD_MATMULS
 from runtime.plan import Semantics
 from runtime.plan.region import Demand
 from runtime.plan.workload import Block, Model

@@ -1,36 +1,28 @@
 """The cost model: what each op asks of a machine.
 
-From sizes and a profile to seconds of work alone and the rates at which shared things are drawn meanwhile. Traffic of host
-memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
+From sizes and a profile to seconds of work alone (`computing.py`) and the rates at which shared things are drawn meanwhile. Traffic
+of host memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, assert_never
+from typing import assert_never
 
 import numpy as np
 
-from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Collective, Direction, Profile
+from hwprofiles.schema import Collective, Direction, Profile
 from planner.lower.arenas import SQUARE_BYTES
 from planner.lower.sheet import Outline
 from planner.lower.waits import NONE
-from runtime.plan import AttentionKernel, Kind, Op, Plan, Semantics, Setup
+from runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from runtime.plan.optimizer import Optimizer
 from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
 from runtime.plan.region import Demand, Region, Resource, Uses
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier, Workload
-from runtime.units import MiB, show_bytes
+from runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
-FP32_BYTES = 4
+from .computing import BACKWARD_POINTWISE, FP32_BYTES, Computing
+
 JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
-BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
-SQUARE_KERNELS = 2  # of `runtime/host/norms.py`, besides each tensor's: zeros, adding up
-# A CPU's allocator gives what is larger back to the system at once (`runtime/host/slabs.py`): each tensor's pages are faulted in
-# anew. Of a logit: bf16 and fp32, its log-softmax, and the gradients of the three. No probe measures it: on a virtual machine of
-# two AMD EPYC cores a byte so took 0.44 ns, as long as ten that are moved (docs/log.md).
-FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10, 2.5
-BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
 def costs(plan: Plan, profile: Profile) -> list[Demand]:
@@ -64,16 +56,6 @@ def update_params_per_s(profile: Profile, of: Semantics) -> float:
     return min(n * measured(1) / of.update_ratio, measured(n) * usual / own)
 
 
-def backward_matmuls(m: Matmul) -> int:
-    """How many products a backward makes of one of the forward."""
-    return BACKWARD_MATMULS - m.frozen
-
-
-def attention_call(of: Attention, dtype: Dtype) -> AttentionCall:
-    """A layer's attention as a profile is asked for it."""
-    return AttentionCall(dtype, of.seq_len, of.head_dim, (of.n_kv_heads or of.n_heads) < of.n_heads)
-
-
 def loaded_bytes(plan: Setup, block: int) -> int:
     """What a load carries over the link: all that the block uses, but for what is trained of it on the device."""
     item = ITEM_BYTES[plan.semantics.compute_dtype]
@@ -91,19 +73,14 @@ def _of_micro_batch(plan: Setup, m: int | None) -> _OfMicroBatch:
 
 
 @dataclass(slots=True)
-class CostModel:
-    """A profile, asked for the cost of ops. `outside` collects what lies outside its measured points.
+class CostModel(Computing):
+    """A profile, asked for the cost of ops.
 
     `clipped`: in the step that is asked for the norm exceeds the limit, so that what was speculated on is done again.
     """
 
-    profile: Profile
     clipped: bool = False
-    longer_outside: Mapping[str, float] = field(default_factory=dict)  # factors of the seconds of what lies outside, by its name
     capacity: dict[Resource, float] = field(init=False)
-    outside: dict[str, tuple[float, float] | float | None] = field(default_factory=dict)  # of products, m and width; or a factor
-    _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
-    _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Demand] = field(default_factory=dict)
     _known_for: tuple[Workload, Semantics] | None = None
 
@@ -152,20 +129,11 @@ class CostModel:
             case Kind.LOAD:
                 return self._copy("h2d", loaded_bytes(plan, op.block))
             case Kind.DEQUANTISE:
-                n_bytes, n_kernels = self._unpacked(plan, op.block)
-                return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
+                return self._move(*self._unpacked(plan, op.block))
             case Kind.GATHER:
                 return self._gathered(of.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
-                n_elements = plan.gradient_elements(op.block)
-                # Put together what goes to one rank, twice; added up, and written
-                sum_bytes = n_elements * ITEM_BYTES[plan.sum_dtype(op.block)]
-                moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES
-                moved_bytes += n_elements // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
-                n_times = -(-n_elements // of.ranks // plan.exchanged_elements())
-                if self.profile.meets_on_host:
-                    return self._exchanged_in_memory(of.ranks, sum_bytes, moved_bytes, n_times)
-                return self._exchanged(of.ranks, n_elements, sum_bytes, moved_bytes, n_times)
+                return self._exchange(plan, op.block)
             case Kind.CLIP if of.ranks == 1:
                 return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
             case Kind.CLIP:
@@ -175,40 +143,21 @@ class CostModel:
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
-                n_bytes, n_kernels = self._updated_on_device(plan, block)
-                return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
+                return self._move(*self._updated_on_device(plan, block))
             case Kind.OFFLOAD_GRADIENT:
                 n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
-            case Kind.OFFLOAD_ACTIVATION:
-                return self._copy("d2h", block.boundary_bytes)
-            case Kind.FETCH_ACTIVATION:
-                return self._copy("h2d", block.boundary_bytes)
-            case Kind.OFFLOAD_SAVED:
-                return self._copy("d2h", plan.recompute(op.block, op.micro_batch).slot_bytes)
-            case Kind.FETCH_SAVED:
-                return self._copy("h2d", plan.recompute(op.block, op.micro_batch).slot_bytes)
+            case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
+                return self._copy("d2h" if op.lane is Lane.D2H else "h2d", block.boundary_bytes)
+            case Kind.OFFLOAD_SAVED | Kind.FETCH_SAVED:
+                return self._copy("d2h" if op.lane is Lane.D2H else "h2d", plan.recompute(op.block, op.micro_batch).slot_bytes)
             case Kind.FORWARD | Kind.RECOMPUTE:
                 leaving = op.block in plan.policy.offload_blocks
                 copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
                 seconds = self.forward_s(block, of) + copied_bytes / self._memory_bytes_per_s
                 return self._compute(seconds, block.pointwise_bytes + copied_bytes)
-            case Kind.LOSS:
-                # Besides products: norm and softmax, both ways, the weight's gradient, and the sums that it joins
-                summed_bytes = self._gradient_bytes(plan, op)
-                n_forwards = 2 if of.objective.has_first_pass else 1
-                n_bytes = (n_forwards + BACKWARD_POINTWISE) * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
-                return self._compute(self.loss_s(block, of) + summed_bytes / self._memory_bytes_per_s, n_bytes)
-            case Kind.BACKWARD:
-                summed_bytes = self._gradient_bytes(plan, op)
-                n_bytes = BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
-                seconds = self.backward_s(block, of) + summed_bytes / self._memory_bytes_per_s
-                if op.block != 0:
-                    again = block.recompute(plan.policy.saved(op.block))
-                    assert again is not None, "lower refuses what a block cannot save"
-                    seconds += self.recompute_s(block, again, of)
-                    n_bytes += again.pointwise_bytes
-                return self._compute(seconds, n_bytes)
+            case Kind.LOSS | Kind.BACKWARD:
+                return self._going_back(plan, op, block)
             case Kind.ACCUMULATE:
                 # Read what was staged and the sum, write the sum.
                 staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], of.n_joined(op.micro_batch or 0)
@@ -221,100 +170,29 @@ class CostModel:
                 n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
                 n_elements = plan.part_elements(op.block)
                 return self._reduce(n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
+            case Kind.SETTLE if not self.clipped:
+                return self._demand(0.0, 0.0, {})  # shadow and state change places
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
-                if op.kind is Kind.SETTLE and not self.clipped:
-                    return self._demand(0.0, 0.0, {})  # shadow and state change places
-                n_cores = self.profile.host.n_cores
                 rate = update_params_per_s(self.profile, of)
-                uses = {Resource.DRAM: rate * update_bytes_per_param(plan, op.block), Resource.CORES: float(n_cores)}
-                return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses)
+                uses = {Resource.DRAM: rate * update_bytes_per_param(plan, op.block)}
+                return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses | self._all_cores)
             case _:
                 assert_never(op.kind)
 
-    def forward_s(self, block: Block, of: Semantics) -> float:
-        """Seconds of one forward of a block on one micro-batch."""
-        return self._once_s(block, block.matmuls, block.attention, of)
-
-    def recompute_s(self, block: Block, again: Tier, of: Semantics) -> float:
-        """Seconds of what one backward of a block computes again."""
-        return self._once_s(again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, of)
-
-    def _once_s(self, work: Block | Tier, matmuls: Sequence[Matmul], attention: Attention | None, of: Semantics) -> float:
-        return (
-            sum(self._matmul(of.compute_dtype, m) for m in matmuls)
-            + self._attention(of, attention, backward=False)
-            + self._pointwise_s(work, of)
-            + work.n_kernels * self.profile.device.kernel_overhead_s.value
-        )
-
-    def backward_s(self, block: Block, of: Semantics) -> float:
-        """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
-        return (
-            sum(backward_matmuls(m) * self._matmul(of.compute_dtype, m) for m in block.matmuls)
-            + self._attention(of, block.attention, backward=True)
-            + self._pointwise_s(block, of, backward=True)
-            + block.tile_sum_bytes / self._memory_bytes_per_s
-            + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
-        )
-
-    def square_s(self, block: Block, n_bytes: int) -> float:
-        """Seconds of summing the squares of a block's gradient on the device."""
-        if self.profile.device.kind == "cpu":
-            return n_bytes / self.square_bytes_per_s
-        return self.moving_s(n_bytes, SQUARE_KERNELS + len(block.trained))
-
-    def moving_s(self, n_bytes: int, n_kernels: int) -> float:
-        """Seconds of kernels that do little but read and write that many bytes of the device's memory."""
-        return n_bytes / self._memory_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
-
-    @property
-    def square_bytes_per_s(self) -> float:
-        """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
-        is_cpu = self.profile.device.kind == "cpu"
-        return self.profile.host.reduce_bytes_per_s.value if is_cpu else self._memory_bytes_per_s
-
-    def loss_s(self, head: Block, of: Semantics) -> float:
-        """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches. A first
-        pass for sums over sequences is another forward, in which a norm too many is counted."""
-        first_s = self.forward_s(head, of) if of.objective.has_first_pass else 0.0
-        return (
-            first_s
-            + sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
-            + self._pointwise_s(head, of)
-            + self._pointwise_s(head, of, backward=True)
-            + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
-            + self._faults_s(head, of)
-            + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
-        )
-
-    def _faults_s(self, head: Block, of: Semantics) -> float:
-        """Seconds in which a CPU's pages for large logits come from the system."""
-        logits = max(head.matmuls, key=lambda m: m.n)
-        tile_bytes = logits.m * logits.n * FP32_BYTES
-        if self.profile.device.kind != "cpu" or tile_bytes < FAULTED_BYTES:
-            return 0.0
-        name = f"new pages for logits of {show_bytes(tile_bytes)}"
-        self.outside[name] = FAULTS_OFF_BY
-        as_moved_bytes = logits.count * logits.m * logits.n * BYTES_OF_LOGIT * FAULTED_AS_MOVED
-        return as_moved_bytes / self._memory_bytes_per_s * self.longer_outside.get(name, 1.0)
-
-    def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
-        """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
-        return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
-
-    def _pointwise_s(self, work: Block | Tier, of: Semantics, backward: bool = False) -> float:
-        """Seconds of what is neither a product nor attention, forward or backward: eager modules, fused kernels, fused norms."""
-        device = self.profile.device
-        eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
-        norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
-        is_loss = of.loss == "fused" and isinstance(work, Block) and work.kind is BlockKind.HEAD
-        fused = (device.loss_bytes_per_s if is_loss else None) or device.memory_bytes_per_s
-        once_s = (
-            (work.pointwise_bytes - work.fused_bytes) / eager.value
-            + (work.fused_bytes - work.norm_bytes) / fused.value
-            + work.norm_bytes / norm.value
-        )
-        return BACKWARD_POINTWISE * once_s if backward else once_s
+    def _going_back(self, plan: Setup, op: Op, block: Block) -> Demand:
+        """A backward, or the loss: besides products, the gradient's way to its slot, and what is computed again."""
+        of, summed_bytes = plan.semantics, self._gradient_bytes(plan, op)
+        summed_s = summed_bytes / self._memory_bytes_per_s
+        if op.kind is Kind.LOSS:  # norm and softmax, both ways, the weight's gradient, and the sums that it joins
+            n_times = BACKWARD_POINTWISE + (2 if of.objective.has_first_pass else 1)
+            n_bytes = n_times * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
+            return self._compute(self.loss_s(block, of) + summed_s, n_bytes)
+        seconds, n_bytes = self.backward_s(block, of) + summed_s, BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
+        if op.block != 0:
+            again = block.recompute(plan.policy.saved(op.block))
+            assert again is not None, "lower refuses what a block cannot save"
+            seconds, n_bytes = seconds + self.recompute_s(block, again, of), n_bytes + again.pointwise_bytes
+        return self._compute(seconds, n_bytes)
 
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
@@ -343,37 +221,9 @@ class CostModel:
                 n_kernels += 1
         return n_bytes, n_kernels
 
-    @property
-    def _memory_bytes_per_s(self) -> float:
-        return self.profile.device.memory_bytes_per_s.value
-
-    def _matmul(self, dtype: Dtype, matmul: Matmul) -> float:
-        key = (dtype, matmul)
-        if key not in self._matmul_s:
-            rate, sustained = self.profile.matmul_rate(dtype, matmul.m, matmul.k, matmul.n), self.profile.device.sustained_fraction
-            self._matmul_s[key] = matmul.flop / (rate.value * (1.0 if sustained is None else sustained.value))
-            if not rate.inside_measured:
-                name = f"{dtype} matmul ({matmul.m}, {matmul.k}) @ ({matmul.k}, {matmul.n})"
-                self.outside[name] = matmul.m, math.sqrt(matmul.k * matmul.n)
-                self._matmul_s[key] *= self.longer_outside.get(name, 1.0)
-        return self._matmul_s[key]
-
-    def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
-        if attention is None:
-            return 0.0
-        kernel, dtype = of.attention_kernel, of.compute_dtype
-        key = (dtype, attention, kernel, backward)
-        if key not in self._attention_s:
-            measured: Literal["flash", "cudnn"] = "cudnn" if kernel == "cudnn" else "flash"
-            rate = self.profile.attention_rate(attention_call(attention, dtype), backward, measured)
-            ordered = kernel == "deterministic" and backward
-            fraction = self.profile.deterministic_fraction(measured, dtype) if ordered else 1.0
-            self._attention_s[key] = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * fraction)
-            if not rate.inside_measured:
-                name = f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}"
-                self.outside[name] = None
-                self._attention_s[key] *= self.longer_outside.get(name, 1.0)
-        return self._attention_s[key]
+    def _move(self, n_bytes: int, n_kernels: int) -> Demand:
+        """Kernels that do little but read and write the device's memory."""
+        return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:
         uses = {Resource.DRAM: n_bytes / seconds} if self.profile.device.kind == "cpu" and seconds > 0 else {}
@@ -384,13 +234,14 @@ class CostModel:
         link = self.profile.link
         curve = link.h2d if direction == "h2d" else link.d2h
         rate = self.profile.copy_bytes_per_s(direction, n_bytes)
-        uses = {
-            Resource.H2D if direction == "h2d" else Resource.D2H: rate,
-            Resource.DUPLEX: rate,
-            Resource.DRAM: rate * link.dram_bytes_per_byte,
-            Resource.CORES: link.host_cores_per_copy.value,
-        }
+        uses = {Resource.H2D if direction == "h2d" else Resource.D2H: rate} | self._copying(rate)
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
+
+    def _copying(self, rate: float) -> dict[Resource, float]:
+        """What copies at this rate use in either direction."""
+        link = self.profile.link
+        cores = {Resource.CORES: link.host_cores_per_copy.value}
+        return {Resource.DUPLEX: rate, Resource.DRAM: rate * link.dram_bytes_per_byte} | cores
 
     def _gathered(self, ranks: int, n_bytes: int) -> Demand:
         """Of the bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
@@ -406,9 +257,16 @@ class CostModel:
         at_least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
         return self._moved(of, ranks, n_bytes, 1, self._here(ranks), at_least_s=at_least_s)
 
-    def _exchanged(self, ranks: int, n_elements: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
-        """Each rank gets its part from each of the others, those of its host first: what they have added up, in fp32, is exchanged
-        with the other hosts. And some is moved in a device's own memory."""
+    def _exchange(self, plan: Setup, block: int) -> Demand:
+        """Each rank gets its part of a block's gradient from each of the others, those of its host first: what they have added up,
+        in fp32, is exchanged with the other hosts. And some is moved in a device's own memory."""
+        ranks, n_elements = plan.semantics.ranks, plan.gradient_elements(block)
+        sum_bytes = n_elements * ITEM_BYTES[plan.sum_dtype(block)]
+        # Put together what goes to one rank, twice; added up, and written
+        moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES + n_elements // ranks * ITEM_BYTES[plan.gradient_dtype(block)]
+        n_times = -(-n_elements // ranks // plan.exchanged_elements())
+        if self.profile.meets_on_host:
+            return self._exchanged_in_memory(ranks, sum_bytes, moved_bytes, n_times)
         here, n_hosts = self._here(ranks), self.profile.n_hosts
         sent = n_elements // here * FP32_BYTES  # by each to the other hosts
         between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
@@ -420,16 +278,11 @@ class CostModel:
         link, up_bytes = self.profile.link, sum_bytes * (ranks - 1) // ranks
         down_per_s = self.profile.copy_bytes_per_s("d2h", sum_bytes // n_times)
         up_per_s = self.profile.copy_bytes_per_s("h2d", up_bytes // n_times)
-        copying_s, both_bytes = sum_bytes / down_per_s + up_bytes / up_per_s, sum_bytes + up_bytes
-        uses = {
-            Resource.H2D: up_bytes / copying_s,
-            Resource.D2H: sum_bytes / copying_s,
-            Resource.DUPLEX: both_bytes / copying_s,
-            Resource.DRAM: both_bytes / copying_s * link.dram_bytes_per_byte,
-            Resource.CORES: link.host_cores_per_copy.value,
-        }
+        copying_s = sum_bytes / down_per_s + up_bytes / up_per_s
+        uses = {Resource.H2D: up_bytes / copying_s, Resource.D2H: sum_bytes / copying_s}
         each_s = 2 * self._meeting_s + link.d2h.latency_s.value + (ranks - 1) * link.h2d.latency_s.value
-        return self._demand(n_times * each_s + moved_bytes / self._memory_bytes_per_s, copying_s, uses)
+        overhead_s = n_times * each_s + moved_bytes / self._memory_bytes_per_s
+        return self._demand(overhead_s, copying_s, uses | self._copying((sum_bytes + up_bytes) / copying_s))
 
     def _moved(
         self, of: Collective, ranks: int, n_bytes: int, n_times: int, here: int, overhead_s: float = 0.0, at_least_s: float = 0.0
@@ -476,7 +329,11 @@ class CostModel:
 
     def _reduce(self, n_bytes: int) -> Demand:
         rate = self.profile.host.reduce_bytes_per_s.value
-        return self._demand(0.0, n_bytes / rate, {Resource.DRAM: rate, Resource.CORES: float(self.profile.host.n_cores)})
+        return self._demand(0.0, n_bytes / rate, {Resource.DRAM: rate} | self._all_cores)
+
+    @property
+    def _all_cores(self) -> dict[Resource, float]:
+        return {Resource.CORES: float(self.profile.host.n_cores)}
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
         """Seconds in which the device updates a block's state."""

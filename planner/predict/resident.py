@@ -17,7 +17,8 @@ from runtime.plan import Kind, Op, Policy, Setup, saves
 from runtime.plan.optimizer import STORED_BYTES
 from runtime.plan.workload import ITEM_BYTES, Saved
 
-from .cost import FP32_BYTES, CostModel
+from .computing import FP32_BYTES
+from .cost import CostModel
 from .memory import Footprint, short_of
 
 ONE_POOL = "pool"  # the source that a profile names for both memories, if they are two parts of one

@@ -16,8 +16,8 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from planner.predict.abridged import N_KEPT, abridged, abridged_plan
 from planner.predict.cost import region_of
+from planner.predict.settled import N_KEPT, abridged, abridged_plan
 from planner.predict.simulate import simulate
 from runtime.units import show_bytes, show_count, show_duration, show_rate
 

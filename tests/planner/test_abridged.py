@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.predict.abridged import N_KEPT, abridged, abridged_plan, short_plan
 from planner.predict.cost import costs, region_of
 from planner.predict.recalibrate import recalibrate
+from planner.predict.settled import N_KEPT, abridged, abridged_plan, short_plan
 from planner.predict.simulate import simulate
 from planner.predict.uncertainty import interval
 from planner.show.step import measured_stretch

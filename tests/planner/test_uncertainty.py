@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.cost import FAULTED_BYTES, FAULTS_OFF_BY, CostModel
+from planner.predict.computing import FAULTED_BYTES, FAULTS_OFF_BY
+from planner.predict.cost import CostModel
 from planner.predict.faster import Group, group_of, with_quantities
 from planner.predict.uncertainty import interval, off_by
 from planner.show.waterfall import RESOURCES
