@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.model import record
 from planner.model.config import key_of, shipped_model, shipped_models
+from planner.model.sizes import ANY
 from tests.tour import ROOT
 
 FOLDER = ROOT / "planner" / "outlines"
@@ -19,7 +20,7 @@ def shipped(name: str) -> dict[str, Any]:
     """What is shipped of a model."""
     config = key_of(shipped_model(name))
     found = record.polynomials(config, record.about(config)["attention"][0])
-    assert {one["to"] for one in found["outlines"]} >= {record.ANY}, f"{name}: sizes are no polynomials"
+    assert {one["to"] for one in found["outlines"]} >= {ANY}, f"{name}: sizes are no polynomials"
     return found
 
 

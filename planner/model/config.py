@@ -22,7 +22,7 @@ from runtime.plan.packed import DEQUANTISED, Base, published_as
 from runtime.plan.workload import Model, has_towers
 
 from . import kept
-from .outline import How, at_size
+from .sizes import How, at_size
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
 MAX_DIMENSION = 2**31 - 1

@@ -7,7 +7,7 @@ without torch. Elements of 2 bytes are those of the compute dtype, whatever it i
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from runtime.plan import Semantics
 from runtime.plan.train import ALL, EXPERTS, STACK, Train
@@ -90,35 +90,6 @@ def mlp_of(outline: "Outline") -> Group | None:
         return None
     of_norm = {"_to_copy", "pow", "mean", "rsqrt", "mul"} if f"{NORM_AFTER}.weight" in outline.parameters else set()
     return mlp if {call.name for call in outline.calls[mlp.end :]} <= {"add"} | of_norm else None
-
-
-def evaluated(tree: Any, n_sequences: int, seq_len: int) -> Any:
-    """A tree with each polynomial's value in its place; that is `{"p": coefficients}` of what `monomials` gives."""
-    if isinstance(tree, dict):
-        if tree.keys() == {"p"}:
-            return sum(c * m for c, m in zip(tree["p"], monomials(n_sequences, seq_len), strict=True))
-        return {key: evaluated(value, n_sequences, seq_len) for key, value in tree.items()}
-    return [evaluated(each, n_sequences, seq_len) for each in tree] if isinstance(tree, list) else tree
-
-
-class How(NamedTuple):
-    """What a model's layers compute with, as far as that changes which calls there are."""
-
-    attention: str
-    library_kernels: tuple[str, ...] = ()  # of the model's those that are one call each
-
-
-def at_size(found: Mapping[str, Any], how: How, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
-    """Outlines at a size, of those that are shipped or kept, if there are any of that sort."""
-    for of in found["outlines"]:
-        (fewest, most), is_so = of["sequences"], How(of["attention"], tuple(of.get("library_kernels", ()))) == how
-        if is_so and of["from"] <= seq_len <= of["to"] and fewest <= n_sequences <= most:
-            return evaluated(of["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
-    return None
-
-
-def monomials(n_sequences: int, seq_len: int) -> list[int]:
-    return [b * t for b in (1, n_sequences) for t in (1, seq_len, seq_len**2)]
 
 
 @dataclass(frozen=True, slots=True)

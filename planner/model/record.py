@@ -2,18 +2,17 @@
 
 Of each call is noted what it reads, makes and uses of the weights, what autograd saves of it, and what else lies there meanwhile.
 Tensors are known by their storages, so a view is the tensor that it is a view of. Sizes are recorded for some micro-batches, and
-become polynomials; where those do not hold for another one (loops over parts of a sequence), the size asked for is recorded itself.
+become polynomials (`sizes.py`); where there are none (loops over parts of a sequence), the size asked for is recorded itself.
 """
 
 import copy
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,15 +33,12 @@ from runtime.plan import Semantics
 from runtime.plan.workload import text_of
 
 from . import kept
-from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, How, Made, at_size, evaluated, monomials
+from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, Made
+from .sizes import How, at_size, evaluated, of_any_size, polynomial
 
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 MOST_RECORDED = 2  # sequences; larger micro-batches follow
 LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
-LONGEST_MASK = 16_384  # tokens of a sequence whose masks are made in earnest for that
-STEP = 16
-FAR = 4099  # tokens that polynomials are held against: no multiple of anything
-ANY = 2**31 - 1
 
 
 class _Functions(TorchFunctionMode):
@@ -342,22 +338,6 @@ def _watched(config: str) -> Iterator[None]:
         logging.disable(before)
 
 
-def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
-    """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
-    if (
-        seq_len > LONGEST_RECORDED
-        and [*how.library_kernels] == about(config).get("library_kernels", [])
-        and (found := at_size(polynomials(config, how.attention), how, n_sequences, seq_len)) is not None
-    ):
-        return found
-    if n_sequences > MOST_RECORDED:
-        first, second, third = MOST_RECORDED, MOST_RECORDED + 1, MOST_RECORDED + 2  # a single one may be computed otherwise
-        with suppress(ValueError):
-            found = _polynomial(config, how, (first, second), (seq_len,), ((third, seq_len),))
-            return evaluated(found, n_sequences, seq_len)  # type: ignore[no-any-return]
-    return _recorded(config, how, n_sequences, seq_len)
-
-
 def window_of(config: dict[str, Any]) -> int | None:
     """Tokens below which no layer has a mask, if a configuration has windows that are used."""
     config = text_of(config)
@@ -366,46 +346,27 @@ def window_of(config: dict[str, Any]) -> int | None:
     return min(widths, default=None)
 
 
+def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
+    """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
+    recorded, found = partial(_recorded, config, how), None
+    if seq_len > LONGEST_RECORDED and [*how.library_kernels] == about(config).get("library_kernels", []):
+        found = at_size(polynomials(config, how.attention), how, n_sequences, seq_len)
+    if found is None and n_sequences > MOST_RECORDED:
+        with suppress(ValueError):
+            fewer = (MOST_RECORDED, MOST_RECORDED + 1)  # a single one may be computed otherwise
+            found = evaluated(polynomial(recorded, fewer, (seq_len,), [(MOST_RECORDED + 2, seq_len)]), n_sequences, seq_len)
+    return recorded(n_sequences, seq_len) if found is None else found
+
+
 @lru_cache(maxsize=64)
 def polynomials(config: str, attention: str) -> dict[str, Any]:
-    """Outlines of any size: one for sequences below the window of attention, one from there on, where layers have a window; none
-    where sizes are no polynomials. They are of all the library kernels that there are, and kept for other processes."""
-    whole, window, found = about(config), window_of(json.loads(config)), list[dict[str, Any]]()
-    how = How(attention, tuple(whole.get("library_kernels", ())))
-    regimes = [(1, ANY, STEP)] if window is None else [(1, window - 1, STEP), (window, ANY, window + STEP)]
-    for first, last, shortest in regimes if window is None or window <= LONGEST_MASK else regimes[:1]:
-        of = whole | {"attention": attention, "from": first, "to": last}
-        with suppress(ValueError):
-            found += [of | one for one in _of_lengths(config, how, shortest, min(last, first - 1 + FAR))]
+    """Outlines of any size, those that there are. They are of all the library kernels that layers could have, and kept for other
+    processes."""
+    whole = about(config)
+    recorded = partial(_recorded, config, How(attention, tuple(whole.get("library_kernels", ()))))
+    found = [whole | {"attention": attention} | of for of in of_any_size(recorded, window_of(json.loads(config)))]
     kept.write(config, attention, whole | {"outlines": found})
     return whole | {"outlines": found}
-
-
-def _of_lengths(config: str, how: How, shortest: int, far: int) -> list[dict[str, Any]]:
-    """For any number of sequences; of a single one apart, where that is computed otherwise. Held against another number, and
-    lengths near and far: linear attention loops over parts of 64 tokens, and is a polynomial up to there. ValueError where there is
-    none."""
-
-    def tree(numbers: tuple[int, ...], last: int) -> dict[str, Any]:
-        lengths = tuple(shortest + STEP * i for i in range(3))
-        return _polynomial(config, how, numbers, lengths, ((last, shortest + 3 * STEP), (last, far)))
-
-    try:
-        return [{"sequences": [1, ANY], "tree": tree((1, 2), 3)}]
-    except ValueError:
-        return [{"sequences": [1, 1], "tree": tree((1,), 1)}, {"sequences": [2, ANY], "tree": tree((2, 3), 4)}]
-
-
-@lru_cache(maxsize=64)
-def _polynomial(
-    config: str, how: How, numbers: tuple[int, ...], lengths: tuple[int, ...], others: tuple[tuple[int, int], ...]
-) -> dict[str, Any]:
-    """One tree for micro-batches of these numbers of sequences of these lengths, held against others. ValueError where there is
-    none."""
-    found: dict[str, Any] = fitted({(n, t): _recorded(config, how, n, t) for n in numbers for t in lengths})
-    if any(evaluated(found, *size) != _recorded(config, how, *size) for size in others):
-        raise ValueError("sizes are no polynomials")
-    return found
 
 
 @lru_cache(maxsize=256)
@@ -497,44 +458,3 @@ def _shared(calls: Sequence[LayerCall]) -> list[list[int]]:
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Elements and bytes of each, of those that lie in one place once."""
     return [[t.untyped_storage().nbytes() // t.element_size(), t.element_size()] for t in {_key(t): t for t in tensors}.values()]
-
-
-# -- polynomials --------------------------------------------------------------------------------------------------------
-
-
-def fitted(at: Mapping[tuple[int, int], Any]) -> Any:
-    """One tree of those for some sizes: where their numbers differ, a polynomial. ValueError where there is none."""
-    first, *others = at.values()
-    if isinstance(first, dict):
-        if any(other.keys() != first.keys() for other in others):
-            raise ValueError("sizes have other keys")
-        return {key: fitted({size: tree[key] for size, tree in at.items()}) for key in first}
-    if isinstance(first, list):
-        if any(len(other) != len(first) for other in others):
-            raise ValueError("sizes have other calls")
-        return [fitted({size: tree[i] for size, tree in at.items()}) for i in range(len(first))]
-    if all(other == first for other in others):
-        return first
-    if not all(type(each) is int for each in at.values()):
-        raise ValueError("sizes have other names")
-    rows = [monomials(*size) for size in at]
-    several, lengths = len({n for n, _ in at}) > 1, len({t for _, t in at}) > 1
-    used = [c for c in range(len(rows[0])) if (c < 3 or several) and (c % 3 == 0 or lengths)]  # of what does not vary, no power
-    found = dict(zip(used, _solved([[row[c] for c in used] for row in rows], list(at.values())), strict=True))
-    return {"p": [found.get(c, 0) for c in range(len(rows[0]))]}
-
-
-def _solved(rows: list[list[int]], values: list[int]) -> list[int]:
-    """Whole coefficients of a square system."""
-    table = [[*map(Fraction, row), Fraction(value)] for row, value in zip(rows, values, strict=True)]
-    for i in range(len(table)):
-        pivot = next(j for j in range(i, len(table)) if table[j][i])
-        table[i], table[pivot] = table[pivot], table[i]
-        table[i] = [x / table[i][i] for x in table[i]]
-        for j in range(len(table)):
-            if j != i and table[j][i]:
-                table[j] = [a - table[j][i] * b for a, b in zip(table[j], table[i], strict=True)]
-    found = [row[-1] for row in table]
-    if any(x.denominator != 1 for x in found):
-        raise ValueError("no whole coefficients")
-    return [int(x) for x in found]

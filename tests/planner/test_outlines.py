@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from planner.model import config, fused, kept, record, workload
 from planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
-from planner.model.outline import How, evaluated, monomials
+from planner.model.sizes import How, evaluated, fitted, monomials
 from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from runtime.errors import WorkloadError
@@ -92,7 +92,7 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
     with pytest.raises(ValueError, match="sizes have other"):
-        record.fitted({size: record._recorded(key, How("sdpa"), *size) for size in sizes})
+        fitted({size: record._recorded(key, How("sdpa"), *size) for size in sizes})
     for n_sequences, seq_len in ((5, 80), (1, 300), (2, 520)):
         assert record.outlines(key, How("sdpa"), n_sequences, seq_len) == record._recorded(key, How("sdpa"), n_sequences, seq_len)
 
@@ -132,11 +132,11 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
     coefficients = [3, -1, 2, 5, 0, 7]
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (16, 32, 48)]
     value = {size: sum(c * m for c, m in zip(coefficients, monomials(*size), strict=True)) for size in sizes}
-    tree = record.fitted({size: {"a": [value[size], "name"], "b": 7} for size in sizes})
+    tree = fitted({size: {"a": [value[size], "name"], "b": 7} for size in sizes})
     assert tree == {"a": [{"p": coefficients}, "name"], "b": 7}
     assert evaluated(tree, 9, 1000)["a"][0] == sum(c * m for c, m in zip(coefficients, monomials(9, 1000), strict=True))
     with pytest.raises(ValueError, match="no whole"):
-        record.fitted({(n, t): n * t // 3 for n, t in sizes})
+        fitted({(n, t): n * t // 3 for n, t in sizes})
 
 
 @pytest.mark.parametrize(
