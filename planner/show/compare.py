@@ -1,7 +1,7 @@
 """Machines ranked for one workload, each with a search, and a micro-batch, of its own."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -9,7 +9,7 @@ from hwprofiles.quantity import BASES
 from hwprofiles.schema import Profile
 from planner.model.kernels import with_kernels
 from planner.predict.rests_on import rests_on
-from planner.search.answer import Answer
+from planner.search.claim import Certificate, Predicted
 from planner.search.micro_batch import SIZES, sizes_of
 from planner.search.remedy import Request, TooLongError
 from planner.search.search import searched
@@ -26,17 +26,17 @@ from .words import advice
 class Speed:
     """The fastest plan found on a machine that the work fits."""
 
-    step_s: float
-    p10_step_s: float
-    p90_step_s: float
-    tokens_per_s: float
-    device_peak_bytes: int
-    host_peak_bytes: int  # of all ranks of a host
+    predicted: Predicted  # with the host memory of all ranks of a host
+    proof: Certificate
     micro_batch: int
-    gap_fraction: float
-    binding: str
     resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
     rests_on: dict[str, Any]  # of the device's seconds, as `RestsOn` has it
+
+    def to_json(self) -> dict[str, Any]:
+        predicted = {name: value for name, value in asdict(self.predicted).items() if name not in ("model_flop_per_s", "busy_s")}
+        proven = {"gap_fraction": self.proof.gap_fraction, "binding": self.proof.binding}
+        others = {"resident_step_s": self.resident_step_s, "rests_on": self.rests_on}
+        return {**predicted, "micro_batch": self.micro_batch, **proven, **others}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float | None:
-        return None if self.speed is None else self.speed.tokens_per_s
+        return None if self.speed is None else self.speed.predicted.tokens_per_s
 
     def per_million(self) -> tuple[float | None, float | None]:
         """USD of a million tokens, rented and bought; None where there is no plan or no price."""
@@ -78,7 +78,7 @@ class Candidate:
         return {
             "machine": self.machine,
             "fits": self.speed is not None,
-            **({} if self.speed is None else asdict(self.speed)),
+            **({} if self.speed is None else self.speed.to_json()),
             **({} if refusal is None else {**refusal.fields, "smallest_change": refusal.smallest_change}),
             "reason": refusal and refusal.reason,
             "smallest_host_bytes": self.smallest_host_bytes,
@@ -106,15 +106,15 @@ def _usd(usd: float | None, form: str = ".3g") -> str:
 
 COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
     "machine": lambda of, speed: of.machine,
-    "tokens/s": lambda of, speed: f"{speed.tokens_per_s:,.0f}",
-    "step": lambda of, speed: show_seconds(speed.step_s),
-    "P10 to P90": lambda of, speed: f"{show_seconds(speed.p10_step_s)} to {show_seconds(speed.p90_step_s)}",
+    "tokens/s": lambda of, speed: f"{speed.predicted.tokens_per_s:,.0f}",
+    "step": lambda of, speed: show_seconds(speed.predicted.step_s),
+    "P10 to P90": lambda of, speed: " to ".join(map(show_seconds, (speed.predicted.p10_step_s, speed.predicted.p90_step_s))),
     "rented: USD per M tokens": lambda of, speed: _usd(of.per_million()[0]),
     "bought: USD per M tokens": lambda of, speed: _usd(of.per_million()[1]),
     "of it RAM": lambda of, speed: _usd(of.hourly.ram_fraction, ".0%"),
     "least host memory": lambda of, speed: "-",
     "micro-batch": lambda of, speed: str(speed.micro_batch),
-    "bound by": lambda of, speed: speed.binding,
+    "bound by": lambda of, speed: speed.proof.binding,
     "measured on it": lambda of, speed: f"{speed.rests_on[BASES[0]]:.0%}",
 }
 
@@ -134,7 +134,7 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
     for c in candidates:
         if c.refusal is not None:
             yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
-        elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.step_s)) is not None:
+        elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
             yield f"{c.machine}: {advised}"
     yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
     yield from (f"{c.machine}: {c.hourly.note}" for c in candidates if c.hourly.note is not None)
@@ -156,7 +156,7 @@ def candidate(
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
     least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)
     try:
-        speed = _speed(*searched(model, of, profile, fixed, free), n_here)
+        answer, profile = searched(model, of, profile, fixed, free)
     except TooLongError as error:
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
         return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))
@@ -165,21 +165,8 @@ def candidate(
         reason = " and ".join(f"{place} memory is {show_bytes(n_bytes)} short" for place, n_bytes in short.items() if n_bytes)
         fields = {f"short_{place}_bytes": n_bytes for place, n_bytes in short.items()}
         return Candidate(profile.name, hour, None, Refusal("does not fit", reason, error.smallest_change, fields), least_bytes)
+    predicted, resident = answer.claim.prediction, answer.resident
+    predicted = replace(predicted, host_peak_bytes=predicted.host_peak_bytes * n_here)
+    provenance, resident_s = rests_on(answer.plan, profile)[0].to_json(), None if resident is None else resident.step_s
+    speed = Speed(predicted, answer.certificate, answer.plan.semantics.micro_batch, resident_s, provenance)
     return Candidate(profile.name, hour, speed, None, least_bytes)
-
-
-def _speed(answer: Answer, profile: Profile, n_here: int) -> Speed:
-    of, proof = answer.claim.prediction, answer.certificate
-    return Speed(
-        step_s=of.step_s,
-        p10_step_s=of.p10_step_s,
-        p90_step_s=of.p90_step_s,
-        tokens_per_s=of.tokens_per_s,
-        device_peak_bytes=of.device_peak_bytes,
-        host_peak_bytes=of.host_peak_bytes * n_here,
-        micro_batch=answer.plan.semantics.micro_batch,
-        gap_fraction=proof.gap_fraction,
-        binding=proof.binding,
-        resident_step_s=None if answer.resident is None else answer.resident.step_s,
-        rests_on=rests_on(answer.plan, profile)[0].to_json(),
-    )

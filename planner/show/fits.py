@@ -147,7 +147,7 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
     if searched:
         best = candidate(model, profile, semantics).speed
         assert best is not None, f"{model.name} fits {profile.name}"
-        return best.tokens_per_s, best.host_peak_bytes * profile.n_hosts // semantics.ranks
+        return best.predicted.tokens_per_s, best.predicted.host_peak_bytes * profile.n_hosts // semantics.ranks
     trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
     likely = [(of, policy) for of in trials[:N_ESTIMATED] for policy in Greedy(of.frames).policies()]
     if not likely:  # so tight that only the leanest fit
