@@ -19,7 +19,7 @@ from penstock.data.data import Report
 from planner.lower.lower import lower
 from planner.model import kept
 from planner.model.config import key_of, outlines
-from planner.model.record import window_of
+from planner.model.sizes import window_of
 from planner.model.workload import build_workload
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import PenstockError, WorkloadError

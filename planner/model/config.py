@@ -199,9 +199,9 @@ def _shipped_outlines(name: str) -> dict[str, Any]:
 
 def _recorder() -> Any:
     """Recording, which wakes torch."""
-    from . import record
+    from . import traced
 
-    return record
+    return traced
 
 
 def key_of(model: Model) -> str:

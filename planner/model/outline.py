@@ -1,6 +1,6 @@
 """Outlines of a model: what its own modules compute, call by call, with sizes as polynomials of sequences and their length.
 
-They are recorded once (`record.py`, with torch) and played on a `Tape` for every micro-batch, kernel, adapter and frozen weight,
+They are recorded once (`traced.py`, with torch) and played on a `Tape` for every micro-batch, kernel, adapter and frozen weight,
 without torch. Elements of 2 bytes are those of the compute dtype, whatever it is: outlines are recorded in bf16.
 """
 

@@ -1,18 +1,11 @@
-"""Recording of outlines: a model's own modules run on tensors without numbers, call by call.
+"""Recording of a module: its own forward is run on tensors without numbers, call by call.
 
 Of each call is noted what it reads, makes and uses of the weights, what autograd saves of it, and what else lies there meanwhile.
-Tensors are known by their storages, so a view is the tensor that it is a view of. Sizes are recorded for some micro-batches, and
-become polynomials (`sizes.py`); where there are none (loops over parts of a sequence), the size asked for is recorded itself.
+Tensors are known by their storages, so a view is the tensor that it is a view of.
 """
 
-import copy
-import json
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from functools import cache, lru_cache, partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,21 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.errors import PenstockError, WorkloadError
+from runtime.errors import WorkloadError
 from runtime.layers.kernels import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
-from runtime.layers.meta_models import meta_model
-from runtime.layers.split import Call as LayerCall
-from runtime.layers.split import Split
-from runtime.plan import Semantics
-from runtime.plan.workload import text_of
 
-from . import kept
 from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, Made
-from .sizes import How, at_size, evaluated, of_any_size, polynomial
 
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
-MOST_RECORDED = 2  # sequences; larger micro-batches follow
-LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
 
 
 class _Functions(TorchFunctionMode):
@@ -69,7 +53,7 @@ class _Functions(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):
     def __init__(self, module: nn.Module, hidden: torch.Tensor | None, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names = {_key(p): name for name, p in module.named_parameters()}
+        self.names = {storage_of(p): name for name, p in module.named_parameters()}
         self.made: list[Made] = []
         self.calls: list[Called] = []
         self.groups: list[Group] = []
@@ -80,7 +64,7 @@ class _Recorder(TorchDispatchMode):
         self.is_new = True  # a function has begun, and called nothing yet
         self.attention: list[int | None] | None = None  # heads, those of keys and values, and their width
         for t in [*([] if hidden is None else [hidden]), *given]:
-            if _key(t) not in self.names:
+            if storage_of(t) not in self.names:
                 self.number(t, ours=False)
 
     def number(self, t: torch.Tensor, ours: bool = True) -> int:
@@ -94,7 +78,7 @@ class _Recorder(TorchDispatchMode):
 
     def saved(self, t: torch.Tensor) -> torch.Tensor:
         """A hook: autograd saves a tensor."""
-        if (key := _key(t)) in self.names:
+        if (key := storage_of(t)) in self.names:
             self.needed.add(self.names[key])
         else:
             i = self.number(t)
@@ -137,8 +121,8 @@ class _Recorder(TorchDispatchMode):
         out = run()
         del self.calls[n_calls:], self.made[n_made:], self.refs[n_made:]
         self.ids = {key: i for key, i in self.ids.items() if i < n_made}
-        reads = [self.number(t) for t in operands if _key(t) not in self.names]
-        weights = [self.names[_key(t)] for t in operands if _key(t) in self.names]
+        reads = [self.number(t) for t in operands if storage_of(t) not in self.names]
+        weights = [self.names[storage_of(t)] for t in operands if storage_of(t) in self.names]
         makes = [self.number(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
         self.calls.append(Called(name, reads, weights, makes, before, [], [list(t.shape) for t in operands], [0, 0]))
         self.pending, self.is_new = [], False
@@ -150,23 +134,22 @@ class _Recorder(TorchDispatchMode):
             raise WorkloadError(
                 f"a layer draws random numbers ({func.overloadpacket.__name__}); set its dropout to 0 in config.json"
             )
-        before = {_key(t) for t in reads}
+        before = {storage_of(t) for t in reads}
         out = func(*args, **(kwargs or {}))
         makes = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        fresh = [t for t in makes if _key(t) not in before]
+        fresh = [t for t in makes if storage_of(t) not in before]
         if not fresh and not func._schema.is_mutable:
             return out
         name = func.overloadpacket.__name__
-        others = [t for t in reads if _key(t) not in self.names]
+        others = [t for t in reads if storage_of(t) not in self.names]
         moved = [0, 0]
         for t in _moving(name, reads, makes):
             wide = t.element_size() != RECORDED_ITEM_BYTES or not t.is_floating_point()
             moved[wide] += min(t.numel(), t.untyped_storage().nbytes() // t.element_size()) * (t.element_size() if wide else 1)
-        self.calls.append(Called(
-            name, [self.number(t) for t in others],
-            [self.names[_key(t)] for t in reads if _key(t) in self.names], [self.number(t) for t in fresh], self.pending, [],
-            [list(t.shape) for t in reads] if name in _SHAPED else [], moved,
-        ))  # fmt: skip
+        weights = [self.names[storage_of(t)] for t in reads if storage_of(t) in self.names]
+        shapes = [list(t.shape) for t in reads] if name in _SHAPED else []
+        known, made = [self.number(t) for t in others], [self.number(t) for t in fresh]
+        self.calls.append(Called(name, known, weights, made, self.pending, [], shapes, moved))
         self.pending, self.is_new = [], False
         self.calls[-1].held.extend(i for i, ref in enumerate(self.refs) if self.made[i].ours and not ref.expired())
         return out
@@ -182,7 +165,8 @@ class _Recorder(TorchDispatchMode):
             call.held[:] = [i for i in call.held if last[i] == n and i not in saved and i not in (*call.reads, *call.makes)]
 
 
-def _key(t: torch.Tensor) -> int:
+def storage_of(t: torch.Tensor) -> int:
+    """A tensor's storage, as long as that is kept."""
     return StorageWeakRef(t.untyped_storage()).cdata  # type: ignore[no-any-return]
 
 
@@ -251,10 +235,10 @@ def _parts(module: nn.Module, library_kernels: Sequence[str]) -> Iterator[Place]
     for name, part in module.named_modules():
         if (kind := _kind(part)) is not None:
             yield vars(part), "forward", part.forward, kind, name
-    yield from _functions(module, library_kernels).values()
+    yield from functions(module, library_kernels).values()
 
 
-def _functions(module: nn.Module, library_kernels: Sequence[str]) -> dict[tuple[int, str], Place]:
+def functions(module: nn.Module, library_kernels: Sequence[str]) -> dict[tuple[int, str], Place]:
     """The functions of a rotation, of attention and of these libraries that modules call by their names."""
     found = dict[tuple[int, str], Place]()
     libraries = [(name, kernel) for name, kernel in LIBRARY_KERNELS.items() if kernel in library_kernels]
@@ -277,184 +261,3 @@ def _instead(place: dict[str, Any], name: str, function: Callable[..., Any]) -> 
     finally:
         del place[name]
         place.update(before)
-
-
-# -- a whole model ------------------------------------------------------------------------------------------------------
-
-
-@cache
-def about(config: str) -> dict[str, list[str]]:
-    """What transformers lets a configuration (JSON) run with: attention, the better one first, and kernels of other packages that
-    its layers could compute with, sorted, if there are any."""
-    try:
-        attention, (split, _) = ["sdpa", "eager"], split_of(config, "sdpa")
-    except WorkloadError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        attention, (split, _) = ["eager"], split_of(config, "eager")
-    kinds = {place[3] for layer in split.layers for place in _functions(layer, [*LIBRARY_KERNELS.values()]).values()}
-    kernels = sorted(kinds & {*LIBRARY_KERNELS.values()})
-    return {"attention": attention, **({"library_kernels": kernels} if kernels else {})}
-
-
-@lru_cache(maxsize=8)
-def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
-    """A model of a configuration without numbers, and what its outlines say of it as a whole."""
-    semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
-    with _watched(config):
-        split = Split(meta_model(json.loads(config), semantics))
-        embedding: Any = split.model.get_submodule(split.embedding_name)
-        head = split.head
-        names = {"layers": split.layers_name, "norm": split.norm_name, "head": split.head_name, "embedding": split.embedding_name}
-        names |= {} if getattr(head, "bias", None) is None else {"bias": f"{split.head_name}.bias"}
-        about = {
-            "names": names,
-            "tied": f"{split.embedding_name}.weight" if head.weight is embedding.weight else None,
-            "vocab": head.weight.shape[0],
-            "logits": _of_logits(split, head.weight.shape[1]),
-        }
-        split.look()
-        split.make_buffers("cpu", of_layers=True)  # so that it is known that a run can
-        for layer in split.layers:
-            layer.to("meta")
-    return split, about
-
-
-@contextmanager
-def _watched(config: str) -> Iterator[None]:
-    """Until the context ends nothing is logged of a model that never computes, and what its code raises is a WorkloadError."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except PenstockError:
-        raise
-    except Exception as error:  # whatever it makes of tensors without numbers
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-        raise WorkloadError(f"{json.loads(config)['model_type']} models cannot be recorded by layers ({words})") from error
-    finally:
-        logging.disable(before)
-
-
-def window_of(config: dict[str, Any]) -> int | None:
-    """Tokens below which no layer has a mask, if a configuration has windows that are used."""
-    config = text_of(config)
-    found = [config.get(key) for key in ("sliding_window", "attention_chunk_size")]
-    widths = [width for width in found if isinstance(width, int) and config.get("use_sliding_window") is not False]
-    return min(widths, default=None)
-
-
-def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
-    """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
-    recorded, found = partial(_recorded, config, how), None
-    if seq_len > LONGEST_RECORDED and [*how.library_kernels] == about(config).get("library_kernels", []):
-        found = at_size(polynomials(config, how.attention), how, n_sequences, seq_len)
-    if found is None and n_sequences > MOST_RECORDED:
-        with suppress(ValueError):
-            fewer = (MOST_RECORDED, MOST_RECORDED + 1)  # a single one may be computed otherwise
-            found = evaluated(polynomial(recorded, fewer, (seq_len,), [(MOST_RECORDED + 2, seq_len)]), n_sequences, seq_len)
-    return recorded(n_sequences, seq_len) if found is None else found
-
-
-@lru_cache(maxsize=64)
-def polynomials(config: str, attention: str) -> dict[str, Any]:
-    """Outlines of any size, those that there are. They are of all the library kernels that layers could have, and kept for other
-    processes."""
-    whole = about(config)
-    recorded = partial(_recorded, config, How(attention, tuple(whole.get("library_kernels", ()))))
-    found = [whole | {"attention": attention} | of for of in of_any_size(recorded, window_of(json.loads(config)))]
-    kept.write(config, attention, whole | {"outlines": found})
-    return whole | {"outlines": found}
-
-
-@lru_cache(maxsize=256)
-def _recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
-    split, about = split_of(config, how.attention)
-    tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
-    with _watched(config), split.blank():
-        embedding = _of_embedding(split, tokens_BT)
-        first_BTD, calls = split.noted()  # or masks would be kept as long as the split is
-        hidden = first_BTD.detach().to("meta")
-        kinds: dict[object, int] = {}
-        trees, layers = list[dict[str, Any]](), list[int]()
-        for layer, call in zip(split.layers, calls, strict=True):
-            if (key := split.kind(layer, call)) not in kinds:
-                kinds[key] = len(trees)
-                trees.append(_of_layer(layer, call, hidden, seq_len, how))
-            layers.append(kinds[key])
-        norm = _of_norm(split, hidden)
-    beside = {} if split.carried is None else {"carried": hidden.shape[-1] - split.carried.width}
-    return about | beside | {
-        "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
-        "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
-    }  # fmt: skip
-
-
-def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
-    """The outline of what comes before the layers: of its calls those that a gradient goes back through.
-
-    `handed`: elements and bytes of each of what layers are given of it that learns, and of each gradient of that; `needed`: weights
-    that its backward uses. Where there are neither, no tensors are told."""
-    tree = record(split.model, lambda: _prologue(split, tokens_BT), None, [tokens_BT])
-    learns = set[int]()
-    for call in tree["calls"]:
-        if call[2] or learns & {*call[1]}:
-            learns |= {*call[3]}
-    calls = [call for call in tree["calls"] if learns & {*call[3]}]
-    sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    made = tree["made"] if sides or "needed" in tree else []
-    more = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
-    parameters = {name: list(p.shape) for name, p in split.outside.items()}
-    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": made} | more
-
-
-def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
-    split.around(None, input_ids=tokens_BT, use_cache=False)
-    return split.hidden_BTD
-
-
-def _of_layer(layer: nn.Module, call: LayerCall, hidden: torch.Tensor, seq_len: int, how: How) -> dict[str, Any]:
-    leaves = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in call.leaves)
-    meta, x = replace(call, leaves=leaves), hidden.detach().requires_grad_()
-    tree = record(
-        layer,
-        lambda: meta.run(layer, x),
-        x,
-        [t for t in (*leaves, *layer.buffers()) if isinstance(t, torch.Tensor)],
-        how.library_kernels,
-    )
-    if tree["attention"] is not None:
-        tree["attention"].append(call.window(seq_len))
-    return tree
-
-
-def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
-    x = hidden.detach().requires_grad_()
-    norm = copy.deepcopy(split.norm).to("meta")
-    return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
-
-
-def _of_logits(split: Split, width: int) -> list[int]:
-    """Calls of the head besides its product, and how many of the tensors made after that autograd saves."""
-    rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
-    tree = record(split.model, lambda: split.logits(None, rows), rows, [])
-    products = [n for n, call in enumerate(tree["calls"]) if call[0] in ("mm", "addmm")]
-    if len(products) != 1:
-        raise WorkloadError("the head is no single product")
-    after = tree["calls"][products[0] + 1 :]
-    makes = {i for call in after for i in call[3]}
-    besides = [call for call in tree["calls"] if any(tree["made"][i][3] for i in call[3])]  # what makes no floats is no logits'
-    return [len(besides) - 1, len(makes & {i for call in after for i in call[4]})]
-
-
-def _shared(calls: Sequence[LayerCall]) -> list[list[int]]:
-    """Elements and bytes of each of what layers are given besides their hidden states: tables and masks."""
-    leaves = (t for call in calls for t in call.leaves if isinstance(t, torch.Tensor))
-    return _sizes([t for t in leaves if t.dtype is not torch.int64 and not t.requires_grad])
-
-
-def _sizes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Elements and bytes of each, of those that lie in one place once."""
-    return [[t.untyped_storage().nbytes() // t.element_size(), t.element_size()] for t in {_key(t): t for t in tensors}.values()]

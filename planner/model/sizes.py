@@ -8,6 +8,8 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from runtime.plan.workload import text_of
+
 Recorded = Callable[[int, int], dict[str, Any]]  # the tree of so many sequences of such a length
 STEP = 16
 FAR = 4099  # tokens that polynomials are held against: no multiple of anything
@@ -42,6 +44,14 @@ def at_size(found: Mapping[str, Any], how: How, n_sequences: int, seq_len: int) 
 
 def monomials(n_sequences: int, seq_len: int) -> list[int]:
     return [b * t for b in (1, n_sequences) for t in (1, seq_len, seq_len**2)]
+
+
+def window_of(config: dict[str, Any]) -> int | None:
+    """Tokens below which no layer has a mask, if a configuration has windows that are used."""
+    config = text_of(config)
+    found = [config.get(key) for key in ("sliding_window", "attention_chunk_size")]
+    widths = [width for width in found if isinstance(width, int) and config.get("use_sliding_window") is not False]
+    return min(widths, default=None)
 
 
 def of_any_size(recorded: Recorded, window: int | None) -> Iterator[dict[str, Any]]:

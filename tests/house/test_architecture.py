@@ -73,7 +73,8 @@ HOME = {
     "torch": {
         *(f"runtime/{room}" for room in ("host", "layers", "compute", "machines")),
         *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
-        *("runtime/batch.py", "runtime/ranks.py", "penstock/own_loss.py", "hwprofiles/probe", "planner/model/record.py"),
+        *("runtime/batch.py", "runtime/ranks.py", "penstock/own_loss.py", "hwprofiles/probe"),
+        *(f"planner/model/{name}.py" for name in ("record", "traced")),
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
@@ -339,7 +340,7 @@ def test_the_page_of_the_interface_is_that_of_today() -> None:
 
 
 def test_planning_does_not_wake_torch() -> None:
-    files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name != "record.py"]
+    files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name not in ("record.py", "traced.py")]
     assert len(files) > 50
     code = (
         f"import importlib, sys\nfor name in {[_module(path) for path in files]}: importlib.import_module(name)\n"
