@@ -17,10 +17,7 @@ from runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
 folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: nothing is kept
-_ROOMS = (
-    *("planner/model", "planner/lower", "penstock/training", "runtime"),
-    *(f"runtime/{room}" for room in ("compute", "host", "layers", "machines", "plan")),
-)
+_ROOMS = ("planner/model", "planner/lower", "penstock/training", "runtime")
 OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 
@@ -55,5 +52,5 @@ def _file(config: str, asked: str) -> Path | None:
 def _versions() -> tuple[str, ...]:
     """Of torch and transformers, and the code that asks them, as a number."""
     root = Path(__file__).parents[2]
-    code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
+    code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).rglob("*.py"))]
     return version("torch"), version("transformers"), hashlib.blake2b(b"".join(code), digest_size=16).hexdigest()

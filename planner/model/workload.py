@@ -16,7 +16,7 @@ from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.objective import CROSS_ENTROPY, SCORE
 from runtime.plan.train import EXPERTS, TARGETS, Train
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, Part, mlp_of, play
@@ -26,7 +26,6 @@ __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_mode
 
 LOG_SOFTMAX_READS = 3
 TEACHER_COPIES = 12  # fp32 values of each id that a teacher says most of, in the divergence's backward; measured
-SMALL = (1, 16)  # a micro-batch of which it is asked what modules there are
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
@@ -54,7 +53,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) == "fused" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
-    if semantics.router_loss and not outlines(model, legal[0], *SMALL)["has_experts"]:
+    if semantics.router_loss and not _modules(model)["has_experts"]:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
     if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
         _fail(model, f"library_kernels: no layer of this model computes with {missing[0]}; leave it out")
@@ -83,16 +82,21 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= found.n_layers:
         _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
-    if missing and train.lora is not None and outlines(model, supported_attention(model)[0], *SMALL)["has_experts"]:
+    if missing and train.lora is not None and _modules(model)["has_experts"]:
         but = "where they have adapters" if missing[0] == EXPERTS else "but experts, whose adapters are called experts"
         _fail(model, f"nothing is called {missing[0]} {but}; leave it out")
     if missing or not trained:
         _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
 
 
+def _modules(model: Model) -> dict[str, Any]:
+    """Outlines of a small micro-batch, which say what modules there are."""
+    return outlines(model, supported_attention(model)[0], 1, 16)
+
+
 def fusible(model: Model) -> frozenset[str]:
     """Which of `norm`, `loss` and `pointwise` fused kernels compute as the model means them."""
-    tree = outlines(model, supported_attention(model)[0], *SMALL)
+    tree = _modules(model)
     kinds = {group[0] for kind in tree["kinds"] for group in kind["groups"]}
     can = {
         "norm": any(group[0] == "norm" for group in tree["norm"]["groups"]),
@@ -104,8 +108,7 @@ def fusible(model: Model) -> frozenset[str]:
 
 def can_tile_mlp(model: Model) -> bool:
     """Whether every layer's MLP runs by tiles: experts would see other shares of tokens."""
-    tree = outlines(model, supported_attention(model)[0], *SMALL)
-    return all(mlp_of(Outline.of(kind)) is not None for kind in tree["kinds"])
+    return all(mlp_of(Outline.of(kind)) is not None for kind in _modules(model)["kinds"])
 
 
 def attentions(model: Model, seq_len: int) -> list[Attention]:
@@ -196,17 +199,15 @@ class _Layout:
         moved_bytes, n_kernels = n_logits * (4 * self.item_bytes + 2 * FP32), 8
         beside_bytes = n_logits * (4 * self.item_bytes + FP32) + n_rows * (self.item_bytes + FP32 + INT64)
 
-        def more(of: Tier) -> Tier:
-            if of.saved is Saved.ALL:
-                return replace(of, transient_bytes=of.transient_bytes + beside_bytes, saved_bytes=kept_bytes)
-            again = of.pointwise_bytes + moved_bytes, of.n_kernels + n_kernels
-            return replace(of, transient_bytes=of.transient_bytes + beside_bytes, pointwise_bytes=again[0], n_kernels=again[1])
-
         kept_bytes = block.kept_bytes + n_logits * self.item_bytes
-        return replace(
-            block, kept_bytes=kept_bytes, transient_bytes=block.transient_bytes + beside_bytes, tiers=tuple(map(more, block.tiers)),
-            pointwise_bytes=block.pointwise_bytes + moved_bytes, n_kernels=block.n_kernels + n_kernels,
-        )  # fmt: skip
+
+        def more(of: Any, again: bool = True) -> Any:
+            of = replace(of, transient_bytes=of.transient_bytes + beside_bytes)
+            computed = {"pointwise_bytes": of.pointwise_bytes + moved_bytes, "n_kernels": of.n_kernels + n_kernels}
+            return replace(of, **computed) if again else of
+
+        tiers = (replace(more(t, False), saved_bytes=kept_bytes) if t.saved is Saved.ALL else more(t) for t in block.tiers)
+        return replace(more(block), kept_bytes=kept_bytes, tiers=tuple(tiers))  # type: ignore[no-any-return]
 
     def embedding(self) -> Block:
         """Rows of the table, one per token, and what is done to them; its backward makes a dense gradient of each table."""
