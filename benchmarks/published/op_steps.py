@@ -18,7 +18,7 @@ def rms_norm(tape: Tape, x: Tensor, width: int, kernel: Kernel) -> None:
     scale = tape.step([shifted], rows, item_bytes=FP32, saves_out=True)
     y = tape.step([x32, scale], n, item_bytes=FP32, saves=[x32, scale])
     y = y if y.item_bytes == tape.item_bytes else tape.step([y], n)
-    tape.step([y], n, saves=[y], n_weights=width)
+    tape.step([y], n, saves=[y], n_weights=width, n_trained=width)
 
 
 def rotation(tape: Tape, x: Tensor, table: Tensor, kernel: Kernel) -> None:
@@ -29,8 +29,8 @@ def rotation(tape: Tape, x: Tensor, table: Tensor, kernel: Kernel) -> None:
     n, half = x.n_elements, x.n_elements // 2
     half_bytes = half * x.item_bytes
     straight = tape.step([x, table], n)
-    negated = tape.step([x], half, moved_bytes=2 * half_bytes)
-    turned = tape.step([negated, x], n, moved_bytes=4 * half_bytes)
+    negated = tape.step([x], half, moved=2 * half_bytes)
+    turned = tape.step([negated, x], n, moved=4 * half_bytes)
     tape.step([straight, tape.step([turned, table], n)], n)
 
 

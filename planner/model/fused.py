@@ -22,18 +22,18 @@ def norm(tape: Tape, x: Tensor, width: int, trains: bool) -> Tensor:
     scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # the first: its gradient, in order
     return tape.step(
         [x], n, call=Call.NORM, saves=[x], beside=[Tensor(rows, FP32)], n_weights=width, n_trained=width * trains,
-        scratch_bytes=scratch_bytes,
+        scratch=scratch_bytes,
     )  # fmt: skip
 
 
 def rotation(tape: Tape, x: Tensor, table: Tensor) -> Tensor:
     """Rotary embedding of queries or keys, by cosines and sines (each a `table`)."""
-    return tape.step([x, table, table], x.n_elements, call=Call.FUSED, scratch_bytes=2 * x.n_bytes)
+    return tape.step([x, table, table], x.n_elements, call=Call.FUSED, scratch=2 * x.n_bytes)
 
 
 def gate(tape: Tape, opening: Tensor, up: Tensor) -> Tensor:
     """silu(opening) * up: the activation is not kept, and made again from what is."""
-    return tape.step([opening, up], up.n_elements, call=Call.FUSED, saves=[opening, up], scratch_bytes=2 * up.n_bytes)
+    return tape.step([opening, up], up.n_elements, call=Call.FUSED, saves=[opening, up], scratch=2 * up.n_bytes)
 
 
 def attention(tape: Tape, reads: Sequence[Tensor], shape: Sequence[int], kernel: AttentionKernel) -> Tensor:
@@ -46,9 +46,9 @@ def attention(tape: Tape, reads: Sequence[Tensor], shape: Sequence[int], kernel:
     n_sequences, n_heads, seq_len, _ = shape
     n_sums = -(-MOST_PROCESSORS // (n_sequences * n_heads)) if kernel == "deterministic" else 1
     return tape.step(
-        reads, prod(shape), call=Call.ATTENTION, saves=reads, saves_out=True, moved_bytes=0,
+        reads, prod(shape), call=Call.ATTENTION, saves=reads, saves_out=True, moved=0,
         beside=[Tensor(n_sequences * n_heads * seq_len, FP32)],
-        scratch_bytes=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes),
+        scratch=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes),
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def convolution(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[i
     """Convolution of each channel over its last few tokens, and an activation, as one kernel: it keeps its input."""
     x = reads[0]
     return tape.step(
-        [x], x.n_elements, call=Call.FUSED, saves=[x], n_weights=n_weights, n_trained=trained, scratch_bytes=FP32 * n_weights
+        [x], x.n_elements, call=Call.FUSED, saves=[x], n_weights=n_weights, n_trained=trained, scratch=FP32 * n_weights
     )
 
 
@@ -80,7 +80,7 @@ def delta_rule(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[in
     kept = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
     return tape.step(
         reads, prod(shapes[2]), call=Call.FUSED, saves=[reads[-1]], beside=[Tensor(*each, differentiable=False) for each in kept],
-        moved_bytes=moved * item + 2 * rows * FP32, scratch_bytes=(5 * k + 4 * v + 2 * h) * item, n_calls=11,
+        moved=moved * item + 2 * rows * FP32, scratch=(5 * k + 4 * v + 2 * h) * item, n_calls=11,
     )  # fmt: skip
 
 

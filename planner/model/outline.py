@@ -230,9 +230,9 @@ class _Player:
         kept = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
         out = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False)
         how: dict[str, Any] = {"saves": [self._at(i) for i in kept], "beside": [self._tensor(each) for each in made[1:]]}
-        how |= {"n_trained": self._elements(learns), "moved_bytes": 0, "scratch_bytes": 0}
+        how |= {"n_trained": self._elements(learns), "moved": 0, "scratch": 0}
         if call.name in _PRODUCTS and n in self.spelled:
-            how |= {"call": Call.ATTENTION, "scratch_bytes": None}
+            how |= {"call": Call.ATTENTION, "scratch": None}
         elif call.name in _PRODUCTS:
             how |= {"call": Call.PRODUCT if call.weights else Call.POINTWISE, "matmuls": _matmuls(call, frozen)}
         elif call.name == "_grouped_mm":
@@ -243,8 +243,8 @@ class _Player:
         else:
             n_weights, (n_moved, others_bytes) = self._elements(weights), call.moved
             n_moved = (n_moved - n_weights) * rows // all_rows + n_weights if rows < all_rows else n_moved
-            how |= {"moved_bytes": n_moved * self.tape.item_bytes + others_bytes * rows // all_rows}
-            how |= {"scratch_bytes": self._scratch_bytes(call.name, reads, out.n_elements * rows // all_rows)}
+            how |= {"moved": n_moved * self.tape.item_bytes + others_bytes * rows // all_rows}
+            how |= {"scratch": self._scratch_bytes(call.name, reads, out.n_elements * rows // all_rows)}
             how |= {"n_calls": _CALLS.get(call.name, 1)}
         step = self.tape.step(
             reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), differentiable=requires and out.floating,
@@ -262,8 +262,8 @@ class _Player:
             "matmuls": how["matmuls"] + down + up,
             "beside": [Tensor(n_rows * rank, item)], "saves": [x, *how["saves"]],
             # Experts of B put outermost; and the second product added to what the experts made
-            "moved_bytes": (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * item,
-            "scratch_bytes": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item,
+            "moved": (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * item,
+            "scratch": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item,
         }  # fmt: skip
 
     @staticmethod

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.plan.workload import Matmul, Saved, Tier
 
@@ -46,24 +46,41 @@ class Call(Enum):
 class Step:
     """One call: what it reads, saves for its backward and makes."""
 
-    reads: tuple[Tensor, ...]
-    saves: tuple[Tensor, ...]
-    made: tuple[Tensor, ...]  # the output, and what else comes with it
-    call: Call
-    matmuls: tuple[Matmul, ...]
-    n_trained: int  # elements of the weights it uses that are trained
-    scratch_bytes: int
-    moved_bytes: int
-    n_calls: int
-    held: tuple[Tensor, ...]  # what else lies there meanwhile, though neither read nor saved
+    reads: Sequence[Tensor]
+    out: Tensor
+    call: Call = Call.POINTWISE
+    saves: Sequence[Tensor] = ()  # for its backward, besides what it makes
+    saves_out: bool = False
+    beside: Sequence[Tensor] = ()  # what it makes besides the output, and saves
+    matmuls: Sequence[Matmul] = ()
+    n_weights: int = 0  # elements of the weights that it uses
+    n_trained: int = 0  # of these
+    moved: int | None = None  # bytes of its memory traffic, where that is not simply all it reads and writes
+    scratch: int | None = None  # bytes of its backward's temporaries, if not one the size of the largest tensor involved
+    n_calls: int = 1  # of the library
+    held: Sequence[Tensor] = ()  # what else lies there meanwhile, though neither read nor saved
 
     @property
-    def out(self) -> Tensor:
-        return self.made[0]
+    def made(self) -> tuple[Tensor, ...]:
+        return self.out, *self.beside
+
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        return *self.saves, *self.beside, *([self.out] if self.saves_out else ())
+
+    @property
+    def moved_bytes(self) -> int:
+        if self.moved is not None:
+            return self.moved
+        return sum(t.n_bytes for t in (*self.reads, self.out)) + self.n_weights * self.out.item_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        return max(t.n_bytes for t in (*self.reads, self.out)) if self.scratch is None else self.scratch
 
     @property
     def keeps(self) -> set[Tensor]:
-        return {t for t in self.saves if t.ours}
+        return {t for t in self.saved if t.ours}
 
     @property
     def uses(self) -> set[Tensor]:
@@ -122,40 +139,11 @@ class Tape:
     held: tuple[Tensor, ...] = ()  # what the module's own names keep alive from here on
 
     def step(
-        self,
-        reads: Sequence[Tensor],
-        n_elements: int,
-        *,
-        call: Call = Call.POINTWISE,
-        item_bytes: int | None = None,
-        differentiable: bool = True,
-        saves: Sequence[Tensor] = (),
-        saves_out: bool = False,
-        beside: Sequence[Tensor] = (),
-        matmuls: Sequence[Matmul] = (),
-        n_weights: int = 0,
-        n_trained: int | None = None,
-        moved_bytes: int | None = None,
-        scratch_bytes: int | None = None,
-        n_calls: int = 1,
+        self, reads: Sequence[Tensor], n_elements: int, item_bytes: int | None = None, differentiable: bool = True, **of: Any
     ) -> Tensor:
-        """Record one call and return its output, of `n_elements` in the compute dtype or of `item_bytes` each.
-
-        `saves` and `saves_out`: what autograd keeps of it; `beside`: what it makes besides the output; `n_weights`: elements of the
-        weights it uses, of which `n_trained` are trained, if not all; `moved_bytes`: its memory traffic, where that is not simply
-        all it reads and writes; `scratch_bytes`: temporaries of its backward, by default one the size of the largest tensor
-        involved; `n_calls`: of the library, where it takes more than one.
-        """
+        """Record a call, with the fields of a `Step`, and return its output, in the compute dtype unless `item_bytes` are given."""
         out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
-        if moved_bytes is None:
-            moved_bytes = sum(t.n_bytes for t in reads) + out.n_bytes + n_weights * self.item_bytes
-        if scratch_bytes is None:
-            scratch_bytes = max(t.n_bytes for t in (*reads, out))
-        kept = (*saves, *beside, *([out] if saves_out else ()))
-        self.steps.append(Step(
-            tuple(reads), kept, (out, *beside), call, tuple(matmuls), n_weights if n_trained is None else n_trained,
-            scratch_bytes, moved_bytes, n_calls, self.held,
-        ))  # fmt: skip
+        self.steps.append(Step(reads, out, held=self.held, **of))
         return out
 
     def linear(
@@ -165,15 +153,13 @@ class Tape:
         (`runtime/layers/adapters.py`), also in one call, which says where it puts what it makes."""
         if not rank:
             matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
-            return self.step(
-                [x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved_bytes=0, scratch_bytes=0
-            )
+            return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
         reads, narrow = [x], Tensor(m * rank, x.item_bytes)
         if dropout:
             reads.append(self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)]))
         return self.step(
-            reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow], n_trained=rank * (k + n), moved_bytes=0,
-            scratch_bytes=narrow.n_bytes, n_calls=3,
+            reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow], n_trained=rank * (k + n), moved=0,
+            scratch=narrow.n_bytes, n_calls=3,
             matmuls=[Matmul(m, k, n, frozen=True), Matmul(m, k, rank), Matmul(m, rank, n)],
         )  # fmt: skip
 
@@ -211,9 +197,9 @@ class Tape:
         """How many steps run until the last tensor is saved. Tiles need all that comes before them."""
         if self.tiles:
             return len(self.steps)
-        last = max(i for i, s in enumerate(self.steps) if s.saves)
+        last = max(i for i, s in enumerate(self.steps) if s.saved)
         step = self.steps[last]
-        return last + (not step.out.n_elements or any(t in step.made for t in step.saves))  # or changes what it reads
+        return last + (not step.out.n_elements or any(t in step.made for t in step.saved))  # or changes what it reads
 
     @property
     def tile_sum_bytes(self) -> int:
@@ -232,7 +218,7 @@ class Tape:
     def kept_bytes(self) -> int:
         """What autograd keeps from the forward until the backward, without weights, input and shared tensors. A tile of what tiles
         read is but a view: all of it is kept."""
-        saved = {t for _, part in self.tiles for s in part.steps for t in s.saves}
+        saved = {t for _, part in self.tiles for s in part.steps for t in s.saved}
         own = {t for s in self.steps for t in s.keeps} | {whole for whole, cut in self.cuts if cut in saved and whole.ours}
         return sum(t.n_bytes for t in own) + sum(count * part.kept_bytes for count, part in self.tiles)
 
@@ -266,7 +252,7 @@ class Tape:
 
         None of its own where only a sum comes after: then it is the output's, which lies in the boundary's slot.
         """
-        last = max((i for i, s in enumerate(self.steps) if s.saves), default=len(self.steps))
+        last = max((i for i, s in enumerate(self.steps) if s.saved), default=len(self.steps))
         return 0 if all(s.scratch_bytes == 0 for s in self.steps[last + 1 :]) else self.steps[last].out.n_bytes
 
     def backward_peak_bytes(self, saved: Saved = Saved.INPUT, early_stop: bool = False) -> int:
