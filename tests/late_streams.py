@@ -22,9 +22,14 @@ from .training import Remembers, machine_for, plan_of, poison, released_slots
 
 
 class LateStream:
-    def __init__(self) -> None:
+    def __init__(self, of: "LateStreams") -> None:
+        self.of, self.names = of, list[str]()
         self.todo: deque[Callable[[], None]] = deque()
-        self.names: list[str] = []
+
+    def wait_event(self, event: "LateEvent") -> None:
+        mark = event.mark
+        assert mark is not None, "an event that was never recorded orders nothing"
+        self.of.append(self, lambda: self.of.run_until(mark))
 
 
 class Mark:
@@ -35,8 +40,29 @@ class Mark:
 
 
 class LateEvent:
-    def __init__(self) -> None:
+    def __init__(self, of: "LateStreams") -> None:
+        self.of = of
         self.mark: Mark | None = None
+
+    def record(self, stream: LateStream) -> None:
+        mark = self.mark = Mark(stream)
+
+        def reach() -> None:
+            mark.reached_s = time.perf_counter()
+
+        self.of.append(stream, reach)
+
+    def synchronize(self) -> None:
+        self.of.n_waits += 1
+        with self.of.one_at_a_time:
+            if self.mark is not None:
+                self.of.run_until(self.mark)
+
+    def elapsed_time(self, last: "LateEvent") -> float:
+        assert self.mark is not None
+        assert last.mark is not None
+        assert last.mark.reached_s >= self.mark.reached_s, "a device need not tell a negative time"
+        return (last.mark.reached_s - self.mark.reached_s) * 1e3
 
 
 class LateStreams:
@@ -54,17 +80,15 @@ class LateStreams:
         self.streams: list[LateStream] = []
         self.n_waits = 0
         self.broken: BaseException | None = None
-        self._one_at_a_time = threading.RLock()
+        self.one_at_a_time = threading.RLock()
         self._current = threading.local()
 
     def stream(self) -> LateStream:
-        self.streams.append(LateStream())
+        self.streams.append(LateStream(self))
         return self.streams[-1]
 
-    def event(self) -> LateEvent:
-        return LateEvent()
-
-    timer = event
+    def event(self, is_timed: bool = False) -> LateEvent:
+        return LateEvent(self)
 
     @contextmanager
     def current(self, stream: LateStream) -> Iterator[None]:
@@ -80,37 +104,12 @@ class LateStreams:
             with torch.no_grad():
                 work()
 
-        self._append(stream, quietly)
-
-    def record(self, event: LateEvent, stream: LateStream) -> None:
-        mark = event.mark = Mark(stream)
-
-        def reach() -> None:
-            mark.reached_s = time.perf_counter()
-
-        self._append(stream, reach)
-
-    def order(self, stream: LateStream, event: LateEvent) -> None:
-        mark = event.mark
-        assert mark is not None, "an event that was never recorded orders nothing"
-        self._append(stream, lambda: self._run_until(mark))
-
-    def wait(self, event: LateEvent) -> None:
-        self.n_waits += 1
-        with self._one_at_a_time:
-            if event.mark is not None:
-                self._run_until(event.mark)
+        self.append(stream, quietly)
 
     def finish(self, stream: LateStream) -> None:
-        with self._one_at_a_time:
+        with self.one_at_a_time:
             while stream.todo:
                 self._run_next(stream)
-
-    def elapsed_s(self, first: LateEvent, last: LateEvent) -> float:
-        assert first.mark is not None
-        assert last.mark is not None
-        assert last.mark.reached_s >= first.mark.reached_s, "a device need not tell a negative time"
-        return last.mark.reached_s - first.mark.reached_s
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
@@ -121,15 +120,15 @@ class LateStreams:
     def peak_bytes(self) -> None:
         return None
 
-    def _append(self, stream: LateStream, work: Callable[[], None]) -> None:
-        with self._one_at_a_time:
+    def append(self, stream: LateStream, work: Callable[[], None]) -> None:
+        with self.one_at_a_time:
             stream.todo.append(work)
             while self.rng.random() < self.haste:
                 hasty = self.rng.randrange(len(self.streams))
                 if hasty != self.sleepy and self.streams[hasty].todo:
                     self._run_next(self.streams[hasty])
 
-    def _run_until(self, mark: Mark) -> None:
+    def run_until(self, mark: Mark) -> None:
         while mark.reached_s is None:
             self._run_next(mark.stream)
 

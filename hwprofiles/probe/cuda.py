@@ -17,7 +17,7 @@ import torch
 from runtime.errors import PlanError, ProfileError
 from runtime.host.slabs import host_slab, register_for_dma, unregister
 from runtime.machines.lanes import split_beside_gpu
-from runtime.machines.streams import CudaEvents
+from runtime.machines.streams import CudaStreams
 from runtime.plan import Lane
 from runtime.units import MiB, on_one_line
 
@@ -51,7 +51,7 @@ class CudaDevice(Device):
             raise ProfileError("no CUDA device is visible to torch; use --device cpu, or a shipped profile with --machine")
         if index >= (n_devices := torch.cuda.device_count()):
             raise ProfileError(f"there is no CUDA device {index}; torch sees {n_devices}, counted from 0")
-        self.host, self._device, self._events = CpuDevice(split_beside_gpu), torch.device("cuda", index), CudaEvents()
+        self.host, self._device = CpuDevice(split_beside_gpu), torch.device("cuda", index)
         try:
             with translated():
                 self._streams = {lane: torch.cuda.Stream(self._device) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
@@ -135,24 +135,24 @@ class CudaDevice(Device):
         between_threads()
         for _ in range(2):
             with translated():
-                done, passed = self._events.timer(), self._events.timer()
-                self._events.record(done, self._streams[Lane.GPU])
-                self._events.order(self._streams[Lane.H2D], done)
-                self._events.record(passed, self._streams[Lane.H2D])
-                self._events.wait(passed)
+                done, passed = CudaStreams.event(is_timed=True), CudaStreams.event(is_timed=True)
+                done.record(self._streams[Lane.GPU])
+                self._streams[Lane.H2D].wait_event(done)
+                passed.record(self._streams[Lane.H2D])
+                passed.synchronize()
 
     def run(self, ready: Ready, n: int) -> Run:
         lane = ready.work.lane
         if lane is Lane.CPU:
             return self.host.run(ready, n)
-        first, last = self._events.timer(), self._events.timer()
+        first, last = CudaStreams.event(is_timed=True), CudaStreams.event(is_timed=True)
         with self._issuing(lane):
-            self._events.record(first, self._streams[lane])
+            first.record(self._streams[lane])
             for _ in range(n):
                 ready.call()
-            self._events.record(last, self._streams[lane])
-            self._events.wait(last)
-            return Run(max(self._events.elapsed_s(first, last), 1e-9))
+            last.record(self._streams[lane])
+            last.synchronize()
+            return Run(max(first.elapsed_time(last) / 1e3, 1e-9))
 
     @contextmanager
     def beside(self, company: Sequence[Ready]) -> Iterator[None]:

@@ -93,10 +93,10 @@ class Lanes:
         if self.streams is None or lane not in self.streams_of:
             work()
             return None
-        stream, (begin, end) = self.streams_of[lane], (self.streams.timer(), self.streams.timer())
-        self.streams.record(begin, stream)
+        stream, (begin, end) = self.streams_of[lane], (self.streams.event(is_timed=True), self.streams.event(is_timed=True))
+        begin.record(stream)
         self.streams.issue(stream, name, work)
-        self.streams.record(end, stream)
+        end.record(stream)
         return begin, end
 
     def timed(self, records: Sequence[tuple[Span, Timers | None]]) -> list[Span]:
@@ -106,13 +106,13 @@ class Lanes:
         """
         if self.streams is None or not self.streams_of:
             return [span for span, _ in records]
-        elapsed_s, (later, at_s) = self.streams.elapsed_s, self._now(self.streams, next(iter(self.streams_of.values())))
+        later, at_s = self._now(self.streams, next(iter(self.streams_of.values())))
 
         def real(span: Span, timers: Timers | None) -> Span:
             if timers is None:
                 return span
-            start_s = at_s - elapsed_s(timers[0], later)
-            return replace(span, start_s=start_s, end_s=start_s + elapsed_s(*timers))
+            start_s = at_s - timers[0].elapsed_time(later) / 1e3  # torch counts in milliseconds
+            return replace(span, start_s=start_s, end_s=start_s + timers[0].elapsed_time(timers[1]) / 1e3)
 
         return [real(*record) for record in records]
 
@@ -120,9 +120,9 @@ class Lanes:
         """A timer that has been reached, and the host's clock then: one for all streams, so that these agree among themselves."""
         looks = []
         for _ in range(N_LOOKS):
-            timer, before_s = streams.timer(), time.perf_counter()
-            streams.record(timer, stream)
-            streams.wait(timer)
+            timer, before_s = streams.event(is_timed=True), time.perf_counter()
+            timer.record(stream)
+            timer.synchronize()
             looks.append((time.perf_counter() - before_s, before_s, timer))
         took_s, before_s, timer = min(looks, key=lambda look: look[0])
         return timer, before_s + took_s / 2
@@ -132,16 +132,15 @@ class Lanes:
         if self.streams is None or lane not in self.streams_of:
             return None
         event = self.streams.event()
-        self.streams.record(event, self.streams_of[lane])
+        event.record(self.streams_of[lane])
         return event
 
     def follow(self, lane: Lane, event: Event) -> None:
         """What the lane is given from now on is done after the event: its stream waits, or the calling thread."""
-        assert self.streams is not None, "lanes that do their own work mark nothing"
         if lane in self.streams_of:
-            self.streams.order(self.streams_of[lane], event)
+            self.streams_of[lane].wait_event(event)
         else:
-            self.streams.wait(event)
+            event.synchronize()
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
         self._compute.perform(work) if self._compute is not None and lane is Lane.GPU else work()

@@ -1,6 +1,6 @@
 """Streams of a CUDA device, which do what is issued to them in order and later, and events, which mark a place in a stream.
 
-Tests give lanes streams of their own, with the same methods, which are late on purpose.
+Tests give lanes streams and events of their own, with the same methods, which are late on purpose.
 """
 
 import os
@@ -18,41 +18,19 @@ from runtime.host.memory import Arenas
 from runtime.host.slabs import register_for_dma, unregister
 
 
-class CudaEvents:
-    """What orders the streams of a CUDA device, and tells how long their work took. A probe measures with the same."""
-
-    def event(self) -> Event:
-        """To order streams and to be waited for."""
-        return torch.cuda.Event(blocking=True)  # without it a waiting thread polls, on a core that the optimizer needs
-
-    def timer(self) -> Event:
-        """One that also knows when it was reached."""
-        return torch.cuda.Event(enable_timing=True, blocking=True)
-
-    def record(self, event: Event, stream: Stream) -> None:
-        """The event is reached once all that was issued to the stream so far is done. It forgets an earlier place."""
-        event.record(stream)
-
-    def order(self, stream: Stream, event: Event) -> None:
-        """What is issued to the stream from now on is done after the event was reached, as it is recorded now."""
-        stream.wait_event(event)
-
-    def wait(self, event: Event) -> None:
-        event.synchronize()
-
-    def elapsed_s(self, first: Event, last: Event) -> float:
-        """Seconds between two timers that have been reached."""
-        return float(first.elapsed_time(last)) / 1e3  # torch counts in milliseconds
-
-
-class CudaStreams(CudaEvents):
-    """One CUDA device's streams. All but `wait`, `finish` and `elapsed_s` return at once."""
+class CudaStreams:
+    """One CUDA device's streams. All but `finish` return at once."""
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         torch.cuda.init()  # else there is no generator to be seeded
         self.name: str | None = torch.cuda.get_device_name(self.device)  # as the device's maker calls it
+
+    @staticmethod
+    def event(is_timed: bool = False) -> Event:
+        """To order streams and to be waited for; a timed one also knows when it was reached."""
+        return torch.cuda.Event(enable_timing=is_timed, blocking=True)  # else a waiting thread polls, on the optimizer's core
 
     def stream(self) -> Stream:
         """Made once, with the machine: a pool of memory stays with each."""
