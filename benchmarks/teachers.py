@@ -92,9 +92,9 @@ def differences(name: str, dtype: str, is_rounded: bool = True) -> Iterator[floa
     workload, weights = build_workload(Model(SMALL), semantics), dict(model.named_parameters())
     templates = Templates(SMALL, workload, semantics)
     head = {p.name: weights[p.name].detach() for p in workload.blocks[-1].parameters}
-    matrix = weights[templates.head_weight]
+    matrix = weights[templates.head.weight]
     n_losses, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros(matrix.shape)
-    ours, of_hidden, _ = templates.loss(head, hidden[0].detach(), targets, n_losses, total, extras)
+    ours, of_hidden, _ = templates.head.loss(head, hidden[0].detach(), targets, n_losses, total, extras)
     yield abs(float(ours) / n_losses / float(loss) - 1)
     for our, their in ((of_hidden, hidden[0].grad), (total, matrix.grad)):
         assert their is not None

@@ -37,7 +37,7 @@ def each_pass(
     of_pass, found = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
 
     def note(last: LastHidden) -> None:
-        of_sequences = last.templates.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT, last.extras)
+        of_sequences = last.templates.head.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT, last.extras)
         found.append(tuple(of.cpu() for of in of_sequences))
 
     for number in range(n_passes):

@@ -138,7 +138,11 @@ def evaluate(
         return found
 
     machine.forward(
-        plan, batch, lambda of: losses.append(of.templates.scores(of.weights, of.hidden_BTD, of.targets_BT)), n_passes, stop
+        plan,
+        batch,
+        lambda of: losses.append(of.templates.head.summed_losses(of.weights, of.hidden_BTD, of.targets_BT)),
+        n_passes,
+        stop,
     )
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
@@ -151,7 +155,7 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     """The mean of a loss that is not of tokens. A pair is right where the chosen answer gains more on the reference
     than the other, or, without a reference, has the larger mean log-probability; where both have the same it is half right."""
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
-    loss, objective = machine.compute.templates.loss_function, machine.plan.semantics.objective
+    loss, objective = machine.compute.templates.head.function, machine.plan.semantics.objective
     assert loss is not None
     values = loss.values(sums.flatten(0, 1), n_tokens.flatten(), extras)
     found = {"eval_loss": values.mean().item(), f"eval_{objective.of}": len(values)}
@@ -210,7 +214,7 @@ def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop |
         first = last.micro_batch * semantics.micro_batch
         ends = [len(sequence) - 1 for sequence in sequences[first : first + semantics.micro_batch]]
         rows_SD = torch.stack([last.hidden_BTD[b, end] for b, end in enumerate(ends)])
-        found.append(last.templates.logits(last.weights, rows_SD))
+        found.append(last.templates.head.logits(last.weights, rows_SD))
 
     machine.forward(plan, lambda step: batch, note, 1, stop)
     return torch.cat([logits.cpu() for logits in found])

@@ -207,12 +207,12 @@ class Compute:
         self._begin(step)
         hidden_BTD, losses, batch = self._at(op, op["x"]), self.losses[step], self.inputs.of(op.micro_batch)
         running, begins = self._running(op)
-        name = self.templates.head_weight
+        name = self.templates.head.weight
         head = running.get(name)
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
         own = head if head is None or begins else torch.zeros_like(head)
         of = self._weights(op), hidden_BTD, batch.targets, losses.n_losses, own
-        loss_sum, hidden_gradient, found = self.templates.loss(*of, batch.extras)
+        loss_sum, hidden_gradient, found = self.templates.head.loss(*of, batch.extras)
         if (balance := self.templates.balance) is not None:
             loss_sum += balance.close(op.micro_batch) * losses.n_losses
         losses.total.add_(loss_sum)

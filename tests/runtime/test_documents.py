@@ -146,7 +146,7 @@ def logits_of(machine, batch: Batch) -> torch.Tensor:
     found = []
 
     def note(last):
-        found.append(last.templates.logits(last.weights, last.hidden_BTD.flatten(0, 1)))
+        found.append(last.templates.head.logits(last.weights, last.hidden_BTD.flatten(0, 1)))
 
     execute(plan, machine.forwards(plan, lambda step: batch, note), 1)
     return torch.stack(found)

@@ -113,11 +113,11 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
     hidden, targets, reference = batch_of_pairs(semantics.seq_len)
     reference -= 50 * (of.name == "kto")  # above which the others' answers are, too
     reference /= 10 if of.per is not of.of or of.name == "dapo" else 1  # of a token
-    n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head_weight])
+    n, total = semantics.n_losses(int((targets != -100).sum())), torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference} | teacher_of(of)
-    loss, gradient, _ = templates.loss(weights, hidden, targets, n, total, extras)
-    leaf, head = hidden.clone().requires_grad_(), weights[templates.head_weight].clone().requires_grad_()
-    expected = obvious(of, F.linear(templates._normed(weights, leaf), head).double(), targets, reference)
+    loss, gradient, _ = templates.head.loss(weights, hidden, targets, n, total, extras)
+    leaf, head = hidden.clone().requires_grad_(), weights[templates.head.weight].clone().requires_grad_()
+    expected = obvious(of, F.linear(templates.head._normed(weights, leaf), head).double(), targets, reference)
     by_hidden, by_head = torch.autograd.grad(expected / n, [leaf, head])
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
     for found, wanted in ((gradient, by_hidden), (total, by_head)):
@@ -132,11 +132,11 @@ def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
     semantics = replace(semantics_of("llama", **sizes), objective=parse_objective(name))
     templates, weights, booked = head_of(semantics, vocab_size=4096)
     hidden, targets, reference = batch_of_pairs(64)
-    total = torch.zeros_like(weights[templates.head_weight])
+    total = torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference, "old": reference}
     if (k := semantics.objective.n_top) is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * 64, 4096), k, 1.0).view(4, 64, -1)
-    work = lambda: templates.loss(weights, hidden, targets, 4, total, extras)  # noqa: E731
+    work = lambda: templates.head.loss(weights, hidden, targets, 4, total, extras)  # noqa: E731
     work()
     assert peak_bytes(work) <= booked <= 1.5 * peak_bytes(work)
 
@@ -185,8 +185,8 @@ def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     _, weights, _ = head_of(replace(semantics, objective=Objective()))
     hidden, targets, _ = batch_of_pairs(16)
     extras = {"weight": torch.rand(4), "advantage": torch.rand(4, 16)}
-    loss, _, _ = templates.loss(weights, hidden, targets.clone(), 1, None, extras)
-    logits = F.linear(templates._normed(weights, hidden), weights[templates.head_weight])
+    loss, _, _ = templates.head.loss(weights, hidden, targets.clone(), 1, None, extras)
+    logits = F.linear(templates.head._normed(weights, hidden), weights[templates.head.weight])
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
     torch.testing.assert_close(loss.float(), (each * extras["weight"][:, None] * extras["advantage"]).sum())
 
@@ -229,7 +229,7 @@ def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
     head = {p.name: held[p.name].detach() for p in templates.workload.blocks[-1].parameters}
     total, n, extras = torch.zeros(head["score.weight"].shape), semantics.n_losses(9), {"last": ends, "label": labels.float()}
     given = hidden[0].detach(), torch.where(ids > 0, ids, -100), n, total, extras
-    ours, of_hidden, of_norm = templates.loss(head, *given)
+    ours, of_hidden, of_norm = templates.head.loss(head, *given)
     assert abs(float(ours) / n / float(loss.detach()) - 1) < (1e-6 if dtype == "fp32" else 5e-3)
     for found, wanted in (
         (of_hidden, hidden[0].grad),

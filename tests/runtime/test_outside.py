@@ -129,7 +129,7 @@ def test_a_tile_of_the_loss_only_rounds():
         hidden = torch.randn(1, 16, 32, generator=generator)
         targets = torch.randint(0, 96, (1, 16), generator=generator)
         total = torch.zeros(96, 32)
-        loss, d_hidden, _ = templates.loss(weights, hidden, targets, 16, total)
+        loss, d_hidden, _ = templates.head.loss(weights, hidden, targets, 16, total)
         results.append((float(loss), d_hidden, total))
         normed = F.rms_norm(hidden, (32,), weights["model.norm.weight"], 1e-6)
         expected = F.cross_entropy(F.linear(normed, weights["lm_head.weight"])[0], targets[0])

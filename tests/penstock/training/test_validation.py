@@ -207,7 +207,7 @@ def test_a_forward_needs_no_more_of_the_device_than_a_step(model_type):
     batch, found = sequences(config["vocab_size"], 2, 96), []
 
     def score(last):
-        found.append(last.templates.scores(last.weights, last.hidden_BTD, last.targets_BT))
+        found.append(last.templates.head.summed_losses(last.weights, last.hidden_BTD, last.targets_BT))
 
     def work():
         forward = machine.forwards(plan, lambda step: batch, score)

@@ -1,0 +1,251 @@
+"""The head of a model: the norm after its layers, its output matrix, and the loss, a tile of logits at a time."""
+
+# B sequences, T tokens, N = B * T or a tile of it, D width, V vocabulary, C labels
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from runtime.batch import UNSUPERVISED
+from runtime.layers.kernels import use_fused_norm
+from runtime.layers.split import Split
+from runtime.layers.views import Weights
+from runtime.plan import Semantics
+from runtime.plan.objective import LAST, Of
+
+from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients, top_and_rest
+
+Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # of the head's weights and rows: the sum, and what is differentiated
+Gradients = tuple[Tensor, Tensor, Weights]  # the sum; the gradients of rows, and of what is trained of the head
+
+
+class OutputHead:
+    """What comes after a model's layers, without weights of its own. Weights are by their names in the model."""
+
+    def __init__(self, split: Split, semantics: Semantics, trained: Collection[str], function: LossFunction | None = None) -> None:
+        """`trained`: the names of what is; `function`: a program's own loss, where the objective is that."""
+        self.objective, self.function = semantics.objective, function or known_loss(semantics.objective)
+        self._split, self._trained = split, trained
+        self._is_fused, self._n_rows = semantics.loss == "fused", semantics.loss_tile_tokens
+        self.weight, self._prefix = f"{split.head_name}.weight", f"{split.norm_name}."
+        self._names = [f"{split.head_name}.{name}" for name in ("weight", "bias") if getattr(split.head, name, None) is not None]
+        if semantics.norm == "fused":
+            use_fused_norm(split.norm)
+
+    # -- with gradients ---------------------------------------------------------------------------------------------
+
+    def loss(
+        self,
+        weights: Weights,
+        hidden_BTD: Tensor,
+        targets_BT: Tensor,
+        n_losses: int,
+        head_gradient_VD: Tensor | None,
+        extras: Extras = MappingProxyType({}),
+    ) -> Gradients:
+        """Forward and backward of the head: at most one tile of logits exists.
+
+        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the loss,
+        summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters,
+        of the mean of `n_losses`. `extras`: what the batch brings for each sequence or token, by name.
+        """
+        own = within(self._prefix, weights)
+        norm_weights = {n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in own.items()}
+        hidden_BTD = hidden_BTD.detach().requires_grad_()
+        with torch.enable_grad():
+            normed_BTD = functional_call(self._split.norm, norm_weights, (self._split.last(hidden_BTD),), strict=True)
+        normed_ND, head = normed_BTD.detach().reshape(-1, normed_BTD.shape[-1]), self._head(weights)
+        sums = {} if head_gradient_VD is None else {self.weight: head_gradient_VD}
+        by = self._by_scores if self.objective.n_labels is not None else self._by_tiles
+        loss_sum, gradient_ND = by(head, normed_ND, targets_BT, n_losses, sums, extras)
+        sums.pop(self.weight, None)
+        names = [name for name, weight in norm_weights.items() if weight.requires_grad]
+        inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
+        towards_BTD, *of_norm = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
+        return loss_sum, towards_BTD, sums | {self._prefix + name: g for name, g in zip(names, of_norm, strict=True)}
+
+    def _by_scores(
+        self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, summed, of sequences' scores, and the gradient of the normed rows; that of the head is added to `sums`."""
+
+        def of_scores(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+            assert self.function is not None
+            total = self.function.values(self._scores(head, rows_ND, extras), n_supervised(targets_BT), extras).sum()
+            return total, total / n_losses
+
+        loss, gradient_ND, of_head = _differentiated(of_scores, head, normed_ND, sums)
+        for name, gradient in of_head.items():
+            sums[name] += gradient
+        return loss, gradient_ND
+
+    def _by_tiles(
+        self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
+    ) -> tuple[Tensor, Tensor]:
+        """The same of rows, and of sequences' sums over them. A bias that is trained has a sum here."""
+        loss_sum, of_rows = self._of_sequences(head, normed_ND, targets_BT, n_losses, extras)
+        others = [name for name in self._names if name != self.weight and name in self._trained]
+        sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
+        gradient_ND = torch.empty_like(normed_ND)
+        for rows_ND, out_ND, targets_N, *more in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *of_rows.values()):
+            of_tile = dict(zip(of_rows, more, strict=True))
+            loss, out_ND[:], of_head = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), of_tile)
+            for name in sums:
+                sums[name] += of_head[name]
+            del of_head  # or two tiles' would be alive at a time
+            if not self.objective.has_first_pass:
+                loss_sum += loss
+        return loss_sum, gradient_ND
+
+    def _of_sequences(
+        self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, extras: Extras
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is known before the tiles that have a backward: the loss that is a function of whole sequences, and by name what
+        each row of a tile gets besides its target."""
+        n_tokens = targets_BT.shape[1]
+        if not self.objective.has_first_pass:
+            own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
+            if self.objective.per is Of.SEQUENCES:
+                own["n_tokens"] = n_supervised(targets_BT)[:, None].clamp(min=1)
+            none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
+            return none, {name: of.expand(-1, n_tokens, *of.shape[2:]).flatten(0, 1) for name, of in own.items()}
+        assert self.function is not None
+        total, slopes_B = self.function.of_sequences(*self._summed(head, normed_ND, targets_BT), extras)
+        return total, {"slope": (slopes_B / n_losses).float()[:, None].expand(-1, n_tokens).reshape(-1)}
+
+    def _tile(
+        self,
+        head: Weights,
+        normed_ND: Tensor,
+        targets_N: Tensor,
+        n_losses: int,
+        trained: Collection[str],
+        of_rows: Mapping[str, Tensor],
+    ) -> Gradients:
+        """Summed loss of a tile; gradients of what it adds to the step's mean: of its rows, and of what is trained. Where sequences
+        were summed before, each row's log-probability has a slope, and what is summed here means nothing."""
+        slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
+        if self._is_fused:  # with few passes over logits
+            with torch.no_grad():
+                supervised_N = targets_N != UNSUPERVISED
+                each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
+                logits_NV = nn.functional.linear(normed_ND, head[self.weight])
+                losses_N, gradient_NV = row_losses_and_gradients(logits_NV, targets_N, each_N)
+                of_head = {self.weight: gradient_NV.t() @ normed_ND} if trained else {}
+                return losses_N.sum(), gradient_NV @ head[self.weight], of_head
+
+        def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
+            if slope_N is not None:
+                loss = self._row_losses(head, rows_ND, targets_N).mul(-slope_N).sum()
+                return loss, loss
+            if self.function is None:
+                loss = self._summed_loss(head, rows_ND, targets_N)
+            else:
+                loss = self.function.of_tile(self._logits(head, rows_ND), targets_N, of_rows)
+            return loss, loss / n_losses
+
+        return _differentiated(of_tile, head, normed_ND, trained)
+
+    # -- without ----------------------------------------------------------------------------------------------------
+
+    def summed_losses(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+        """The summed cross entropy (fp64, on the device), whatever the loss of tokens; to the bit as `loss` has it where it is
+        that, also a tile of logits at a time."""
+        head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
+        for rows_ND, targets_N in self._tiles(normed_ND, targets_BT.reshape(-1)):
+            loss_sum += self._summed_loss(head, rows_ND, targets_N)
+        return loss_sum
+
+    def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+        """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are; for a
+        loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
+        teacher's row for each position; for one with a head of its own the scores."""
+        head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
+        if self.objective.n_labels is not None:
+            return self._scores(head, normed_ND, extras), n_supervised(targets_BT)
+        if (k := self.objective.n_top) is not None:
+            temperature = self.objective.numbers["temperature"]
+            rows = [top_and_rest(self._logits(head, rows_ND), k, temperature) for (rows_ND,) in self._tiles(normed_ND)]
+            return torch.cat(rows).view(*targets_BT.shape, -1), n_supervised(targets_BT)
+        if self.objective.has_token_reference:
+            return self._each(head, normed_ND, targets_BT), n_supervised(targets_BT)
+        return self._summed(head, normed_ND, targets_BT)
+
+    def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
+        """Of some rows, (N, V) fp32."""
+        return self._logits(self._head(weights), self._normed(weights, hidden_ND))
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _head(self, weights: Weights) -> Weights:
+        """The output matrix, and a bias if it has one."""
+        return {name: weights[name] for name in self._names}
+
+    def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
+        own = within(self._prefix, weights)
+        return functional_call(self._split.norm, own, (self._split.last(hidden),), strict=True)  # type: ignore[no-any-return]
+
+    def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*(of.split(self._n_rows) for of in of_rows), strict=True)
+
+    def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
+        return self._split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
+
+    def _scores(self, head: Weights, normed_ND: Tensor, extras: Extras) -> Tensor:
+        """Of each sequence, (B,) fp64, or of several labels (B, C): of its last token, or the mean over its tokens."""
+        last_B = extras[LAST].long()
+        normed_BTD = normed_ND.view(len(last_B), -1, normed_ND.shape[1])
+        if self.objective.numbers["mean"]:
+            is_there_BT = torch.arange(normed_BTD.shape[1], device=last_B.device) <= last_B[:, None]
+            pooled_BD = ((normed_BTD * is_there_BT[..., None]).float().sum(dim=1) / (last_B[:, None] + 1)).to(normed_BTD.dtype)
+        else:
+            pooled_BD = normed_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+        scores_BC = nn.functional.linear(pooled_BD, head[self.weight]).double()
+        return scores_BC.squeeze(1) if self.objective.n_labels == 1 else scores_BC
+
+    def _summed_loss(self, head: Weights, normed_ND: Tensor, targets_N: Tensor) -> Tensor:
+        if self._is_fused:
+            return self._row_losses(head, normed_ND, targets_N).sum()
+        logits_NV = self._logits(head, normed_ND)
+        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
+
+    def _row_losses(self, head: Weights, normed_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """The cross entropy of each row, 0 where it is not supervised; fp32."""
+        if self._is_fused:
+            return row_losses(nn.functional.linear(normed_ND, head[self.weight]), targets_N)[0]
+        logits_NV = self._logits(head, normed_ND)
+        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="none")
+
+    def _each(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> Tensor:
+        """The log-probability of each target (B, T) fp32, 0 where it is not supervised."""
+        losses_N = torch.empty(len(normed_ND), device=normed_ND.device)
+        with torch.no_grad():
+            for rows_ND, targets_N, out_N in self._tiles(normed_ND, targets_BT.reshape(-1), losses_N):
+                out_N.copy_(self._row_losses(head, rows_ND, targets_N))
+        return -losses_N.view_as(targets_BT)
+
+    def _summed(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each sequence the log-probability of its targets (B,) fp64, summed over tokens, and how many these are."""
+        return self._each(head, normed_ND, targets_BT).sum(dim=1, dtype=torch.float64), n_supervised(targets_BT)
+
+
+def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collection[str]) -> Gradients:
+    """A function of head and rows, with the gradients of rows and of what is trained."""
+    head, normed_ND = {n: w.detach().requires_grad_(n in trained) for n, w in head.items()}, normed_ND.detach().requires_grad_()
+    with torch.enable_grad():
+        loss, share = of(head, normed_ND)
+        gradient_ND, *found = torch.autograd.grad(share, [normed_ND, *(head[name] for name in trained)])
+    return loss.detach(), gradient_ND, dict(zip(trained, found, strict=True))
+
+
+def n_supervised(targets_BT: Tensor) -> Tensor:
+    """Of each sequence, the tokens that are to be predicted (B,)."""
+    return (targets_BT != UNSUPERVISED).sum(dim=1)
+
+
+def within(prefix: str, weights: Weights) -> Weights:
+    """Those of a part of the model, by the names that it gives them."""
+    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
