@@ -194,7 +194,7 @@ def layers_of(
     blocks = build_workload(Model(config), how).blocks[1:-1]
     for block, layer in zip(blocks, model.model.layers, strict=True):  # type: ignore[union-attr]
         if how.train.lora is not None:
-            adapt(layer, f"{block.name}.", {p.name: p.shape for p in block.trained}, how.train.lora)
+            adapt(layer, f"{block.name}.", [p.name for p in block.trained], how.train.lora)
         use_kernels(layer, how)
         trained = {p.name for p in block.trained}
         for name, p in layer.named_parameters():

@@ -27,7 +27,6 @@ from runtime.layers.split import Call, Split
 from runtime.layers.tiles import TiledMlp
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
-from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
 from .balance import Balance
@@ -56,12 +55,13 @@ class Templates:
         self.split = Split(meta_model(config, semantics))
         self.split.look()
         self.model, self.layers = self.split.model, self.split.layers
-        self._refuse_surprises()
         self.head = OutputHead(self.split, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
-        pointwise = fastest(self.device, DTYPE[semantics.compute_dtype])
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora)
+        self._refuse_surprises()
+        pointwise = fastest(self.device, DTYPE[semantics.compute_dtype])
+        for layer in self.layers:
             use_kernels(layer, semantics, pointwise)
         n_micro_batches = semantics.n_micro_batches * semantics.ranks
         self.balance = Balance(self.model, self.layers, semantics.router_loss, n_micro_batches) if semantics.router_loss else None
@@ -75,8 +75,7 @@ class Templates:
 
     def _refuse_surprises(self) -> None:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        owned = (p for b in self.workload.blocks for p in b.parameters if p.tied_to is None)
-        planned = {p.name: p.shape for p in owned if not is_adapter(p.name)}
+        planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
         if odd := sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)):
             raise WorkloadError(
                 f"the installed transformers builds other parameters than the plan counted (first: {odd[0]}); make the plan again"
@@ -91,9 +90,7 @@ class Templates:
 
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
         """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
-        prefix = f"{self.split.body_name}."
-        short = {name.removeprefix(prefix): w for name, w in weights.items()}
-        self.split.around(short, input_ids=tokens_BT, use_cache=False)
+        self.split.around(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
         return self.split.noted()
 
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -109,9 +106,12 @@ class Templates:
             raise WorkloadError(f"{why}; choose another packing")
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
-        prefix = f"{self.split.body_name}."
-        short = {name.removeprefix(prefix): w for name, w in weights.items()}
-        return embed_packed(self.split, short, packed.input_ids, packed.positions_BT, plain, packed.document_tokens)
+        how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
+        return embed_packed(self.split, self._of_body(weights), *how)
+
+    def _of_body(self, weights: Weights) -> Weights:
+        """Weights before the layers, by their names in the body."""
+        return {name.removeprefix(f"{self.split.body_name}."): weight for name, weight in weights.items()}
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
         """The output (B, T, D) of decoder layer number `block` (1 is the first).

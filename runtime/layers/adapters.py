@@ -6,6 +6,7 @@ library, so that what is remembered of a layer's forward holds both results.
 """
 
 # N rows, I numbers of each that go in, O that come out, R rank, E experts
+from collections.abc import Iterable
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,43 +17,22 @@ from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from runtime.errors import WorkloadError
-from runtime.plan.train import ADAPTERS, Lora
+from runtime.plan.train import ADAPTERS, EXPERTS, Lora
 
 from .documents import LIBRARY
 
-# As PEFT nests adapters of two parameters of one module: the experts' own are of the last of their two stacks
-FACTORS_OF_EXPERTS = [f"{part}{factor}.weight" for part in ("", "base_layer.") for factor in ADAPTERS]
 
-
-def adapt(module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], lora: Lora) -> None:
-    """Put adapters of these shapes, by their names behind the prefix, into a module. WorkloadError where one does not fit."""
-    for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in shapes):
+def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora) -> None:
+    """Put adapters into a module, given the names of their factors, which begin with the prefix. WorkloadError where none fits."""
+    for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in names):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
         part: Any = getattr(module.get_submodule(parent), child, None)
-        if child == "experts":
-            found = {factor: shapes.get(f"{name}.{factor}", ()) for factor in FACTORS_OF_EXPERTS}
-            fits = found == _sizes_of_experts(part, lora.rank)
-        else:
-            found = {factor: shapes.get(f"{name}.{factor}.weight", ()) for factor in ADAPTERS}
-            sizes = [(lora.rank, part.in_features), (part.out_features, lora.rank)] if isinstance(part, nn.Linear) else None
-            fits = [*found.values()] == sizes
-        if not fits:
-            raise WorkloadError(f"{name}: no adapter of the plan's sizes fits beside it; make the plan again")
         if isinstance(part, nn.Linear):
             setattr(module.get_submodule(parent), child, AdaptedLinear(part, lora))
+        elif child == EXPERTS and getattr(part, "is_transposed", None) is not None:
+            AdaptedExperts(part, lora)
         else:
-            AdaptedExperts(part, found, lora)
-
-
-def _sizes_of_experts(experts: Any, rank: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the factors of a layer's experts, by name; none of what transformers does not compute as experts."""
-    if (is_transposed := getattr(experts, "is_transposed", None)) is None:
-        return {}
-    sizes = []
-    for weight in (experts.down_proj, experts.gate_up_proj):
-        n_experts, n_in, n_out = (weight if is_transposed else weight.transpose(1, 2)).shape
-        sizes += [(n_experts * rank, n_in), (n_out, rank * n_experts)]
-    return dict(zip(FACTORS_OF_EXPERTS, sizes, strict=True))
+            raise WorkloadError(f"{name}: no adapter fits beside it; make the plan again")
 
 
 def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -127,14 +107,14 @@ class _Adapted(torch.autograd.Function):
 class AdaptedExperts(nn.Module):
     """Adapters of a layer's experts; what is not beside their last stack is in here, under the name of `base_layer`."""
 
-    def __init__(self, experts: nn.Module, shapes: dict[str, tuple[int, ...]], lora: Lora) -> None:
+    def __init__(self, experts: Any, lora: Lora) -> None:
         """Put them into the module of experts, whose products they join. Its weights stay what they are."""
         super().__init__()
-        like = experts.get_parameter("down_proj")
         experts.base_layer = self
-        for name, shape in shapes.items():
-            part, _, factor = name.removesuffix(".weight").rpartition(".")
-            setattr(experts.get_submodule(part), factor, Factor(shape, like))
+        for part, weight in ((experts, experts.down_proj), (self, experts.gate_up_proj)):  # nested as PEFT nests them
+            n_experts, n_in, n_out = (weight if experts.is_transposed else weight.transpose(1, 2)).shape
+            part.lora_A = Factor((n_experts * lora.rank, n_in), weight)
+            part.lora_B = Factor((n_out, lora.rank * n_experts), weight)
         self.scale, self.is_aside = lora.scale, False
         own: Any = grouped_mm_experts_forward
         if "_grouped_linear" not in own.__code__.co_names:  # adapters would be left out without a word

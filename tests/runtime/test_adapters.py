@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from penstock.training.validation import evaluate
 from planner.model.workload import build_workload
 from runtime.batch import Batch
+from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import execute
 from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
@@ -116,7 +118,7 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
     for p in factors.values():
         nn.init.normal_(p, std=0.2)
     named = {n.replace(".default.", ".").partition(".mlp.experts.")[2]: p.detach() for n, p in factors.items()}
-    adapt(nn.ModuleDict({"experts": experts}), "l.", {f"l.experts.{n}": tuple(p.shape) for n, p in named.items()}, lora)
+    adapt(nn.ModuleDict({"experts": experts}), "l.", [f"l.experts.{n}" for n in named], lora)
     experts.load_state_dict(named, strict=False)
     outer = theirs.base_model.model.model.layers[0].mlp.experts
     x, ids = torch.randn(40, config["hidden_size"]), torch.randint(experts.num_experts - 1, (40, 2))  # the last one has no rows
@@ -136,19 +138,24 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
     assert torch.equal(without, outer.base_layer.base_layer(x, ids, shares))
     monkeypatch.setattr("runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
     with pytest.raises(WorkloadError, match="computes experts by other products"):
-        AdaptedExperts(theirs.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), {}, lora)
+        AdaptedExperts(theirs.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), lora)
 
 
 def test_an_adapter_of_other_sizes_than_the_plans_is_refused() -> None:
     layer = nn.ModuleDict({"q_proj": nn.Linear(8, 16), "norm": nn.LayerNorm(8)})
-    for shapes in (
-        {"l.q_proj.lora_A.weight": (4, 9), "l.q_proj.lora_B.weight": (16, 4)},
-        {"l.q_proj.lora_A.weight": (4, 8)},
-        {"l.norm.lora_A.weight": (4, 8), "l.norm.lora_B.weight": (8, 4)},
-        {"l.experts.lora_A.weight": (8, 8), "l.experts.lora_B.weight": (8, 8)},
-    ):
-        with pytest.raises(WorkloadError, match="no adapter of the plan's sizes"):
-            adapt(layer, "l.", shapes, LORA)
+    for name in ("norm", "experts"):
+        with pytest.raises(WorkloadError, match="no adapter fits beside it"):
+            adapt(layer, "l.", [f"l.{name}.lora_A.weight", f"l.{name}.lora_B.weight"], LORA)
+    config, semantics = tiny_config("llama"), semantics_of("llama", train=Train(lora=LORA))
+    for a_shape in ((LORA.rank, 9), ()):
+        workload = build_workload(Model(config), semantics)
+        layer = workload.blocks[1]
+        odd = next(p for p in layer.parameters if "lora_A" in p.name)
+        other = (replace(odd, shape=a_shape),) if a_shape else ()
+        parameters = tuple(p for p in layer.parameters if p is not odd) + other
+        blocks = (workload.blocks[0], replace(layer, parameters=parameters), *workload.blocks[2:])
+        with pytest.raises(WorkloadError, match=rf"builds other parameters .*first: {re.escape(odd.name)}"):
+            Templates(config, replace(workload, blocks=blocks), semantics)
 
 
 @pytest.mark.fast("some")

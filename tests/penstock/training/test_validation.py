@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.training.validation import evaluate
 from planner.lower.forward import forward_plan, most_micro_batches
 from planner.model.workload import build_workload
-from runtime.compute.blocks import Templates
+from runtime.compute.head import OutputHead
 from runtime.errors import DataError
 from runtime.executor import OpError, Stop, execute
 from runtime.machines.torch_machine import Abandoned, CpuMachine
@@ -134,14 +134,14 @@ def test_a_failed_evaluation_leaves_nothing_in_the_layers():
 def test_no_more_than_a_tile_of_logits_exists(monkeypatch):
     semantics, config = semantics_of("llama", loss_tile_tokens=5, micro_batch=2), tiny_config("llama")
     machine, rows = machine_of(config, semantics, Policy()), []
-    logits = Templates._logits
+    logits = OutputHead._logits
 
     def counted(self, head_VD, normed_ND):
         rows.append(len(normed_ND))
         assert not torch.is_grad_enabled()
         return logits(self, head_VD, normed_ND)
 
-    monkeypatch.setattr(Templates, "_logits", counted)
+    monkeypatch.setattr(OutputHead, "_logits", counted)
     evaluate(machine, sequences_of(sequences(96, 4)), 4)
     assert sum(rows) == 4 * 16
     assert max(rows) == 5
