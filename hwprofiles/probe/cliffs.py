@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hwprofiles.schema import Profile
+from runtime.plan.optimizer import Optimizer
 from runtime.units import GB, show_bytes, show_rate
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ DUPLEX_FRACTION = 0.7  # of the sum of both directions alone: 0.76-0.89 on PCIe 
 REMOTE_FRACTION = 0.9  # of the best memory node: 32.2 of 37.9 GB/s published across sockets
 THROTTLE_FRACTION = 0.95  # of the rate with which the sustained work began
 SCALING_FRACTION = 0.6  # of what that number of threads, or the memory, would let the optimizer do
-UPDATE_BYTES_PER_PARAM = 26  # read master 4, moments 8, gradient 2; write master 4, moments 8
+UPDATE_BYTES_PER_PARAM = Optimizer.ADAMW.update_bytes("fp32", "bf16")
 MARK = ". Cliff: "  # before each line in a source's detail
 MOST_CHARACTERS = 1400  # of lines in a detail, which holds 2000
 FOREIGN_BYTES = 2 * GB  # of device memory in use before the first kernel: a bare context is far below
@@ -71,8 +72,7 @@ def _of_gpu(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: 
         of = f"{max(best) / expected:.2f} of the {show_rate(expected, 'B')} that PCIe Gen{generation} x{width} gives"
         said = "as with x8 or a generation less; look at slot, riser, firmware settings and the memory node"
         yield "narrow link", f"{both}, {of}: {said}"
-    pageable = {way: curve.pageable_bytes_per_s.value for way, curve in curves.items()}
-    ways = [(way, rate, pinned) for (way, rate), pinned in zip(pageable.items(), best, strict=True)]
+    ways = [(way, curve.pageable_bytes_per_s.value, pinned) for (way, curve), pinned in zip(curves.items(), best, strict=True)]
     if slow := [way for way in ways if way[1] < PAGEABLE_FRACTION * way[2]]:
         said = ", ".join(f"{way} {show_rate(rate, 'B')} instead of {show_rate(pinned, 'B')}" for way, rate, pinned in slow)
         yield "slow pageable memory", f"copies of pageable memory are slow: {said}; pin what is copied every step"
