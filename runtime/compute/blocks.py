@@ -18,7 +18,6 @@ from runtime.batch import Batch
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
-from runtime.layers.apart import supports_documents
 from runtime.layers.documents import attending, embed_packed
 from runtime.layers.kernels import use_kernels
 from runtime.layers.meta_models import meta_model
@@ -51,7 +50,7 @@ class Templates:
         `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
         (frequencies, scales) will be on `device`; on the CPU, without one. `loss`: a program's own, where the objective is that.
         """
-        self.config, self.workload, self.semantics, self.device = config, workload, semantics, device or torch.device("cpu")
+        self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
         self.split = Split(meta_model(config, semantics))
         self.split.look()
         self.model, self.layers = self.split.model, self.split.layers
@@ -100,10 +99,8 @@ class Templates:
         return found if self.split.carried is None else self.split.carried.begun(found)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
-        """The same for sequences that are packed of documents, where layers are passed `plain` if they are not; WorkloadError where
-        the model cannot keep documents apart."""
-        if (why := supports_documents(self.config, self.semantics)) is not None:
-            raise WorkloadError(f"{why}; choose another packing")
+        """The same for sequences that are packed of documents, where layers get `plain` if they are not. Whether the model keeps
+        documents apart (`layers/apart.py`) is asked where data is read."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
         how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
