@@ -73,16 +73,12 @@ class Updates:
     def _compile(self) -> None:
         """The loops of `lean.py`, now: two lanes may be the first to ask for one, and a compiler of Python's is for one thread."""
         plan, of = self.plan, self.plan.semantics
-        if not of.is_lean:
-            return
-        first = dict[torch.dtype, Parameter]()  # of those that the host updates by gradients of a dtype
-        for b, owned in enumerate(self.state.owned):
+        for b, owned in enumerate(self.state.owned) if of.is_lean else ():
             dtype = DTYPE[plan.gradient_dtype(b) if b in plan.policy.device_blocks else plan.host_gradient_dtype(b)]
-            if owned and self.state.param_state(owned[0]).master.weight.device.type == "cpu":
-                first.setdefault(dtype, owned[0])
-        for dtype, p in first.items():
             gradient = SummedGradient((torch.empty(0, dtype=dtype),), DTYPE[of.gradient_dtype])
-            Step(self.state.param_state(p), gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).on_device(None)
+            for p in owned[:1]:
+                if (state := self.state.param_state(p)).master.weight.device.type == "cpu":
+                    Step(state, gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).on_device(None)
 
     def forget(self) -> None:
         """Begin a run; what one that failed in the middle of a step has left is dropped."""
