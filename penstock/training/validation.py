@@ -137,13 +137,8 @@ def evaluate(
         n_tokens += found.n_supervised
         return found
 
-    machine.forward(
-        plan,
-        batch,
-        lambda of: losses.append(of.templates.head.summed_losses(of.weights, of.hidden_BTD, of.targets_BT)),
-        n_passes,
-        stop,
-    )
+    sums_of = machine.compute.templates.head.summed_losses
+    machine.forward(plan, batch, lambda of: losses.append(sums_of(of.weights, of.hidden_BTD, of.targets_BT)), n_passes, stop)
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
     loss = torch.tensor(sum(loss.item() for loss in losses) / n_tokens, dtype=torch.float64)

@@ -112,7 +112,8 @@ class OutputHead:
             none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
             return none, {name: of.expand(-1, n_tokens, *of.shape[2:]).flatten(0, 1) for name, of in own.items()}
         assert self.function is not None
-        total, slopes_B = self.function.of_sequences(*self._summed(head, normed_ND, targets_BT), extras)
+        logps_B = self._each(head, normed_ND, targets_BT).sum(dim=1, dtype=torch.float64)
+        total, slopes_B = self.function.of_sequences(logps_B, n_supervised(targets_BT), extras)
         return total, {"slope": (slopes_B / n_losses).float()[:, None].expand(-1, n_tokens).reshape(-1)}
 
     def _tile(
@@ -138,10 +139,10 @@ class OutputHead:
 
         def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
             if slope_N is not None:
-                loss = self._row_losses(head, rows_ND, targets_N).mul(-slope_N).sum()
+                loss = self._cross_entropy(head, rows_ND, targets_N).mul(-slope_N).sum()
                 return loss, loss
             if self.function is None:
-                loss = self._summed_loss(head, rows_ND, targets_N)
+                loss = self._cross_entropy(head, rows_ND, targets_N, "sum")
             else:
                 loss = self.function.of_tile(self._logits(head, rows_ND), targets_N, of_rows)
             return loss, loss / n_losses
@@ -156,7 +157,7 @@ class OutputHead:
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         for rows_ND, targets_N in self._tiles(normed_ND, targets_BT.reshape(-1)):
-            loss_sum += self._summed_loss(head, rows_ND, targets_N)
+            loss_sum += self._cross_entropy(head, rows_ND, targets_N, "sum")
         return loss_sum
 
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
@@ -164,15 +165,15 @@ class OutputHead:
         loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
         teacher's row for each position; for one with a head of its own the scores."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
+        n_tokens_B = n_supervised(targets_BT)
         if self.objective.n_labels is not None:
-            return self._scores(head, normed_ND, extras), n_supervised(targets_BT)
+            return self._scores(head, normed_ND, extras), n_tokens_B
         if (k := self.objective.n_top) is not None:
             temperature = self.objective.numbers["temperature"]
             rows = [top_and_rest(self._logits(head, rows_ND), k, temperature) for (rows_ND,) in self._tiles(normed_ND)]
-            return torch.cat(rows).view(*targets_BT.shape, -1), n_supervised(targets_BT)
-        if self.objective.has_token_reference:
-            return self._each(head, normed_ND, targets_BT), n_supervised(targets_BT)
-        return self._summed(head, normed_ND, targets_BT)
+            return torch.cat(rows).view(*targets_BT.shape, -1), n_tokens_B
+        each_BT = self._each(head, normed_ND, targets_BT)
+        return each_BT if self.objective.has_token_reference else each_BT.sum(dim=1, dtype=torch.float64), n_tokens_B
 
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """Of some rows, (N, V) fp32."""
@@ -206,30 +207,21 @@ class OutputHead:
         scores_BC = nn.functional.linear(pooled_BD, head[self.weight]).double()
         return scores_BC.squeeze(1) if self.objective.n_labels == 1 else scores_BC
 
-    def _summed_loss(self, head: Weights, normed_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def _cross_entropy(self, head: Weights, normed_ND: Tensor, targets_N: Tensor, reduction: str = "none") -> Tensor:
+        """Of each row, 0 where it is not supervised, or their `sum`; fp32."""
         if self._is_fused:
-            return self._row_losses(head, normed_ND, targets_N).sum()
+            losses_N, _ = row_losses(nn.functional.linear(normed_ND, head[self.weight]), targets_N)
+            return losses_N.sum() if reduction == "sum" else losses_N
         logits_NV = self._logits(head, normed_ND)
-        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="sum")
-
-    def _row_losses(self, head: Weights, normed_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """The cross entropy of each row, 0 where it is not supervised; fp32."""
-        if self._is_fused:
-            return row_losses(nn.functional.linear(normed_ND, head[self.weight]), targets_N)[0]
-        logits_NV = self._logits(head, normed_ND)
-        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction="none")
+        return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction=reduction)
 
     def _each(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> Tensor:
         """The log-probability of each target (B, T) fp32, 0 where it is not supervised."""
         losses_N = torch.empty(len(normed_ND), device=normed_ND.device)
         with torch.no_grad():
             for rows_ND, targets_N, out_N in self._tiles(normed_ND, targets_BT.reshape(-1), losses_N):
-                out_N.copy_(self._row_losses(head, rows_ND, targets_N))
+                out_N.copy_(self._cross_entropy(head, rows_ND, targets_N))
         return -losses_N.view_as(targets_BT)
-
-    def _summed(self, head: Weights, normed_ND: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each sequence the log-probability of its targets (B,) fp64, summed over tokens, and how many these are."""
-        return self._each(head, normed_ND, targets_BT).sum(dim=1, dtype=torch.float64), n_supervised(targets_BT)
 
 
 def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collection[str]) -> Gradients:
