@@ -16,7 +16,7 @@ from penstock.data import files as room
 from penstock.data.data import RunData, read_data
 from penstock.settings import DataSettings
 from runtime.batch import Batch
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, DataError
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
 
@@ -111,6 +111,16 @@ def test_a_step_that_is_asked_again_is_the_same(tmp_path):
     with pytest.raises(CheckpointError, match="where step 30 of a stream begins shows once the step before it is done"):
         data.batch(30)
     assert not data.resume(1, {"sample": 4})
+
+
+def test_what_is_wrong_with_a_row_is_said_when_its_step_comes(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", [*({"text": f"{i}"} for i in range(40)), {"text": 3}])
+    failing = stream(path, shuffle=False)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"^/.*data\.jsonl:41: no string under"):
+            [failing.batch(step) for step in range(99)]
+    with pytest.raises(DataError, match=r":41: no string under"):
+        failing.batch(failing._next)
 
 
 def test_conversations_in_several_documents_are_resumed_within(tmp_path):
