@@ -83,21 +83,6 @@ def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     torch.testing.assert_close(logits_of(merged.float()), logits_of(unmerged), atol=2e-2, rtol=2e-2)  # merged weights are bf16
 
 
-def test_a_schedule_changes_no_bit_of_an_adapter(home):
-    found = []
-    for i, policy in enumerate(
-        (
-            {"accumulation_group": 1, "update": "deferred"},
-            {"accumulation_group": 2, "save": {"all": [2]}, "resident_blocks": [0, 1]},
-            {"accumulation_group": 2, "device_blocks": [1, 2, 3], "resident_blocks": [1, 2, 3, 4]},
-        )
-    ):
-        (home / "policy.json").write_text(json.dumps(policy))
-        plan = plan_in(home, "--policy", home / "policy.json", *LORA, "--base", "int8", name=f"{i}.json")
-        found.append(files(trained(home, plan, out=str(i), steps=3)))
-    assert found[0] == found[1] == found[2]
-
-
 def test_an_adapter_goes_on_where_another_run_left_it(home):
     plan = plan_in(home, *LORA)
     first = trained(home, plan, steps=3)

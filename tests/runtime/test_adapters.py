@@ -31,7 +31,6 @@ from tests.training import (
     batches_of,
     differences,
     frozen_of,
-    fused,
     initial_masters,
     kept_whole,
     machine_for,
@@ -185,26 +184,6 @@ def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved 
     y = forward(x, **kwargs) if saved is None else replayed(forward, x, kwargs, saved)[0]
     to = [x, *(p for p in layer.parameters() if p.requires_grad)]
     return list(torch.autograd.grad(y, to, torch.ones_like(y)))
-
-
-DROPPING = [
-    Policy(),
-    Policy(accumulation_group=4, save=saves(products=(1,), attention=(2,)), offload_blocks=(1,), spill_blocks=(1,)),
-    Policy(accumulation_group=2, boundary_stride=2),
-]
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_dropout_of_adapters_is_the_same_under_any_policy(on_device: bool) -> None:
-    """Eager on the host; fused, with fp32 gradients, on the device."""
-    train, fields = Train(lora=replace(LORA, dropout=0.3)), {"gradient_dtype": "fp32"} | fused("qwen3") if on_device else {}
-    semantics = semantics_of("qwen3", train=train, **fields)
-    config, expected = tiny_config("qwen3"), kept_whole("qwen3", semantics)
-    for policy in DROPPING:
-        policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if on_device else ())
-        assert differences(streamed(config, semantics, policy, delay_seed=2), expected) == []
-    without = streamed(config, replace(semantics, train=Train(lora=LORA)), Policy())
-    assert without.results[0].loss != expected.losses[0], "dropout did nothing: the test would prove nothing"
 
 
 def mixed_blocks(config: dict[str, Any], semantics: Semantics) -> tuple[int, ...]:
