@@ -21,14 +21,11 @@ def save(
     config: Mapping[str, Any] = {"model_type": "llama"},
     state: Mapping[str, Any] = {},
     tokenizer_from: Path | None = None,
-    of_file: Callable[[str], str] = lambda name: "model.safetensors",
 ) -> Path:
-    """`folder/checkpoint-<step>` with a model's weights, each in the file `of_file`, and optimizer files as (suffix, tensors)."""
+    """`folder/checkpoint-<step>` with a model's weights in one file, and optimizer files as (suffix, tensors)."""
     with new_folder(folder / f"checkpoint-{step}") as partial:
         files = CheckpointWriter(partial)
-        for file in sorted({*map(of_file, weights)}):
-            found = {name: weight for name, weight in weights.items() if of_file(name) == file}
-            files.write_weights(file, config, found, found.__getitem__)
+        files.write_weights("model.safetensors", config, weights, weights.__getitem__)
         files.write_config(config, next(iter(weights.values())).dtype)
         if tokenizer_from is not None:
             files.copy_tokenizer(tokenizer_from)

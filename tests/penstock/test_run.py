@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.chats import write_talker
 from tests.real_layers import hf_model
 from tests.running import SCRATCH, SIZES, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
-from tests.tiny import EAGER_ONLY, tiny_config
+from tests.tiny import tiny_config
 
 
 def test_a_run_learns_logs_and_leaves_a_model(home):
@@ -65,55 +65,6 @@ def test_what_keeps_less_is_compiled_or_refused(home, optimizer, numba, said):
     assert f"compiled: {said}" in done.stdout
     is_refused = "lion:moments=bf16, whose loops numba compiles, which is not installed: pip install numba" in done.stderr
     assert (numba == "hidden", 2 * is_refused) == (is_refused, done.returncode)
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
-def test_every_policy_leaves_the_same_bytes(home, model_type):
-    (home / "model" / "config.json").write_text(json.dumps(tiny_config(model_type, vocab_size=272)))
-    policies = [
-        {"prefetch_depth": 1, "accumulation_group": 1},
-        {"prefetch_depth": 2, "accumulation_group": 2, "save": {"all": [1]}, "update": "deferred"},
-        {
-            "accumulation_group": 2,
-            "update": "deferred",
-            "speculate_blocks": [0, 1, 3],
-            "spill_blocks": [0, 1],
-            "save": {"products": [] if model_type == "gpt_oss" else [2]},  # it adds biases to products in place
-        },
-    ]
-    sums = []
-    for i, policy in enumerate(policies):
-        (home / "policy.json").write_text(json.dumps(policy))
-        plan = plan_in(
-            home, "--policy", home / "policy.json", "--attention", "eager" if model_type in EAGER_ONLY else "sdpa", name=f"{i}.json"
-        )
-        succeeded(train(home, plan, out=f"out{i}", steps=3))
-        sums.append(weights_sha(home / f"out{i}" / "checkpoint-3"))
-    assert sums[0]
-    assert sums[0] == sums[1] == sums[2]
-
-
-def test_a_run_resumed_under_other_policies_is_the_unbroken_one(home):
-    """Where nothing is clipped, every speculation is taken: the state that is saved was the shadow."""
-    of = ("--clip-norm", "100")
-    plan = plan_in(home, *of)
-    succeeded(train(home, plan, out="whole", steps=7))
-    succeeded(train(home, plan, out="broken", steps=3))
-    speculating = {"update": "deferred", "speculate_blocks": [0, 2, 4]}
-    policies = {
-        4: {"prefetch_depth": 3, "update": "deferred"},
-        5: speculating | {"accumulation_group": 2},
-        7: {"boundary_stride": 2},
-    }
-    for n_steps, policy in policies.items():
-        (home / "policy.json").write_text(json.dumps(policy))
-        other = plan_in(home, *of, "--policy", home / "policy.json", name="other.json")
-        succeeded(train(home, other, "--resume", out="broken", steps=n_steps))
-    assert weights_sha(home / "whole" / "checkpoint-7") == weights_sha(home / "broken" / "checkpoint-7")
-    states = [home / out / "checkpoint-7" / "optimizer-00001.safetensors" for out in ("whole", "broken")]
-    assert states[0].read_bytes() == states[1].read_bytes()
-    assert [line["step"] for line in lines_of(home, "broken")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def real_model(home, **config):

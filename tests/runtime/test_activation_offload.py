@@ -12,19 +12,11 @@ from runtime.layers.views import Shelf
 from runtime.plan import Policy, Semantics, saves
 from runtime.plan.workload import SLOT_ALIGN_BYTES, Block, Model, Saved, Tier, Workload
 from tests.tiny import tiny_config
-from tests.training import Remembering, differences, semantics_of, streamed
+from tests.training import Remembering, semantics_of, streamed
 
 LAYERS = (1, 2)
 PRODUCTS = Policy(save=saves(products=LAYERS), offload_blocks=LAYERS)
 BOTH = Policy(save=saves(attention=(1,), products=(2,)), offload_blocks=LAYERS)
-
-
-def test_of_a_smaller_last_micro_batch_only_that_moves() -> None:
-    semantics = semantics_of("llama", batch_size=5, micro_batch=2)
-    machine = streamed(tiny_config("llama"), semantics, replace(PRODUCTS, accumulation_group=2, spill_blocks=(0, 1)))
-    assert differences(machine) == []
-    plan = machine.plan
-    assert plan.recompute(1, 2).slot_bytes < plan.recompute(1, 1).slot_bytes == plan.recompute(1).slot_bytes
 
 
 def test_products_are_computed_in_the_slot_where_they_wait() -> None:

@@ -14,7 +14,7 @@ from planner.check.check import check
 from planner.model.workload import build_workload
 from runtime.compute.blocks import op_seed
 from runtime.errors import PenstockError
-from runtime.executor import OpError, execute
+from runtime.executor import execute
 from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
 from runtime.plan.workload import Model, Saved
 from tests.edits import with_waits
@@ -201,39 +201,6 @@ def test_a_missing_wait_is_seen_by_poison_and_delay():
     except PenstockError as error:  # NaN reached a gradient
         found = [str(error)]
     assert found
-
-
-@pytest.mark.drawn
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(st.data())
-def test_a_step_that_failed_is_done_again_to_the_same_bits(data):
-    """Any op before the first update fails: an update in place cannot be taken back."""
-    policies = [
-        Policy(save=saves(all=(1, 2))),
-        Policy(save=saves(all=(1, 2)), accumulation_group=4),
-        Policy(save=saves(products=(1,)), update=Update.DEFERRED, speculate_blocks=(0, 2)),
-        Policy(save=saves(attention=(2,)), accumulation_group=4, update=Update.DEFERRED, speculate_blocks=(1,)),
-    ]
-    plan = plan_of(tiny_config("llama"), semantics_of("llama"), data.draw(st.sampled_from(policies)))
-    last = next(i for i, op in enumerate(plan.ops) if op.kind in (Kind.UPDATE, Kind.SETTLE))
-    machine = machine_for(plan, FailsOnce)
-    machine.fails_at = data.draw(st.integers(0, last))
-    with pytest.raises(OpError, match="the disk is gone"):
-        execute(plan, machine, N_STEPS)
-    execute(plan, machine, N_STEPS)
-    assert differences(machine) == []
-    execute(plan, machine, 1)  # a step that has been done before is done as any other
-    assert machine.host.n_updates == N_STEPS + 1
-
-
-class FailsOnce(Hostile):
-    fails_at: int | None = None
-
-    def perform(self, index, op, step):
-        if index == self.fails_at:
-            self.fails_at = None
-            raise OSError("the disk is gone")
-        super().perform(index, op, step)
 
 
 def test_the_norm_is_of_this_step_whichever_block_comes_last():

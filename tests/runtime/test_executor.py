@@ -141,20 +141,6 @@ class Failing(NullMachine):
         super().perform(index, op, step)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 1), st.data())
-def test_an_error_at_any_op_stops_every_lane_and_names_the_op(step, data):
-    plan = tiny_plan()
-    index = data.draw(st.integers(0, len(plan.ops) - 1))
-    before = threading.active_count()
-    with pytest.raises(
-        OpError, match=f"step {step + 1}, lane {plan.ops[index].lane}: {plan.ops[index].name} failed: KeyError"
-    ) as caught:
-        execute(plan, Failing((step, index), KeyError("boom")), 3)
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert threading.active_count() == before, "a lane was left running"
-
-
 @pytest.mark.parametrize("m", [0, 5, 39])
 def test_an_error_in_a_repetition_names_its_micro_batch(m):
     name = f"forward gpu b0 m{m}"

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from runtime.batch import Batch
-from runtime.errors import PenstockError
 from runtime.executor import execute
 from runtime.host.norms import clip_factor
 from runtime.plan import Kind, Policy, Update
@@ -108,59 +107,3 @@ class Settling(Hostile):
             poisoned = op["shadow"] in self.released[index]
             assert bool((state == 0xFF).all()) if poisoned else torch.equal(state, state_before)
         self.settled.append((step, op.block, moved))
-
-
-STOPPED = [
-    Policy(update=Update.BARRIER),
-    Policy(update=Update.DEFERRED, speculate_blocks=(0, 1, 3)),
-    Policy(update=Update.DEFERRED, speculate_blocks=(1, 2)),
-    Policy(update=Update.BARRIER, square_on_device=True, gradient_slots=2),
-    Policy(update=Update.DEFERRED, square_on_device=True, speculate_blocks=(0, 2, 3)),
-]
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("policy", "block"), [*zip(STOPPED, (0, 3, 0, 3, 0), strict=True)])
-def test_a_step_with_a_nonfinite_gradient_leaves_no_trace(policy, block):
-    """Be it in the first block whose gradient arrives, or in the last."""
-    semantics = semantics_of("llama", on_nonfinite="skip")
-    config = tiny_config("llama")
-
-    class Poisoned(PoisonedSecondStep):
-        poisoned_block = block
-
-    policy = dataclasses.replace(policy, accumulation_group=4)
-    machine = streamed(config, semantics, policy, machine_type=Poisoned)
-    undisturbed = streamed(config, semantics, dataclasses.replace(STOPPED[0], accumulation_group=4), machine_type=WithoutSecondStep)
-    assert machine.host.n_updates == 2
-    assert [machine.results[i].skipped for i in range(3)] == [False, True, False]
-    assert not math.isfinite(machine.results[1].grad_norm)
-    assert same_state(machine, undisturbed)
-
-
-class PoisonedSecondStep(Hostile):
-    """The gradient of one block is infinite in step 1: when it is complete on the device, before it is squared or leaves."""
-
-    poisoned_block = 1
-
-    def perform(self, index, op, step):
-        kind = Kind.SQUARE if self.plan.policy.square_on_device else Kind.OFFLOAD_GRADIENT
-        if step == 1 and op.kind is kind and op.block == self.poisoned_block:
-            self.arenas.view(op["gradient"], "bf16")[0] = float("inf")
-        super().perform(index, op, step)
-
-
-class WithoutSecondStep(Hostile):
-    def perform(self, index, op, step):
-        if not (step == 1 and op.kind in (Kind.UPDATE, Kind.SETTLE)):
-            super().perform(index, op, step)
-
-
-@pytest.mark.parametrize("policy", [STOPPED[0], STOPPED[3], STOPPED[4]], ids=asked)
-def test_a_nonfinite_gradient_stops_the_run_and_is_named(policy):
-    """And no update is made with it."""
-    plan = plan_of(tiny_config("llama"), semantics_of("llama"), dataclasses.replace(policy, accumulation_group=4))
-    machine = machine_for(plan, PoisonedSecondStep)
-    with pytest.raises(PenstockError, match=r"step 2: the gradient of model.layers.0.*not finite"):
-        execute(plan, machine, N_STEPS)
-    assert all(bool(tensor.isfinite().all()) for state in state_of(machine) for tensor in state.values())

@@ -79,18 +79,6 @@ def test_weights_stored_under_module_names_are_read(tmp_path: Path, model_type: 
     assert all(torch.equal(w, weights[name]) for name, w in load_weights(tmp_path, tiny_config(model_type), weights, shapes))
 
 
-def test_a_model_of_a_file_per_block_is_read_by_transformers(tmp_path: Path) -> None:
-    config = tiny_config("mixtral")
-    model = build(config)
-    path = save(tmp_path, 1, weights_of(model), config=config, of_file=lambda name: f"model-{len(name)}.safetensors")
-    assert len(sorted(path.glob("model-*.safetensors"))) > 2
-    loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(report.values())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
-
-
 def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

@@ -79,25 +79,6 @@ def test_weight_decay_spares_what_transformers_spares(model_type):
         assert decays(name, tuple(p.shape)) == (name in theirs and not name.endswith(".sinks")), name
 
 
-def test_a_half_updated_machine_is_put_right_by_a_checkpoint(tmp_path):
-    """The same machine resumes and ends as the unbroken run does."""
-
-    class BreaksInUpdate(CpuMachine):
-        broken = False
-
-        def perform(self, index, op, step):
-            if step == 3 and op.kind is Kind.UPDATE and op.block == 2 and not self.broken:
-                self.broken = True
-                raise OSError("gone")
-            super().perform(index, op, step)
-
-    session = session_of(tmp_path / "broken", Policy(save=saves(all=(1,))), BreaksInUpdate, every=2)
-    with pytest.raises(RuntimeError, match="update cpu b2 failed: OSError: gone"):
-        train(session, 5)
-    assert steps_of(tmp_path / "broken") == [2]
-    assert same_state(train(resumed(session), 5), train(session_of(tmp_path / "whole"), 5))
-
-
 def test_each_step_logs_busy_lanes_and_its_prediction(tmp_path):
     told = []
     session = replace(session_of(tmp_path), n_steps=3, device="cuda")  # of the kind that the plan is for
