@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 import penstock
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import read_profile
-from penstock.api import Planned
+from penstock.results import Planned
 from planner.search.answer import Answer
 from runtime.errors import DoesNotFitError
 from runtime.units import GB, TB, show_bytes, show_seconds

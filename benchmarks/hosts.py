@@ -10,7 +10,7 @@ from itertools import product
 import click
 
 import penstock
-from penstock.api import Planned
+from penstock.results import Planned
 from runtime.errors import DoesNotFitError
 from runtime.plan import Lane
 

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import click
 
 import penstock
-from penstock.api import Planned
+from penstock.results import Planned
 from runtime.errors import DoesNotFitError
 
 GPUS = (1, 2, 4, 8)

@@ -18,7 +18,7 @@ import penstock
 from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.sharded import Sharded, Shown, predict
 from hwprofiles.schema import Collective, Profile, read_profile
-from penstock.api import Planned
+from penstock.results import Planned
 from planner.model.workload import build_workload, read_model
 from planner.predict.faster import Group, faster, sped_up, with_quantities
 from runtime.errors import DoesNotFitError

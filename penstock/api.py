@@ -7,16 +7,13 @@ import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
-from html import escape
 from inspect import signature
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
-from rich.console import Console
 
 from hwprofiles.schema import Profile, read_profile
 from hwprofiles.several import part_of
@@ -24,111 +21,27 @@ from planner.check.check import check as prove
 from planner.check.check import summary
 from planner.model.kernels import PARTS, with_kernels
 from planner.model.workload import read_model, supported_attention
-from planner.search.claim import CUT, Certificate, claimed
+from planner.search.claim import CUT, claimed
 from runtime.errors import PlanError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from runtime.plan.legality import refuse_half_pairs
 from runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
 from runtime.plan.optimizer import optimizing
-from runtime.plan.timeline import Timeline
 from runtime.plan.train import training
 from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
 from .caches import keep_outlines
+from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
     from penstock.data.given import Batches, Given
     from penstock.training.trainer import Metrics, Trainer, Turn
     from planner.predict.simulate import Prediction
-    from planner.search.answer import Answer
     from runtime.executor import Stop
 
 Fields = TypeVar("Fields")
-PAGE_PIXELS = 900  # of a report in a notebook
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan with its prediction and certificate. Prints as `penstock plan` does; a notebook shows its report."""
-
-    answer: "Answer"
-    profile: Profile
-
-    @property
-    def plan(self) -> Plan:
-        return self.answer.plan
-
-    @property
-    def step_s(self) -> float:
-        """Predicted seconds of a step."""
-        return self.answer.step_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.plan.semantics.tokens_per_step / self.step_s
-
-    @property
-    def certificate(self) -> Certificate:
-        """The bounds on any schedule's step, and the plan's gap to them."""
-        return self.answer.certificate
-
-    @property
-    def file(self) -> PlanFile:
-        return PlanFile(self.plan, self.answer.claim.to_json())
-
-    def save(self, path: str | Path) -> Path:
-        """Write the plan and its claim, for `penstock check`, `report` and `run`."""
-        self.file.write(Path(path))
-        return Path(path)
-
-    def __str__(self) -> str:
-        from planner.show.facts import Facts
-        from planner.show.text import print_plan
-
-        text = StringIO()
-        print_plan(Facts(self.file, "the plan", answer=self.answer), Console(file=text))
-        return text.getvalue().rstrip()
-
-    def _repr_html_(self) -> str:
-        from planner.show.facts import Facts
-        from planner.show.page import page
-
-        where = self.plan.model.name or "plan"
-        return _framed(page(Facts(self.file, where), where))
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The folder, metrics and timeline of a run."""
-
-    folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
-    n_done: int  # steps in all, resumed ones included
-    metrics: "tuple[Metrics, ...]"  # of the steps made now
-    timeline: Timeline  # of the last of them, op by op; of an emulated run on the clock of the plan's machine
-    late_fraction: float = 0.0  # of the ops of an emulated run: those that took this computer longer than the machine
-
-    @property
-    def checkpoint(self) -> Path:
-        """The folder of the last checkpoint, which transformers loads."""
-        return self.folder / f"checkpoint-{self.n_done}"
-
-    def page(self) -> str:
-        """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
-        from penstock.run_files import read_logged_run
-        from planner.show.facts import Facts
-        from planner.show.page import page
-
-        file = PlanFile.read(self.folder / PLAN_FILE)
-        return page(Facts(file, self.folder.name, read_logged_run(self.folder, file.plan)), self.folder.name)
-
-    def _repr_html_(self) -> str:
-        return _framed(self.page())
-
-
-def _framed(page: str) -> str:
-    return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
 
 
 def probe(
@@ -272,29 +185,23 @@ def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) ->
 
 def proven(where: str, file: PlanFile, search: bool) -> str:
     """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
-    claim = None if file.claim is None else claimed(file.claim, where)
-    Profile.from_json(file.plan.profile, f"{where}: profile")
-    try:
-        prove(file.plan)
-        checked = _recounted(file.plan, claim, search)
-    except PlanError as error:
-        raise WrongPlanError(f"{where}: {error}") from None
-    return f"{summary(file.plan)}; {checked}"
-
-
-def _recounted(plan: Plan, claim: Any, search: bool) -> str:
-    """What was held to what, and what was not, in words; PlanError for what does not follow."""
     from planner.check.claim import check_claim, check_origin, check_search
 
-    left = check_origin(plan, claim)
-    if claim is None:
-        return "nothing is claimed of it"
-    left += check_search(plan, claim) if search else check_claim(plan, claim)
+    plan, claim = file.plan, None if file.claim is None else claimed(file.claim, where)
+    Profile.from_json(plan.profile, f"{where}: profile")
+    try:
+        prove(plan)
+        left = check_origin(plan, claim)
+        if claim is None:
+            return f"{summary(plan)}; nothing is claimed of it"
+        left += check_search(plan, claim) if search else check_claim(plan, claim)
+    except PlanError as error:
+        raise WrongPlanError(f"{where}: {error}") from None
     if not search:
         left.append("the bounds over policies and sizes and n_simulated, for which --search searches again")
     if (often := claim.certificate.clipped_fraction) and plan.policy.speculate_blocks:
         left.append(f"that {often:.1%} of steps are clipped, as was said")
-    return "claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
+    return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
 
 
 def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":

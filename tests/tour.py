@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import penstock
-from penstock.api import Planned, Trained
+from penstock.results import Planned, Trained
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FLOORS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))

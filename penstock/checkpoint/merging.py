@@ -79,8 +79,7 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
             if (base / name).is_file():
                 content = _unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()
                 write_new(folder / name, [content])
-    n_merged = len(factors) // 2
-    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_merged} of them with an adapter of rank {lora.rank}"
+    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {len(factors) // 2} of them with an adapter of rank {lora.rank}"
 
 
 def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.dtype]) -> dict[Path, dict[str, Tensor]]:

@@ -103,8 +103,7 @@ class _Published:
         packed = torch.zeros(layout(shape, self._base).n_bytes, dtype=torch.uint8)
         codes, scales = (part.view(-1) for part in parts(packed, shape, self._base))
         at = scales_at = 0
-        for piece, piece_shape in self._pieces[name]:
-            of = piece, piece_shape
+        for of in self._pieces[name]:
             read = mxfp4_parts if self._base == "mxfp4" else fp8_parts
             more, more_scales = self._nf4(*of) if self._base == "nf4" else read(self._folder, self._stored, *of)
             codes[at : at + more.numel()] = more.reshape(-1)
@@ -127,8 +126,7 @@ class _Published:
 
     def _refuse_others(self, pieces: set[str]) -> None:
         """CheckpointError where a piece is not packed, or something else is."""
-        mark = ".quant_state.bitsandbytes__nf4" if self._base == "nf4" else "_scale_inv"
-        mark = BLOCKS if self._base == "mxfp4" else mark
+        mark = {"nf4": ".quant_state.bitsandbytes__nf4", "mxfp4": BLOCKS}.get(self._base, "_scale_inv")
         for piece in pieces:
             if piece in self._stored and piece + mark not in self._stored:
                 raise CheckpointError(f"{self._folder}: {piece} is not packed in {self._base}, as others are; {_IN_BF16}")

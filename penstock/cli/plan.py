@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hwprofiles.schema import read_profile, shipped_profiles
 from penstock import api
+from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
 from planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
 from runtime.errors import DoesNotFitError
@@ -145,7 +146,7 @@ def _needed(model: Model) -> str:
     return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
-def _fields(found: api.Planned, tokens: int | None) -> dict[str, Any]:
+def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
     from planner.predict.rests_on import rests_on
     from planner.show.price import hourly

@@ -71,17 +71,10 @@ def show_overview(rows: Mapping[str, str]) -> None:
         click.echo(f"{click.style(f'{name}:', **style)} {on_one_line(value)}", err=True)
 
 
-def _optimizer(session: "Session") -> dict[str, str]:
-    """What less of an optimizer's state is kept, where it is less."""
-    plan, of = session.plan, session.settings.optimizer
-    if not plan.semantics.is_lean:
-        return {}
-    return {"optimizer": f"{plan.semantics.optimizer_in_words}, betas {of.beta1:g}, {of.beta2:g}"}
-
-
 def overview(session: "Session") -> dict[str, str]:
     """What a user may want to stop before step 1, by name."""
     of, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
+    rule, semantics = session.settings.optimizer, session.plan.semantics
     steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "all are done, evaluating"
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
@@ -90,8 +83,8 @@ def overview(session: "Session") -> dict[str, str]:
         "device": _device(session),
         **session.data.words(),
         "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
-        **_optimizer(session),
-        "learning rate": f"{session.settings.optimizer.lr:g}, {session.settings.optimizer.schedule.kind}",
+        **({"optimizer": f"{semantics.optimizer_in_words}, betas {rule.beta1:g}, {rule.beta2:g}"} if semantics.is_lean else {}),
+        "learning rate": f"{rule.lr:g}, {rule.schedule.kind}",
         "predicted": _predicted(session, n_steps - first_step),
     }
     if (beyond := beyond_positions(session.plan)) is not None:

@@ -65,16 +65,12 @@ class Completion:
     completion: str
 
 
-def format_of_columns(columns: Collection[str]) -> str | None:
-    """The format that a row with these columns has, if any."""
-    return next((name for name, (needed, _) in _FORMATS.items() if set(needed) <= set(columns)), None)
-
-
 def format_of(row: object, where: str, mapped: Collection[str] = ()) -> str:
     """The format of a data set by the columns of its first row, those that the user `mapped` first; DataError if none fits."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row is no object; write it as {EXAMPLE}, {_FORMATS['messages'][1]} or alike")
-    format = format_of_columns([name for name in row if name in mapped]) or format_of_columns(row)
+    tried = ({*row} & {*mapped}, {*row})
+    format = next((name for columns in tried for name, (needed, _) in _FORMATS.items() if {*needed} <= columns), None)
     if format is None:
         raise not_understood(where, row)
     return format

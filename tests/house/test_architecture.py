@@ -64,7 +64,7 @@ APART = {"planner/model"}
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
 HOME = {
     "click": {"penstock/cli"},
-    "rich": {"penstock/api.py", "penstock/cli", "planner/show/text.py"},
+    "rich": {"penstock/results.py", "penstock/cli", "planner/show/text.py"},
     "pydantic": {
         *("runtime/plan", "penstock/settings.py", "penstock/run_config.py", "hwprofiles/schema.py"),
         *(f"hwprofiles/{name}.py" for name in ("quantity", "laws")),
@@ -105,7 +105,8 @@ MONITORS = {"wandb", "mlflow"}  # imported when a run asks for them, and said to
 TORCH_FREE = (
     *("planner", "runtime/plan", *(f"runtime/{name}.py" for name in ("compiled", "errors", "files", "units"))),
     *("penstock/cli", "penstock/run_config.py"),
-    *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "run_files", "settings", "signals", "version")),
+    *(f"penstock/{name}.py" for name in ("__init__", "__main__", "api", "ranks", "results", "run_files")),
+    *(f"penstock/{name}.py" for name in ("settings", "signals", "version")),
     *(*(f"hwprofiles/{name}.py" for name in ("schema", "quantity", "laws", "curves")),),
     "hwprofiles/probe/cliffs.py",
 )

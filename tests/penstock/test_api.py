@@ -41,7 +41,7 @@ class Batches:
         return pair if step % 2 and self.documents is None else Batch(*pair, self.documents)
 
 
-def planned(home: Path, policy: dict[str, Any] | None = DEFERRED) -> "penstock.api.Planned":
+def planned(home: Path, policy: dict[str, Any] | None = DEFERRED) -> "penstock.results.Planned":
     return penstock.plan(home / "model", "cpu-2core", **SIZES, policy=policy)
 
 

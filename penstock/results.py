@@ -1,0 +1,107 @@
+"""Plans and runs as a program has them, and as a notebook shows them."""
+
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from hwprofiles.schema import Profile
+from planner.search.claim import Certificate
+from runtime.plan import Plan, PlanFile
+from runtime.plan.timeline import Timeline
+
+from .run_config import PLAN_FILE
+
+if TYPE_CHECKING:
+    from planner.search.answer import Answer
+    from planner.show.run_log import LoggedRun
+
+    from .training.trainer import Metrics
+
+PAGE_PIXELS = 900  # of a report in a notebook
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with its prediction and certificate. Prints as `penstock plan` does; a notebook shows its report."""
+
+    answer: "Answer"
+    profile: Profile
+
+    @property
+    def plan(self) -> Plan:
+        return self.answer.plan
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.answer.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.plan.semantics.tokens_per_step / self.step_s
+
+    @property
+    def certificate(self) -> Certificate:
+        """The bounds on any schedule's step, and the plan's gap to them."""
+        return self.answer.certificate
+
+    @property
+    def file(self) -> PlanFile:
+        return PlanFile(self.plan, self.answer.claim.to_json())
+
+    def save(self, path: str | Path) -> Path:
+        """Write the plan and its claim, for `penstock check`, `report` and `run`."""
+        self.file.write(Path(path))
+        return Path(path)
+
+    def __str__(self) -> str:
+        from planner.show.facts import Facts
+        from planner.show.text import print_plan
+
+        text = StringIO()
+        print_plan(Facts(self.file, "the plan", answer=self.answer), Console(file=text))
+        return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        return _framed(_page(self.file, self.plan.model.name or "plan"))
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The folder, metrics and timeline of a run."""
+
+    folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
+    n_done: int  # steps in all, resumed ones included
+    metrics: "tuple[Metrics, ...]"  # of the steps made now
+    timeline: Timeline  # of the last of them, op by op; of an emulated run on the clock of the plan's machine
+    late_fraction: float = 0.0  # of the ops of an emulated run: those that took this computer longer than the machine
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the last checkpoint, which transformers loads."""
+        return self.folder / f"checkpoint-{self.n_done}"
+
+    def page(self) -> str:
+        """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
+        from .run_files import read_logged_run
+
+        file = PlanFile.read(self.folder / PLAN_FILE)
+        return _page(file, self.folder.name, read_logged_run(self.folder, file.plan))
+
+    def _repr_html_(self) -> str:
+        return _framed(self.page())
+
+
+def _page(file: PlanFile, where: str, run: "LoggedRun | None" = None) -> str:
+    from planner.show.facts import Facts
+    from planner.show.page import page
+
+    return page(Facts(file, where, run), where)
+
+
+def _framed(page: str) -> str:
+    return f'<iframe srcdoc="{escape(page)}" sandbox="allow-scripts" width="100%" height="{PAGE_PIXELS}"></iframe>'
