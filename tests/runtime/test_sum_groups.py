@@ -10,28 +10,9 @@ from penstock.checkpoint.checkpoint import load_state, refuse_another
 from planner.check.shape import Shape
 from planner.lower.lower import lower
 from runtime.errors import CheckpointError, PlanError
-from runtime.plan import Policy, Semantics, Update
+from runtime.plan import Policy, Semantics
 from tests.running import make_home, one_line, penstock, plan_in, train
 from tests.strategies import MODEL, PROFILE, small_workload
-from tests.tiny import tiny_config
-from tests.training import differences, plain, semantics_of, streamed
-
-POLICIES = {
-    "a micro-batch after the other": Policy(accumulation_group=1, update=Update.DEFERRED),
-    "groups across the sums'": Policy(accumulation_group=3),
-    "all in one, in a few slots": Policy(accumulation_group=8, update=Update.DEFERRED, spill_blocks=(0, 1), square_on_device=True),
-}
-
-
-@pytest.mark.fast("some")
-@pytest.mark.parametrize(("policy", "sum_groups", "tied"), [*zip(POLICIES, (2, 8, 2), (True, False, False), strict=True)])
-def test_eight_micro_batches_in_groups_are_the_plain_loop_s_tree(tied, sum_groups, policy):
-    fields = (("tie_word_embeddings", tied), ("num_hidden_layers", 2))
-    dtypes = dict.fromkeys(("compute_dtype", "gradient_dtype"), "fp32")  # fp32 sums of a few bf16 numbers are exact in any order
-    semantics = semantics_of("qwen3_moe", batch_size=8, micro_batch=1, sum_groups=sum_groups, **dtypes)
-    machine = streamed(tiny_config("qwen3_moe", **dict(fields)), semantics, POLICIES[policy], delay_seed=1)
-    assert differences(machine) == []
-    assert differences(machine, plain("qwen3_moe", replace(semantics, sum_groups=1), fields)), "the order of sums shows in the bits"
 
 
 @given(st.integers(0, 5), st.integers(1, 5))
