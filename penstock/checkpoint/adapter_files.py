@@ -1,7 +1,8 @@
 """LoRA adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`.
 
 Tensors have our names after the prefix `base_model.model.`: the factors A (rank, in) and B (out, rank) of each projection, in fp32;
-of a layer's E experts those of two stacks, A (E rank, in) and B (out, rank E).
+of a layer's E experts those of two stacks, A (E rank, in) and B (out, rank E). A head of the run's own, which scores sequences, is
+there besides, as PEFT's `modules_to_save` has it.
 Adapters of the same projections in every layer are read, with one rank and one alpha; other options of PEFT are refused by name.
 """
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError, PlanError
+from runtime.plan.objective import SCORE
 from runtime.plan.train import EXPERTS, STACK, TARGETS, Lora, checked_lora
 from runtime.units import on_one_line
 
@@ -38,6 +40,7 @@ _WEIGHT = re.compile(rf"((?:[a-z_]+\.)+layers\.[0-9]+(?:\.[a-zA-Z_]\w*)*\.(?:{'|
 _OF_TEXT = re.compile(r"((?:[a-z_]+\.)+language_model\.(?:[a-z_]+\.)*layers)\.")
 
 _STACKS = ("gate_up_proj", "down_proj")  # of a layer's experts, as `target_parameters` names them
+_HEAD, _HEADS = SCORE.removesuffix(".weight"), ("classifier", SCORE.removesuffix(".weight"))  # PEFT names both
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "use_rslora")
 _SAID = ("r", "lora_alpha", "target_modules")  # of these: PEFT's defaults would be another adapter
 # Options that do not change the computation. Every other option of PEFT must be off, or have its default.
@@ -45,7 +48,7 @@ _IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_confi
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "task_type": (None, "CAUSAL_LM"),
+    "task_type": (None, "CAUSAL_LM", "SEQ_CLS"),
     # Beginnings that leave the base's weights as they are; not so pissa, olora, corda, loftq and lora_ga.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
 }
@@ -59,13 +62,14 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
     """
     from peft import LoraConfig
 
-    modules = {name.rpartition(".lora_")[0] for name in factors}
+    modules, has_head = {name.rpartition(".lora_")[0] for name in factors if name != SCORE}, SCORE in factors
     of_text = {layers[1] for module in modules if (layers := _OF_TEXT.match(module))}
     found = {_target(module.removesuffix(".base_layer")) for module in modules}
     experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and where a layer has them
     assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
+        modules_to_save=[_HEAD] if has_head else None,
         base_model_name_or_path=base,
         inference_mode=True,
         r=lora.rank,
@@ -106,6 +110,10 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     except (PlanError, TypeError, re.error) as error:  # the last two: target_modules that are no names and no pattern
         raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
     expected = dict[str, tuple[int, ...]]()
+    if PREFIX + SCORE in stored:
+        if SCORE not in parameters:
+            raise CheckpointError(f"{folder}: has a head that scores sequences, which is not taken here; {_INSTEAD}")
+        expected[PREFIX + SCORE] = parameters[SCORE]
     for module, (n_out, n_in) in weights.items():
         if _target(module) in targets:
             factor = f"{PREFIX}{module}.lora_"
@@ -152,6 +160,8 @@ def _read_config(folder: Path) -> "LoraConfig":
     path = folder / CONFIG_FILE
     fields = read_json(path, MAX_CONFIG_BYTES)
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
+    if isinstance(heads := fields.get("modules_to_save"), list) and all(head in _HEADS for head in heads):
+        del fields["modules_to_save"]
     for key, value in {"peft_type": None, **fields}.items():
         if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
             raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")

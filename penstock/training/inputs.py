@@ -136,7 +136,7 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
     if planned is None:
         raise CheckpointError(f"{folder}: an adapter, but the plan trains none; plan with --train {Train(lora=lora)}")
     alike = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
-    if not alike or factors.keys() != {name for name in owned if is_adapter(name)}:
+    if not alike or factors.keys() - {SCORE} != {name for name in owned if is_adapter(name)}:
         raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
     for name, factor in factors.items():
         if factor.shape != owned[name].shape:

@@ -83,7 +83,8 @@ class Templates:
     def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a block's adapters, which no file of the model's has, by name."""
         lora = self.semantics.train.lora
-        return {p.name: p.shape for p in self.workload.blocks[block].trained} if lora is not None else {}
+        trained = self.workload.blocks[block].trained
+        return {p.name: p.shape for p in trained if is_adapter(p.name)} if lora is not None else {}
 
     # -- embedding and layers ---------------------------------------------------------------------------------------
 

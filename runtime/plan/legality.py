@@ -41,7 +41,7 @@ def refuse_half_pairs(semantics: Semantics) -> None:
         how = "are of one micro-batch; choose multiples for --batch-size and --micro-batch"
         raise PlanError(f"--loss {of.name}: each {of.rows_each} sequences {how}")
     if of.n_labels is not None and not semantics.train.trains(SCORE):
-        raise PlanError(f"--loss {of.name}: nothing would train its new head; use --train all, or names:{SCORE},...")
+        raise PlanError(f"--loss {of.name}: nothing would train its new head; use --train all, lora, or names:{SCORE},...")
     if of.takes_eager and semantics.loss != "eager":
         raise PlanError(f"--loss {of.name}: no fused kernel computes it; plan it with the loss's own, eager")
 

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from runtime.errors import PlanError
 from runtime.units import on_one_line
 
+from .objective import SCORE
 from .packed import Base
 from .workload import FILE, OF_LAYER, Dtype, Natural
 
@@ -64,7 +65,7 @@ class Train:
 
     def trains(self, name: str) -> bool:
         if self.lora is not None:
-            return is_adapter(name)
+            return is_adapter(name) or name == SCORE
         if self.names:
             return any(fnmatchcase(name, pattern) for pattern in self.names)
         if self.layers is not None:

@@ -3,10 +3,12 @@
 import os
 import shutil
 import signal
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -94,11 +96,15 @@ def loaded_base(folder):
 
 
 @pytest.mark.soak_cases("reward")
-@pytest.mark.parametrize(("loss", "rows", "victim"), [("classify", TEXTS, 0), ("reward", PAIRS, 1)], ids=["classify", "reward"])
-def test_two_ranks_of_which_one_is_killed_learn_a_head_as_one_does(home, loss, rows, victim):
+@pytest.mark.parametrize(
+    ("loss", "rows", "more", "victim"),
+    [("classify", TEXTS, (), 0), ("reward", PAIRS, ("--train", "lora:r=4"), 1)],
+    ids=["classify", "reward"],
+)
+def test_two_ranks_of_which_one_is_killed_learn_a_head_as_one_does(home, loss, rows, more, victim):
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", rows)
-    of = ("--loss", loss, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
+    of = ("--loss", loss, *more, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
     plans = [plan_in(home, *of, "--gpus", n, name=f"{n}.json") for n in (1, 2)]
     running = begun(words(home, plans[1], "--save-every", 1, steps=10**5))
     wait_for(lambda: step_of(home / "out") > 1, running)
@@ -109,7 +115,7 @@ def test_two_ranks_of_which_one_is_killed_learn_a_head_as_one_does(home, loss, r
     assert resumed.returncode == 0, resumed.stderr
     succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
     assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
-    loaded(home / "out" / f"checkpoint-{n}")
+    assert more or loaded(home / "out" / f"checkpoint-{n}")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,37 @@ def test_a_label_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
     assert "\n" not in str(error.value)
 
 
-def test_adapters_would_leave_a_new_head_untrained(home):
-    asked = ("plan", home / "model", "--machine", "cpu-2core", "--loss", "reward", "--seq-len", "32", "--train", "lora")
+def test_what_trains_no_head_is_refused(home):
+    asked = ("plan", home / "model", "--machine", "cpu-2core", "--loss", "reward", "--seq-len", "32", "--train", "layers:1-2")
     one_line(penstock(*asked), 2, "nothing would train its new head")
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_peft_loads_adapters_beside_a_head_and_scores_as_the_run_does(home, base):
+    succeeded(train(home, plan_in(home, name="tokens.json"), out="base", steps=1))
+    shutil.rmtree(home / "data")
+    write_lines(home / "data" / "rows.jsonl", TEXTS)
+    of = ("--loss", "classify", "--compute", "fp32", "--master", "fp32", "--train", "lora:r=4", "--base", base)
+    plan, more = plan_in(home, *of, model="base/checkpoint-1"), ("--lr", "1e-2", "--save-every", 6, "--eval-data", home / "data")
+    succeeded(train(home, plan, *more, scratch=SCRATCH[1:], steps=12))
+    first, last = [line for line in lines_of(home, "out") if "eval_loss" in line]
+    assert last["eval_loss"] < 0.2 * first["eval_loss"]
+    if base == "bf16":
+        folder = home / "base" / "checkpoint-1"
+        scoring = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, num_labels=2, pad_token_id=256)
+        with warnings.catch_warnings(action="error", category=UserWarning):  # of keys that are missing
+            model = PeftModel.from_pretrained(scoring, home / "out" / "checkpoint-12").eval()
+        asked = DataSettings(str(home / "data"), shuffle=False)
+        batch = read_data(asked, None, 272, 32, 16, 0, home / "t", objective=parse_objective("classify")).batch(0)
+        with torch.no_grad():
+            wanted = F.cross_entropy(model(batch.input_ids).logits, batch.extras["label"].long())
+        assert last["eval_loss"] == pytest.approx(float(wanted), rel=1e-4)
+        model.save_pretrained(home / "again")
+        again = ("--adapter", home / "again", *more)
+        succeeded(train(home, plan, *again, scratch=SCRATCH[1:], out="more", steps=1))
+        assert lines_of(home, "more")[0]["eval_loss"] == last["eval_loss"]
+        one_line(penstock("merge", folder, home / "again", "--out", home / "merged"), 2, "has a head that scores sequences")
+    shutil.copytree(home / "out", home / "resumed")
+    shutil.rmtree(home / "resumed" / "checkpoint-12")
+    succeeded(train(home, plan, *more, "--resume", scratch=SCRATCH[1:], out="resumed", steps=12))
+    assert contents(home / "resumed" / "checkpoint-12") == contents(home / "out" / "checkpoint-12")

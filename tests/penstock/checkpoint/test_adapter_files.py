@@ -109,7 +109,7 @@ def set_config(folder: Path, **changes: Any) -> None:
 
 
 NOT_COMPUTED: dict[str, Any] = {
-    **{"use_dora": True, "bias": "all", "task_type": "SEQ_CLS", "peft_type": "IA3"},
+    **{"use_dora": True, "bias": "all", "task_type": "TOKEN_CLS", "peft_type": "IA3"},
     **{"rank_pattern": {"q_proj": 8}, "layers_to_transform": [0], "modules_to_save": ["lm_head"]},
     **{"init_lora_weights": "pissa", "target_parameters": ["mlp.experts.down_proj"], "a key\nof tomorrow": "on"},
 }
