@@ -4,6 +4,7 @@ What takes long to import is imported where it is used: the search, the simulato
 """
 
 import json
+import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from planner.check.check import summary
 from planner.model.kernels import PARTS, with_kernels
 from planner.model.workload import read_model, supported_attention
 from planner.search.claim import CUT, claimed
-from runtime.errors import PlanError, WrongPlanError
+from runtime.errors import PlanError, RanksError, WrongPlanError
 from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
 from runtime.plan.legality import refuse_half_pairs
 from runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
@@ -32,14 +33,17 @@ from runtime.plan.workload import Model
 from runtime.units import on_one_line
 
 from .caches import keep_outlines
+from .ranks import GoneError, is_rank, joined, take_own_part
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
     from penstock.data.given import Batches, Given
+    from penstock.settings import RunSettings
     from penstock.training.trainer import Metrics, Trainer, Turn
     from planner.predict.simulate import Prediction
     from runtime.executor import Stop
+    from runtime.machines.processes import Processes
 
 Fields = TypeVar("Fields")
 
@@ -296,10 +300,39 @@ def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Tr
     fixed = {"plan": str(Path(given["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
     asked = read_run(None, {**known, **settings, **fixed})
     of_session = {name: given[name] for name in ("resume", "time_scale", "stop", "loss")}
-    with open_session(asked, file, data=batches, **of_session) as session:
+    with (
+        _as_rank(asked, file, batches, given["loss"]) as ranks,
+        open_session(asked, file, data=batches, ranks=ranks, **of_session) as session,
+    ):
         trainer = Trainer(session, given["on_step"], every=every)
         write_settings(asked, file)
         yield trainer
+
+
+@contextmanager
+def _as_rank(
+    settings: "RunSettings", file: PlanFile, batches: "Given | None", loss: "Callable[..., Any] | None"
+) -> "Iterator[Processes | None]":
+    """All ranks, of a program that torchrun has started as the first of them. The program of each other one ends here."""
+    if not is_rank():
+        yield None
+        return
+    from penstock.training.device import device_of
+    from penstock.training.following import follow
+
+    rank = os.environ.get("RANK", "0")
+    try:
+        take_own_part(settings.device)
+        with joined(settings, file.plan, device := device_of(settings.device)) as ranks:
+            if ranks is not None and ranks.rank > 0:
+                raise SystemExit(follow(settings, file, device, ranks, batches, loss))
+            yield ranks
+    except (GoneError, RanksError):
+        if rank != "0":
+            raise SystemExit(1) from None  # rank 0 says why
+        raise
+    finally:
+        os.environ["WORLD_SIZE"] = "1"  # the others have gone
 
 
 def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:

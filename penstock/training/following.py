@@ -1,12 +1,13 @@
 """A rank that follows rank 0, from its start to its end."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.checkpoint import load_state
+from penstock.data.data import RunData
 from penstock.own_loss import planned_loss
 from penstock.ranks import GoneError
 from penstock.settings import RunSettings
@@ -19,13 +20,21 @@ from runtime.plan import PlanFile
 from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of
 from .leading import obey
-from .references import mapped, refer
+from .references import mapped, put_reference, refer
 from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
 from .trainer import device_memory_named
 
 
-def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes) -> int:
-    """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone."""
+def follow(
+    settings: RunSettings,
+    file: PlanFile,
+    device: str,
+    ranks: Processes,
+    data: RunData | None = None,
+    own: Callable[..., Any] | None = None,
+) -> int:
+    """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone. `data`, `own`: a program's batches and
+    loss."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
     try:
@@ -44,18 +53,26 @@ def follow(settings: RunSettings, file: PlanFile, device: str, ranks: Processes)
         with _told(status):
             plan, folder = own_model(file.plan, settings.model)
             state = None if said["resume"] is None else load_state(Path(said["resume"]))
-            data = data_of(settings, plan, folder)
+            data = data or data_of(settings, plan, folder)
             of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
-            loss = planned_loss(plan.semantics.objective, settings.loss)
-            refer(settings, plan, mapped(plan.semantics.objective, data), folder)
+            loss = planned_loss(plan.semantics.objective, own or settings.loss)
+            maps = mapped(plan.semantics.objective, data)
+            refer(settings, plan, maps, folder)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
             status |= read_by_all(data, weights)
         if any(other != status for other in ranks.gathered(status)) or store is None:
             return 1
+
+        def refer_to(path: Path) -> dict[str, Any]:
+            wrong: dict[str, Any] = {}
+            with _told(wrong):
+                put_reference(path, plan, maps)
+            return wrong
+
         with device_memory_named():
-            obey(store, ranks)
+            obey(store, ranks, of_step, refer_to)
     except (RanksError, GoneError, NonFiniteError, DataError):
         return 1
     except PenstockError as error:

@@ -4,7 +4,7 @@ Rank 0 logs, evaluates, saves and decides when the run ends. The others train th
 weights to a forward, and of a parameter that is to be written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,8 @@ from runtime.host.memory import DTYPE
 from runtime.machines.processes import Processes, refuse_errors
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.workload import Parameter
+
+from .schedules import Rates
 
 
 def begin(ranks: Processes, state_path: Path | None) -> None:
@@ -43,14 +45,20 @@ class Leader:
         self.machine, self._ranks = machine, ranks
         machine.tell_of_forward = self.forward
 
-    def train(self, first_step: int, n_steps: int, stop: Stop) -> Stop:
-        """Have all begin these steps; returns what stops the leader's own execution once `stop` is requested."""
-        self._ranks.tell({"do": "train", "first_step": first_step, "n_steps": n_steps})
+    def train(self, first_step: int, n_steps: int, stop: Stop, lr: float | None) -> Stop:
+        """Have all begin these steps, at this rate if one was asked for; returns what stops the leader's own execution once `stop`
+        is requested."""
+        self._ranks.tell({"do": "train", "first_step": first_step, "n_steps": n_steps, "lr": lr})
         return self.machine.agree(stop)
 
     def forward(self, n_micro_batches: int, seq_len: int) -> None:
         """Have all give their weights to one pass of a forward."""
         self._ranks.tell({"do": "forward", "n_micro_batches": n_micro_batches, "seq_len": seq_len})
+
+    def refer(self, path: Path) -> None:
+        """Have all read the reference that this rank has written; PlanError where one cannot."""
+        self._ranks.tell({"do": "refer", "path": str(path.resolve())})
+        refuse_errors(self._ranks.gathered({}))
 
     def end(self) -> None:
         """Let the others end."""
@@ -107,13 +115,16 @@ def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
     return held if isinstance(held, torch.Tensor) else held.whole()
 
 
-def obey(machine: TorchMachine, ranks: Processes) -> None:
-    """Do what rank 0 says until it says that all is done."""
+def obey(machine: TorchMachine, ranks: Processes, rates: Rates, refer: Callable[[Path], Mapping[str, str]]) -> None:
+    """Do what rank 0 says until it says that all is done. `refer`: reads a reference, and says what is wrong with it."""
     named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]}
     while (said := ranks.tell())["do"] != "end":
         match said["do"]:
             case "train":
+                rates.asked = said["lr"]
                 execute(machine.plan, machine, said["n_steps"], said["first_step"], stop=machine.agree(Stop()))
+            case "refer":
+                ranks.gathered(refer(Path(said["path"])))
             case "forward":
                 plan = forward_plan(machine.plan, said["n_micro_batches"], said["seq_len"])
                 execute(plan, machine.forwards(plan, _no_batch, None), 1)

@@ -50,8 +50,6 @@ def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folde
         raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
     if settings.reference is not None and not maps:
         raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
-    if maps and _is_base(settings) and plan.semantics.ranks > 1:
-        raise PlanError("--reference base is one GPU's: make a file with `penstock forward` there, and say --reference FILE")
     if maps and not _is_base(settings):
         is_teacher = plan.semantics.objective.n_top is not None
         put_reference(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
@@ -65,11 +63,11 @@ def refer_to_base(
     is_first: bool,
     report: Report = unheard,
     stop: Stop | None = None,
-) -> None:
+) -> Path | None:
     """The same where that is the model of the run's first step, or one without its adapter, by a file in the run's folder, which is
-    made before that step (`is_first`), or where it has gone and can be made again."""
+    made before that step (`is_first`), or where it has gone and can be made again; the file, if there is one."""
     if not maps or not _is_base(settings):
-        return
+        return None
     plan, path = store.plan, Path(settings.out) / FILE_NAME
     if is_first or (plan.semantics.train.lora is not None and not path.is_file()):
         try:
@@ -77,6 +75,7 @@ def refer_to_base(
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
     put_reference(path, plan, maps)  # the run's own, whatever folder a resumed one is given
+    return path
 
 
 def _is_base(settings: RunSettings) -> bool:

@@ -5,11 +5,24 @@ Told again: `transformers.get_scheduler` imports peft, 57 MB and more than a sec
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings
 
 DECAY_FRACTION = 0.1  # of a run: the decay of warmup-stable-decay where the settings do not say
+
+
+@dataclass(slots=True)
+class Rates:
+    """The hyperparameters of each step: of the settings, but for a learning rate that was asked for while no lane was at work."""
+
+    settings: OptimizerSettings
+    scheduled: Callable[[int], float]
+    asked: float | None = None
+
+    def __call__(self, step: int) -> OptimizerSettings:
+        return replace(self.settings, lr=self.scheduled(step) if self.asked is None else self.asked)
 
 
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:

@@ -48,20 +48,8 @@ from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .references import mapped, refer, refer_to_base, write_reference
 from .run_folder import run_folder, state_to_resume
-from .schedules import learning_rates
+from .schedules import Rates, learning_rates
 from .self_test import self_test
-
-
-@dataclass(slots=True)
-class Rates:
-    """The hyperparameters of each step: of the settings, but for a learning rate that was asked for while no lane was at work."""
-
-    settings: OptimizerSettings
-    scheduled: Callable[[int], float]
-    asked: float | None = None
-
-    def __call__(self, step: int) -> OptimizerSettings:
-        return replace(self.settings, lr=self.scheduled(step) if self.asked is None else self.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +80,12 @@ class Session:
     @property
     def folder(self) -> Path:
         return Path(self.settings.out)
+
+    @property
+    def rates(self) -> Rates:
+        """The hyperparameters of each step, which a turn may change."""
+        assert isinstance(self.store.settings, Rates), "what opens a session makes them"
+        return self.store.settings
 
     @property
     def saves(self) -> bool:
@@ -153,7 +147,7 @@ def open_session(
     plan, device, out = checked(file, where).plan, device_of(settings.device), Path(settings.out)
     if ranks is None and plan.semantics.ranks > 1 and device != "emulated":
         n = plan.semantics.ranks
-        raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or torchrun --nproc-per-node {n} -m penstock run")
+        raise PlanError(f"the plan is for {n} GPUs: start it with `penstock run`, or a program with torchrun --nproc-per-node {n}")
     if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
     refuse_missing(settings.monitors)
@@ -172,7 +166,12 @@ def open_session(
         else:
             session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report, loss, stop)
         session = replace(session, stop=stop or Stop())
-        yield session
+        try:
+            yield session
+        except GeneratorExit:  # of a loop that is left
+            if session.leader is not None:
+                session.leader.end()
+            raise
         if session.leader is not None:
             session.leader.end()
 
@@ -257,7 +256,9 @@ def _real(
     if ranks is not None:
         report("waiting for all ranks")
         wait_for_others(ranks, read_by_all(data, weights))
-    refer_to_base(settings, store, maps, folder, state is None, report, stop)
+    made = refer_to_base(settings, store, maps, folder, state is None, report, stop)
+    if made is not None and session.leader is not None:
+        session.leader.refer(made)
     return session
 
 

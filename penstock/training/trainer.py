@@ -24,7 +24,7 @@ from runtime.plan.timeline import Timeline
 
 from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to
-from .session import Rates, Session
+from .session import Session
 from .validation import Validation, held_out_loss, validations_of
 
 LOST_TIMES = 10  # the first loss
@@ -178,7 +178,7 @@ class Trainer:
         every = [validates, checkpoint.every if saves_in_pauses else None, self.every]
         until = min([session.n_steps, *(done + n - done % n for n in every if n is not None)])
         pause = Stop(session.stop)
-        stop = pause if session.leader is None else session.leader.train(done, until - done, pause)
+        stop = pause if session.leader is None else session.leader.train(done, until - done, pause, session.rates.asked)
         let_go = saver.snapshots.end if saver is not None else lambda: None
         with Execution(session.store.plan, session.machine, until - done, done, stop=stop, on_interrupt=let_go) as steps:
             for step in steps:
@@ -290,7 +290,7 @@ class Turn:
     @property
     def lr(self) -> float:
         """The learning rate of the next step. Once set, no schedule changes it; a run that resumes has to be told again."""
-        lr = self._rates(self.step).lr
+        lr = self.trainer.session.rates(self.step).lr
         assert lr is not None, "a run has one"
         return lr
 
@@ -298,13 +298,7 @@ class Turn:
     def lr(self, rate: float) -> None:
         if not 0 <= rate < math.inf:
             raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
-        self._rates.asked = float(rate)
-
-    @property
-    def _rates(self) -> Rates:
-        rates = self.trainer.session.store.settings
-        assert isinstance(rates, Rates), "what opens a session makes them"
-        return rates
+        self.trainer.session.rates.asked = float(rate)
 
     @property
     def _session(self) -> Session:
@@ -329,12 +323,15 @@ class Turn:
 
     def weights(self, copy: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Each weight that is not packed, by its name in the model, as it is computed with: a copy on the host; or else a view of
-        the slot that holds it, which costs nothing, is for reading alone, and is another step's once the turn is over."""
-        host = self._session.store.host
+        the slot that holds it, which costs nothing, is for reading alone, and is another step's once the turn is over. Of several
+        ranks, which hold parts of it, always a copy."""
+        session = self._session
+        host, leader = session.store.host, session.leader
+        whole = host if leader is None else leader.state()
         for p in host.all_owned():
             if not host.plan.is_packed(p):
                 host.settle(host.block_of(p))
-                weight = host.compute_weight(p)
+                weight = whole.compute_weight(p)
                 before = weight._version
                 yield p.name, weight.to("cpu", copy=True) if copy else weight.detach()
                 if weight._version != before:

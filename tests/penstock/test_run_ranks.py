@@ -2,7 +2,9 @@
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -15,8 +17,23 @@ from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
 from runtime.plan import PlanFile
 from runtime.plan.footprint import host_needs
+from tests.bytes_of_files import write_lines
 from tests.penstock.checkpoint.test_dequantised import published
-from tests.rank_runs import BATCH, begun, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
+from tests.rank_runs import (
+    BATCH,
+    QUIET,
+    begun,
+    by_hand,
+    contents,
+    done,
+    is_that_of_one,
+    pid_of,
+    planned,
+    said_by,
+    step_of,
+    wait_for,
+    words,
+)
 from tests.running import lines_of, penstock, plan_in, succeeded
 
 
@@ -60,6 +77,49 @@ def test_a_killed_rank_ends_all_and_another_number_goes_on(home):
     n = last + 3
     succeeded(penstock(*words(home, planned(home, 1), "--resume", steps=n)))
     assert is_that_of_one(home, n)
+
+
+LOOP = """
+import sys
+import penstock
+
+out, plan, data, held_out = sys.argv[1:]
+settings = {"tokenizer": "bytes", "evaluation.data": held_out}
+for turn in penstock.stream(plan, data, out=out, every=2, steps=9, lr=1e-2, from_scratch=True, device="cpu", settings=settings):
+    norm = sum(float(weight.double().square().sum()) for _, weight in turn.weights())
+    print(turn.step, turn.lr, norm, turn.evaluate()["eval_loss"], sorted(turn.gradient_norms().items()), flush=True)
+    turn.lr /= 3
+    if turn.step == 6:
+        turn.save()
+        break
+print("the loop is over")
+"""
+
+
+@pytest.mark.soak_cases("all")
+@pytest.mark.parametrize("train", ["all", "lora:r=4"])
+def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
+    """Of pairs, whose reference the first rank makes of all ranks' weights; and of which the loop leaves its run."""
+    shutil.rmtree(home / "data")
+    rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
+    write_lines(home / "data" / "pairs.jsonl", rows[:8])
+    write_lines(home / "held-out.jsonl", rows[8:])
+    of = ("--loss", "dpo", "--train", train, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
+    program, said = [sys.executable, "-c", LOOP], []
+    for n in (1, 2):
+        plan = plan_in(home, *of, "--gpus", n, name=f"{n}.json")
+        words = [str(word) for word in (home / str(n), plan, home / "data", home / "held-out.jsonl")]
+        found = by_hand([words] * n, commands=[program] * n)
+        assert [code for _, code in found] == [0] * n, found
+        assert not any(out for (out, _), _ in found[1:])
+        said.append(found[0][0][0])
+    assert said[0] == said[1]
+    assert said[0].splitlines()[-1] == "the loop is over"
+    assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
+    references = {(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}
+    assert len(references) == 1
+    alone = subprocess.run([*program, *words], env=os.environ | QUIET, capture_output=True, text=True, check=False)
+    assert "or a program with torchrun --nproc-per-node 2" in alone.stderr
 
 
 @pytest.mark.soak
