@@ -168,8 +168,10 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
     if odd := next((name for name in key if found.get(name) != key[name]), None):
         was, now = (str(of.get(odd))[:60] for of in (found, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")
-    for data in sets:
+    for number, data in enumerate(sets):
         its = [tensors.get(_name(part)) for part in data.parts]
+        if number and of.n_top is not None and its == [None]:  # held-out data, of which a teacher need say nothing
+            continue
         for part, of_set in zip(data.parts, its, strict=True):
             outline = _outline(part, plan)
             if of_set is None or (of_set.shape, of_set.dtype) != (outline.shape, outline.dtype):
@@ -178,7 +180,7 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
                 what = "holds nothing of this data" if odd is None else _ODD[odd]
                 raise CheckpointError(f"{path}: {what} ({part.about[:80]}); {how}")
         data.references = {TEACHER if of.n_top else REFERENCE: [each for each in its if each is not None]}
-        if of.n_top:  # the model and its weights are any: a resumed run has to learn from the same
+        if of.n_top and not number:  # the model and its weights are any: a resumed run has to learn from the same
             data.fingerprint = hashlib.sha256(data.fingerprint.encode() + digest.numpy().tobytes()).hexdigest()
     whole, largest = hashlib.sha256(), 0
     for tensor in (tensors[name] for name in read if name in tensors):  # as they were written
@@ -194,7 +196,8 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
 
 def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
     """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
-    used, from_file = [data, held_out if objective.has_first_pass else None], {REFERENCE, TEACHER}.intersection(objective.extras)
+    is_used = objective.has_first_pass or objective.n_top is not None
+    used, from_file = [data, held_out if is_used else None], {REFERENCE, TEACHER}.intersection(objective.extras)
     brought = (*from_file, *([LAST] if objective.n_labels else []), *BRINGS.get(needed(objective) or "", ()))
     for other in (name for name in objective.extras if name not in brought):
         if any(isinstance(each, MapStyleData | Stream) for each in used):

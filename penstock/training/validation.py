@@ -20,7 +20,7 @@ from runtime.compute.compute import LastHidden
 from runtime.errors import DataError, PenstockError, PlanError
 from runtime.executor import Stop
 from runtime.machines.torch_machine import TorchMachine
-from runtime.plan.objective import Of
+from runtime.plan.objective import TEACHER, Of
 from runtime.units import on_one_line, show_seconds
 
 from .forwards import log_probabilities, passes
@@ -81,7 +81,9 @@ def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float
 
 def _in_words(values: dict[str, float]) -> str:
     if "eval_perplexity" in values:
-        return f"loss {values['eval_loss']:.4f}  perplexity {values['eval_perplexity']:.4g}  {values['eval_tokens']:,} tokens"
+        nearness = f"  divergence {values['eval_divergence']:.4f}" if "eval_divergence" in values else ""
+        of_tokens = f"perplexity {values['eval_perplexity']:.4g}{nearness}  {values['eval_tokens']:,} tokens"
+        return f"loss {values['eval_loss']:.4f}  {of_tokens}"
     how = "preferred" if "eval_pairs" in values else "labelled"
     right = f"  {values['eval_accuracy']:.1%} {how} rightly" if "eval_accuracy" in values else ""
     n = next((f"{values[f'eval_{of}']:,} {of}" for of in Of if f"eval_{of}" in values), "")
@@ -121,11 +123,12 @@ def evaluate(
     """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
 
     By the names of metrics.jsonl: the mean over supervised tokens, which is their cross entropy whatever the loss of tokens, its
-    perplexity, how many they are, and the seconds it took; of any other loss its own mean instead, and of pairs the share in which
+    perplexity, how many they are, and the seconds it took; the mean divergence from a teacher who has something to say of them;
+    of any other loss its own mean instead, and of pairs the share in which
     the chosen answer is preferred. All lanes of the machine must be idle. DataError where no token is supervised;
     Abandoned after `stop.request()`, once the pass in progress is done.
     """
-    began_s, losses, n_tokens = time.perf_counter(), list[torch.Tensor](), 0
+    began_s, losses, divergences, n_tokens = time.perf_counter(), list[torch.Tensor](), list[torch.Tensor](), 0
     objective = machine.plan.semantics.objective
     if objective.of is not Of.TOKENS:
         return _of_answers(machine, sequence, n_sequences, stop) | {"eval_s": time.perf_counter() - began_s}
@@ -137,12 +140,19 @@ def evaluate(
         n_tokens += found.n_supervised
         return found
 
-    sums_of = machine.compute.templates.head.summed_losses
-    machine.forward(plan, batch, lambda of: losses.append(sums_of(of.weights, of.hidden_BTD, of.targets_BT)), n_passes, stop)
+    def note(last: LastHidden) -> None:
+        of, head = (last.weights, last.hidden_BTD, last.targets_BT), last.templates.head
+        losses.append(head.summed_losses(*of))
+        if TEACHER in last.extras:
+            divergences.append(head.divergence(*of, last.extras))
+
+    machine.forward(plan, batch, note, n_passes, stop)
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
     loss = torch.tensor(sum(loss.item() for loss in losses) / n_tokens, dtype=torch.float64)
     found = {"eval_loss": loss.item(), "eval_perplexity": loss.exp().item(), "eval_tokens": n_tokens}  # exp may be infinite
+    if divergences:
+        found["eval_divergence"] = sum(of.item() for of in divergences) / n_tokens
     return found | {"eval_s": time.perf_counter() - began_s}
 
 

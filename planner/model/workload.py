@@ -59,6 +59,8 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, f"library_kernels: no layer of this model computes with {missing[0]}; leave it out")
     found = _built(key_of(model), semantics)
     _refuse_untrained(model, semantics.train, found)
+    if (semantics.objective.n_top or 0) > (n := found.blocks[-1].parameters[-1].shape[0]):
+        _fail(model, f"--loss distill: k is {semantics.objective.n_top}, and the model has {n} token ids; ask for at most as many")
     return found
 
 

@@ -160,6 +160,15 @@ class OutputHead:
             loss_sum += self._cross_entropy(head, rows_ND, targets_N, "sum")
         return loss_sum
 
+    def divergence(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> Tensor:
+        """What a loss of tokens itself sums up to (fp64, on the device)."""
+        assert self.function is not None
+        head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
+        total, of_rows = self._of_sequences(head, normed_ND, targets_BT, 1, extras)
+        for rows_ND, targets_N, *more in self._tiles(normed_ND, targets_BT.reshape(-1), *of_rows.values()):
+            total += self.function.of_tile(self._logits(head, rows_ND), targets_N, dict(zip(of_rows, more, strict=True)))
+        return total
+
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
         """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are; for a
         loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a

@@ -1,6 +1,7 @@
 """Distillation: what a teacher writes of data, what a student learns from it, and files that are refused."""
 
 import json
+import math
 import os
 import shutil
 
@@ -61,8 +62,11 @@ def test_a_teachers_file_is_what_transformers_says(school):
 
 def test_a_student_comes_nearer_to_its_teacher_and_resumes(school):
     succeeded(written(school))
-    plan, more = plan_in(school, *LOSS), ("--reference", school / "top", "--save-every", 3, "--save-minutes", 0)
+    (school / "held-out.txt").write_text("Of which the teacher says nothing. " * 4)
+    looks = ("--eval-data", school / "held-out.txt")
+    plan, more = plan_in(school, *LOSS), ("--reference", school / "top", "--save-every", 3, "--save-minutes", 0, *looks)
     succeeded(train(school, plan, *more, steps=6))
+    assert not any("eval_divergence" in line for line in lines_of(school, "out"))
     losses = [line["loss"] for line in lines_of(school, "out") if "loss" in line]
     assert 0 < losses[-1] < losses[0] / 3
     shutil.copytree(school / "out", school / "again")
@@ -72,6 +76,40 @@ def test_a_student_comes_nearer_to_its_teacher_and_resumes(school):
     shutil.rmtree(school / "again" / "checkpoint-6")
     succeeded(written(school, "--from-scratch", "--seed", 0))  # of other weights
     one_line(train(school, plan, *more, "--resume", out="again", steps=6), 2, "of another set of data")
+
+
+def plain_divergence(student, teacher, targets, beta, temperature):
+    """Over whole logits; the mean over supervised tokens."""
+    q, p = ((logits.double() / temperature).log_softmax(-1)[targets != -100] for logits in (student, teacher))
+    kl = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
+    if beta in (0, 1):
+        return kl(q, p) if beta else kl(p, q)
+    m = torch.logaddexp(q + math.log(1 - beta), p + math.log(beta))
+    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+
+
+@pytest.mark.parametrize("beta", [0, 0.4, 1])
+def test_of_a_whole_vocabulary_a_student_learns_as_by_a_plain_loop(school, beta):
+    """Loss, gradient's norm and held-out divergence, of whole logits by transformers; the file's fp16 is in the tolerance."""
+    loss = ("--loss", f"distill:k=272,temperature=0.25,beta={beta}", "--compute", "fp32", "--master", "fp32", "--clip-norm", "none")
+    plan_in(school, *loss, model="teacher", name="teacher.json")
+    held_out = ("--eval-data", school / "data" / "b.txt")
+    succeeded(written(school, *held_out))
+    succeeded(train(school, plan_in(school, *loss), "--reference", school / "top", *held_out, "--lr", "1e-30", steps=1))
+    first, step, last = lines_of(school, "out")
+    folders = school / "out" / "checkpoint-1", school / "teacher"
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders)
+    read = lambda path, n: read_data(DataSettings(str(path), shuffle=n > 1), None, 272, 32, n, 0, school / "t")  # noqa: E731
+    of = lambda batch: [model(batch.input_ids).logits for model in (student, teacher)] + [batch.targets, beta, 0.25]  # noqa: E731
+    wanted = plain_divergence(*of(read(school / "data", 4).batch(0)))
+    wanted.backward()
+    norm = math.hypot(*(float(p.grad.norm()) for p in student.parameters()))
+    assert (step["loss"], step["grad_norm"]) == (pytest.approx(wanted.item(), rel=5e-5), pytest.approx(norm, rel=2e-4))
+    other = read(school / "data" / "b.txt", 1)
+    with torch.no_grad():
+        each = [(plain_divergence(*of(batch)).item(), batch.n_supervised) for batch in map(other.batch, range(other.n_sequences))]
+    mean = sum(loss * n for loss, n in each) / sum(n for _, n in each)
+    assert first["eval_divergence"] == last["eval_divergence"] == pytest.approx(mean, rel=2e-5)
 
 
 def test_two_ranks_learn_what_one_learns(school):
@@ -88,6 +126,9 @@ def test_a_teacher_of_something_else_is_refused(school):
     succeeded(written(school))
     plan, top = plan_in(school, *LOSS), school / "top"
     one_line(train(school, plan), 2, "learns from a teacher's file", "--reference FILE")
+    one_line(
+        command("plan", school / "model", "--machine", "cpu-2core", "--loss", "distill:k=273"), 2, "the model has 272 token ids"
+    )
     one_line(train(school, plan, "--reference", top, "--packing", "one"), 2, "another --seq-len, --packing or --seed")
     other = plan_in(school, "--loss", "distill:k=6", name="other.json")
     one_line(
