@@ -77,11 +77,12 @@ def read_data(
         group = 1 if objective is None or objective.of is not Of.ANSWERS else objective.rows_each // 2
         packing = _packing(part, reader, by_document)
         shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group)
+        brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
         if settings.streaming:
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
             fingerprint = _fingerprint(content, reader.identity, shape.identity, part.shuffle_buffer, batch_size, shuffle_seed)
-            return Stream(reader, shape, batch_size, part.shuffle_buffer, shuffle_seed, _about(reader), fingerprint)
-        brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
+            buffer = part.shuffle_buffer + part.shuffle_buffer % shape.rows_each  # of whole pairs
+            return Stream(reader, shape, batch_size, buffer, shuffle_seed, _about(reader), fingerprint, brings)
         sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report, brings))
         if objective is not None and objective.name == "classify":
             _refuse_unknown_labels(sets[-1], objective.n_labels or 0)
@@ -170,8 +171,9 @@ def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str
 
 def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
     if reader.format in NEEDED:
-        if settings.packing not in ("auto", "one") or settings.streaming or settings.too_long == "split":
-            odd = "streaming" if settings.streaming else f"packing {settings.packing}, too_long {settings.too_long}"
+        is_read_before = settings.streaming and reader.format != PREFERENCE  # others' rows bring numbers besides
+        if settings.packing not in ("auto", "one") or is_read_before or settings.too_long == "split":
+            odd = "streaming" if is_read_before else f"packing {settings.packing}, too_long {settings.too_long}"
             raise DataError(f"{odd}: each answer is a sequence, whole or cut, read before training; leave it out")
         return {PREFERENCE: "pairs", UNPAIRED: "answers", ROLLOUTS: "one", LABELLED: "one"}[reader.format]
     if settings.packing == "documents" and not by_document:

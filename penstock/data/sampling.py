@@ -25,7 +25,7 @@ from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, extras_of, in_words, pack, row_of, rows_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, extras_of, in_words, pack, rows_of
 
 Position = dict[str, Any]  # where a step begins, as JSON can hold it
 SHARES = 1000  # samples of a round in which weights are whole numbers
@@ -155,6 +155,7 @@ class Stream:
     seed: int | None  # None: in the order of the files, epoch after epoch
     about: str  # the data set and how it is read, for the user
     fingerprint: str
+    brings: tuple[str, ...] = ()  # extras that follow from a batch's tokens
     n_steps: None = None
     _positions: dict[int, Position] = field(default_factory=dict, repr=False)
     _made: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
@@ -179,7 +180,8 @@ class Stream:
         rows = self._rows(position["epoch"], position["stream"])
         while True:
             of_batch = [next(rows) for _ in range(self.batch_size)]
-            yield batch_of((row for row, _ in of_batch), self.shape.packing == "documents"), of_batch[-1][1]
+            batch = batch_of((row for row, _ in of_batch), self.shape.packing == "documents")
+            yield replace(batch, extras=extras_of(self.brings, (), batch, self.shape.pad_id)), of_batch[-1][1]
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):
@@ -202,7 +204,7 @@ class Stream:
         documents.refuse_bad(0)
         sequences, _ = pack(documents, self._order(len(indices), epoch, indices[0], 0), self.shape)
         order = self._order(len(sequences), epoch, indices[0], 1)
-        return {"row": [row_of(documents, sequences[i], self.shape) for i in order.tolist()]}
+        return {"row": [row for i in order.tolist() for row in rows_of(documents, sequences[i], self.shape)]}
 
     def _order(self, n: int, *place: int) -> Array:
         return np.arange(n) if self.seed is None else order_of(n, self.seed, *place)

@@ -74,6 +74,27 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
     assert data.parts[0].counts["unsupervised"] == 2
 
 
+@pytest.mark.parametrize("loss", ["simpo", "reward"])
+def test_pairs_are_streamed_whole_and_resumed(tmp_path, loss):
+    """In an odd shuffle buffer, and over the end of an epoch: the pairs of data that is read before."""
+    rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}" + "!" * (60 * (n == 4)), "rejected": f"no {n}"} for n in range(7)]
+    path, objective = write_lines(tmp_path / "a.jsonl", rows), parse_objective(loss)
+    read = lambda **how: read_data(  # noqa: E731
+        DataSettings(str(path), **how), None, 300, 32, 4, 3, tmp_path / "run" / "tokens", objective=objective
+    )
+    before, streamed, again = read(), read(streaming=True, shuffle_buffer=5), read(streaming=True, shuffle_buffer=5)
+
+    def pairs(batches):
+        tensors = ([batch.input_ids, batch.targets, *batch.extras.values()] for batch in batches)
+        return [[of[i : i + 2].tolist() for of in each] for each in tensors for i in (0, 2)]
+
+    found = pairs(map(streamed.batch, range(7)))
+    assert sorted(found[:7]) == sorted(found[7:]) == sorted(pairs(map(before.batch, range(7)))[:7])
+    assert found[:7] != found[7:]
+    assert again.resume(3, json.loads(json.dumps(streamed.position(3))))
+    assert pairs(map(again.batch, range(3, 7))) == found[6:]
+
+
 def answers_of(path, *rows, seq_len=64, **settings):
     asked = DataSettings(str(write_lines(path, rows)), shuffle=False, **settings)
     return read_data(asked, None, 300, seq_len, 4, 3, path.parent / "run" / "tokens", objective=parse_objective("kto:group=2"))
