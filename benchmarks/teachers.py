@@ -1,4 +1,4 @@
-"""Distillation and heads held against plain loops and transformers, and runs that learn from a teacher and from pairs.
+"""Losses, distillation and heads held against plain loops and transformers, and runs that learn from a teacher and from pairs.
 
     python -m benchmarks.teachers > docs/benchmarks/teachers_cpu-2core_DATE.md
 
@@ -29,6 +29,7 @@ from runtime.plan.objective import parse_objective
 from runtime.plan.workload import Model
 
 DISTILLED = ("distill:k=96", "distill:k=96,beta=1", "distill:k=96,beta=0.5,temperature=2", "distill:k=16")
+PLAIN = ("cross-entropy", "label-smoothing:0.1", "z-loss:0.01", "orpo", "simpo")
 HEADS = ("classify:3", "reward", "reward:center=0.1")
 KIND = ("gladly", "sure", "friend", "happy", "kindly", "welcome", "yes", "thanks")
 RUDE = ("never", "fool", "no", "go", "hate", "stop", "idiot", "bah")
@@ -48,6 +49,24 @@ def plain_divergence(teacher_BTV: Tensor, student_BTV: Tensor, numbers: dict[str
     beta, mixed = numbers["beta"], numbers["beta"] * p + (1 - numbers["beta"]) * q
     kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
     return kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, mixed) + (1 - beta) * kl(q, mixed)
+
+
+def plain_loss(name: str, numbers: dict[str, float], logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean of a loss that needs nothing else, from whole logits in fp64, as its paper writes it."""
+    logps, is_there, n = logits_BTV.double().log_softmax(-1), targets_BT != -100, numbers
+    own = logps.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0] * is_there
+    better, worse = (own.sum(1) / is_there.sum(1)).view(-1, 2).unbind(1)
+    match name:
+        case "label-smoothing":
+            own = (1 - n["epsilon"]) * own + n["epsilon"] * logps.mean(-1)
+        case "z-loss":
+            own = own - n["weight"] * logits_BTV.double().logsumexp(-1) ** 2
+        case "orpo":
+            odds = [of.exp() / (1 - of.exp()) for of in (better, worse)]
+            return (-better - n["beta"] * (odds[0] / odds[1]).log().sigmoid().log()).mean()
+        case "simpo":
+            return -(n["beta"] * (better - worse) - n["gamma"]).sigmoid().log().mean()
+    return -own[is_there].mean()
 
 
 def differences(name: str, dtype: str, is_rounded: bool = True) -> Iterator[float]:
@@ -84,8 +103,10 @@ def differences(name: str, dtype: str, is_rounded: bool = True) -> Iterator[floa
         case "reward":
             chosen, rejected = asked.logits[0::2, 0], asked.logits[1::2, 0]
             loss = (of.numbers["center"] * (chosen + rejected) ** 2 - F.logsigmoid(chosen - rejected)).mean()
-        case _:
+        case "distill":
             loss = plain_divergence(teacher, asked.logits.float(), of.numbers, held if is_rounded else None)[targets != -100].mean()
+        case _:
+            loss = plain_loss(of.name, of.numbers, asked.logits.float(), targets)
     loss.backward()
 
     semantics = Semantics(n_tokens, n, n, compute_dtype=dtype, objective=of, loss_tile_tokens=5)  # type: ignore[arg-type]
@@ -185,6 +206,8 @@ Relative differences of the loss, and of the gradients of the last hidden state 
 definitions on whole logits in fp64, of what a file holds of the teacher, in fp16, and of the teacher as it is:
 """)
     print(*compared(DISTILLED), sep="\n")
+    print("\nOther losses against theirs on whole logits in fp64:\n")
+    print(*compared(PLAIN), sep="\n")
     print("\nHeads against `AutoModelForSequenceClassification`, which rounds its scores' gradients in bf16:\n")
     print(*compared(HEADS), sep="\n")
     print(f"""

@@ -71,9 +71,9 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
         "blocks put together": together_bytes if of.ranks > 1 else 0,
         "process": round(device.context_bytes.value + (device.workspace_bytes.value if device.workspace_bytes else 0.0)),
     }
-    has_bytes, tiers = int(device.memory_bytes.value), list(_tiers(plan, cost))
-    again_s = _recompute_s(tiers, has_bytes - sum(needs.values()))
-    needs["activations"] = min(n_bytes for n_bytes, _ in tiers)
+    has_bytes, found = int(device.memory_bytes.value), list(tiers(plan, cost))
+    again_s = _recompute_s(found, has_bytes - sum(needs.values()))
+    needs["activations"] = min(n_bytes for n_bytes, _ in found)
     exchanging_s = 0.0  # in every micro-batch two all-gathers and a reduce-scatter of every layer, and one of each for the others
     for b in range(len(blocks)) if of.ranks > 1 else ():
         n_elements, n_times = plan.gradient_elements(b), 2 if 0 < b < len(blocks) - 1 else 1
@@ -84,7 +84,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     return Resident(step_s, Footprint(needs, {}, has_bytes, int(cost.profile.host.memory_bytes.value)))
 
 
-def _tiers(plan: Setup, cost: CostModel) -> Iterator[tuple[int, float]]:
+def tiers(plan: Setup, cost: CostModel) -> Iterator[tuple[int, float]]:
     """Each way for all layers to have what their backward needs: bytes of a micro-batch's activations, seconds of recompute."""
     embedding, *layers, head = plan.workload.blocks
     n_micro_batches = plan.semantics.batch_size / plan.semantics.micro_batch
@@ -98,9 +98,9 @@ def _tiers(plan: Setup, cost: CostModel) -> Iterator[tuple[int, float]]:
             yield kept_bytes + transient_bytes, n_micro_batches * again_s
 
 
-def _recompute_s(tiers: list[tuple[int, float]], room_bytes: float) -> float | None:
+def _recompute_s(ways: list[tuple[int, float]], room_bytes: float) -> float | None:
     """Seconds of recompute where some layers keep what one tier keeps, and the others what another does; None: no tier fits."""
-    lean, rich = ([tier for tier in tiers if (tier[0] <= room_bytes) is fits] for fits in (True, False))
+    lean, rich = ([tier for tier in ways if (tier[0] <= room_bytes) is fits] for fits in (True, False))
     found = [again_s for _, again_s in lean]
     for (lean_bytes, lean_s), (rich_bytes, rich_s) in product(lean, rich):
         found.append(lean_s + (rich_s - lean_s) * (room_bytes - lean_bytes) / (rich_bytes - lean_bytes))

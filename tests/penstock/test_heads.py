@@ -1,8 +1,6 @@
 """Heads of one's own: a run that scores texts or answers, as transformers loads it."""
 
-import os
 import shutil
-import signal
 import warnings
 
 import pytest
@@ -17,7 +15,7 @@ from penstock.settings import DataSettings
 from runtime.errors import DataError
 from runtime.plan.objective import parse_objective
 from tests.bytes_of_files import write_lines
-from tests.rank_runs import begun, contents, done, pid_of, said_by, step_of, wait_for, words
+from tests.rank_runs import contents
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 TEXTS = [{"text": ("good " if n % 2 else "bad ") + "x" * (n % 5), "label": n % 2} for n in range(16)]
@@ -93,29 +91,6 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
 
 def loaded_base(folder):
     return {name: weight.float() for path in folder.glob("model*.safetensors") for name, weight in load_file(path).items()}
-
-
-@pytest.mark.soak_cases("reward")
-@pytest.mark.parametrize(
-    ("loss", "rows", "more", "victim"),
-    [("classify", TEXTS, (), 0), ("reward", PAIRS, ("--train", "lora:r=4"), 1)],
-    ids=["classify", "reward"],
-)
-def test_two_ranks_of_which_one_is_killed_learn_a_head_as_one_does(home, loss, rows, more, victim):
-    shutil.rmtree(home / "data")
-    write_lines(home / "data" / "rows.jsonl", rows)
-    of = ("--loss", loss, *more, "--policy", "megatrain", "--batch-size", 8, "--sum-groups", 2)
-    plans = [plan_in(home, *of, "--gpus", n, name=f"{n}.json") for n in (1, 2)]
-    running = begun(words(home, plans[1], "--save-every", 1, steps=10**5))
-    wait_for(lambda: step_of(home / "out") > 1, running)
-    os.kill(pid_of(running, victim), signal.SIGKILL)
-    assert f"rank {victim} was ended by SIGKILL" in said_by(running)
-    n = step_of(home / "out") + 1
-    resumed = done(words(home, plans[1], "--resume", steps=n), is_forked=True)
-    assert resumed.returncode == 0, resumed.stderr
-    succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
-    assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
-    assert more or loaded(home / "out" / f"checkpoint-{n}")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Every kind of loss on two ranks, of which one is killed: the bytes of one process alone."""
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from tests.bytes_of_files import write_lines
+from tests.rank_runs import begun, contents, done, pid_of, said_by, step_of, wait_for, words
+from tests.running import penstock, plan_in, succeeded
+
+TEXTS = [{"text": ("good " if n % 2 else "bad ") + "x" * (n % 5 + 9), "label": n % 2} for n in range(16)]
+PAIRS = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(8)]
+ANSWERS = [{"prompt": f"tea {n}? ", "completion": "yes" + "!" * n, "label": n % 2 == 0} for n in range(8)]
+GROUPS = [
+    {"prompt_ids": [n, 9], "completion_ids": [[n + 1], [2, 3, n]], "logprobs": [[-5.5], [-5, -6, -5]], "rewards": [0, n]}
+    for n in range(1, 9)
+]
+LORA = ("--train", "lora:r=4")
+CASES = [
+    ("classify", TEXTS, ()),
+    ("reward", PAIRS, LORA),
+    ("kto:group=2", ANSWERS, ()),
+    ("grpo:beta=0.1", GROUPS, LORA),
+    ("dpo", PAIRS, ()),
+    ("orpo", PAIRS, LORA),
+    ("z-loss", TEXTS, ()),
+]
+
+
+@pytest.mark.soak_cases(*(loss for loss, _, _ in CASES[1:]))
+@pytest.mark.parametrize(("loss", "rows", "more"), CASES, ids=[loss for loss, _, _ in CASES])
+def test_two_ranks_of_which_one_is_killed_learn_as_one_does(home, loss, rows, more):
+    shutil.rmtree(home / "data")
+    write_lines(home / "data" / "rows.jsonl", rows)
+    of = ("--loss", loss, *more, "--policy", "megatrain", "--batch-size", 8, "--micro-batch", 4, "--sum-groups", 2)
+    plans, victim = [plan_in(home, *of, "--gpus", n, name=f"{n}.json") for n in (1, 2)], len(loss) % 2
+    running = begun(words(home, plans[1], "--save-every", 1, "--keep", 2, steps=10**5))
+    wait_for(lambda: step_of(home / "out") > 1, running)
+    os.kill(pid_of(running, victim), signal.SIGKILL)
+    assert f"rank {victim} was ended by SIGKILL" in said_by(running)
+    n = step_of(home / "out") + 1
+    resumed = done(words(home, plans[1], "--resume", steps=n), is_forked=True)
+    assert resumed.returncode == 0, resumed.stderr
+    succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
+    assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
