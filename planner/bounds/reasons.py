@@ -75,6 +75,17 @@ class Subject:
         held = (np.outer(self.work.largest[ring], self.n_passing[ring]) for ring in RINGS[kind])
         return sum(held, np.zeros_like(self.work["total"]))
 
+    def loads(self, way: str, algebra: Algebra) -> Array:
+        """Of one way up, or down, those that lie within it."""
+        return algebra.positive(self.work[way] - np.outer(self.work.largest["load"], self.n_loads))
+
+    def later_ways_up(self, algebra: Algebra) -> Array:
+        """The ways up of all groups but the first, the largest. Nothing is unpacked on them."""
+        work, n = self.work, self.groups.n - 1
+        leaving = sum(work[kind] - n * self.passing(kind) for kind in LEAVING) - work["first_leaving"]
+        computing = work["up"] - (work["first_forwards"] - work["first_leaving"])
+        return computing + n * self.loads("loads_up", algebra) + algebra.positive(leaving)
+
     def head_missing(self, n_slots: int) -> Array:
         """Minus one: the head's last gradient may leave after those of layers, as no more of these leave than there are slots. Else
         so many layers must stay before it may, of which each takes its share away."""
@@ -102,13 +113,11 @@ class Phases:
 
     def after_first_way_up(self, of: Subject, gpu: int, algebra: Algebra) -> Array:
         """From the first loss of the step to the norm."""
-        work, loss, groups, around = of.work, of.work.scalars["loss"], of.groups, self.around(algebra)
+        work, loss, groups = of.work, of.work.scalars["loss"], of.groups
         if groups.equal:
             last = algebra.longest([self.back, self.left])
-            return loss + (1 - 1 / groups.n) * around + last / groups.n
-        # Of every sum over the groups but the first, or but the last and smallest, at least this share is left.
-        others = 1 - groups.first_fraction
-        found = [self.back + others * self.up, others * around]
+            return loss + (1 - 1 / groups.n) * self.around(algebra) + last / groups.n
+        found = [self.back + algebra.longest(of.later_ways_up(algebra)), self.left]
         if np.any(work["last_leaving"]) and groups.n_alone == groups.largest:  # all compute alike; of the last most is added
             staged = np.zeros_like(work["last_leaving"])
             staged[:, 0] = of.buffers.n_staged * work.largest["staged"]
@@ -120,7 +129,7 @@ class Phases:
 def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
     """On the compute lane a group's ops come in four phases: up the layers, the loss, down the layers, the embedding's backward."""
     work, groups, buffers = of.work, of.groups, of.buffers
-    scalars, largest, n_slips = work.scalars, work.largest, groups.n_slips
+    scalars, largest = work.scalars, work.largest
 
     def lifted(numbers: Array) -> Array:
         found = np.zeros_like(work["total"])
@@ -130,22 +139,21 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
     def way(computing: str, loads: str, passing: tuple[Kind, Kind]) -> Array:
         """Computing; loads that lie wholly within the ways; and activations that leave, or come back."""
         own = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer's weights may have been unpacked before
-        loading = algebra.positive(work[loads] - np.outer(largest["load"], of.n_loads))
-        moving = [work[kind] - n_slips * of.passing(kind) for kind in passing]
-        return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
+        moving = [work[kind] - groups.n * of.passing(kind) for kind in passing]
+        return own + groups.n * of.loads(loads, algebra) + sum(map(algebra.positive, moving), np.zeros_like(own))
 
     def leaving(n_slots: int) -> Array:
         """Gradients that leave before the last backwards end, all but those in slots; those on the host are still to be added."""
         slipping = n_slots * largest["leaving"] + buffers.n_staged * largest["staged"]
         head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], of.head_missing(n_slots + buffers.n_staged))
-        return algebra.positive(work["leaving"] + groups.n * head - lifted(n_slips * slipping))
+        return algebra.positive(work["leaving"] + groups.n * head - lifted(groups.n * slipping))
 
     up = algebra.longest(way("up", "loads_up", LEAVING))
     down = way("down", "loads_down", COMING)
     computed = [algebra.longest(down + leaving(buffers.n_slots))]
     left = [algebra.longest(down + leaving(0))]
     if of.takes_turns:
-        turns, late_s = scalars["backwards_in_turn"], n_slips * largest["leaving"][facets.number(LANE_OF[Kind.OFFLOAD_GRADIENT])]
+        turns, late_s = scalars["backwards_in_turn"], groups.n * largest["leaving"][facets.number(LANE_OF[Kind.OFFLOAD_GRADIENT])]
         late = np.zeros_like(turns)
         late[0] = late_s
         computed.append(turns - late)

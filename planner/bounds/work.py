@@ -109,7 +109,6 @@ class Groups:
     n: int
     largest: int
     smallest_first: int  # micro-batches of the first group, at least
-    first_fraction: float  # of the step's work that the first group, the largest, has at most
     equal: bool  # all are as large
     n_alone: int  # of the smallest group: gradients of a vocabulary block that leave one after another
 
@@ -120,14 +119,7 @@ class Groups:
         # The last group joins more sums of the host's than those before it.
         equal = n_groups * largest == n_whole and (plan.reduced or plan.semantics.sum_groups == 1)
         smallest = min(n % size or size for size in sizes)
-        return Groups(n_groups, largest, sizes[0], min(1.0, largest / max(1, n_whole)), equal, smallest)
-
-    @property
-    def n_slips(self) -> float:
-        """How often what may slip from one phase to the next is to be taken off the sum over all groups, so that every share of it
-        that is asked for (`first_fraction`) is at most the sum over the other groups."""
-        others = 1 - self.first_fraction
-        return self.n if self.equal or others <= 0 else max(self.n, (self.n - 1) / others)
+        return Groups(n_groups, largest, sizes[0], equal, smallest)
 
 
 def ops_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Demand, int]]:
