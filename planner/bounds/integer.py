@@ -73,7 +73,7 @@ class Program:
                 constraints=LinearConstraint(self.matrix, -np.inf, np.array(self.limits)),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
                 integrality=np.array(self.integer) * integers,
-                options=OPTIONS,
+                options=OPTIONS | {"presolve": integers},  # which takes a linear program of this size as long again
             )
         if found.status == INFEASIBLE:
             return None
