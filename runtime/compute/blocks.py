@@ -26,6 +26,7 @@ from runtime.layers.split import Call, Split
 from runtime.layers.tiles import TiledMlp
 from runtime.layers.views import Weights
 from runtime.plan import Policy, Semantics
+from runtime.plan.train import is_adapter
 from runtime.plan.workload import Workload
 
 from .balance import Balance
