@@ -34,12 +34,12 @@ def order() -> Bits:
     x: Any = np.arange(TURN, dtype=np.uint32)
     x = (x ^ x >> 8) * 0x88B5 & 0xFFFF
     x = (x ^ x >> 7) * 0xDB2D & 0xFFFF
-    return np.tile(x ^ x >> 9, 2).astype(np.uint32)
+    return np.tile(x ^ x >> 9, 2).astype(np.uint16)
 
 
 @cache
 def halves() -> Bits:
-    return np.full(TURN, HALF, np.uint32)
+    return np.full(TURN, HALF, np.uint16)
 
 
 def scalars(rule: str, numbers: list[float], n_updates: int) -> NDArray[np.float32]:
@@ -63,25 +63,30 @@ def begin(key: int, turn: Any) -> Any:
 
 
 @compiled
-def load(source: Bits, wide: Bits) -> None:
-    """Numbers as fp32."""
-    if source.itemsize == 2:
-        for i in range(len(wide)):
-            wide[i] = np.uint32(source[i]) << NARROW
-    else:
-        for i in range(len(wide)):
-            wide[i] = source[i]
+def number(bits: Any) -> Any:
+    return np.uint32(bits).view(np.float32)
+
+
+@compiled
+def bits(number: Any) -> Any:
+    return np.float32(number).view(np.uint32)
+
+
+@compiled
+def narrow(of: Bits) -> Any:
+    """How many bits of fp32 its numbers lack: a shift, not a branch, so that loops over numbers of any kind become vectors."""
+    return NARROW if of.itemsize == 2 else np.uint32(0)
 
 
 @compiled
 def store(wide: Bits, random: Bits, to: Bits) -> None:
     """As fp32; or as bf16, up where what is cut off and the random number carry. NaN stays NaN."""
     if to.itemsize == 2:
-        for i in range(len(wide)):
+        for i in range(len(to)):
             is_nan = (wide[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            to[i] = np.uint32(0x7FC0) if is_nan else (wide[i] + random[i]) >> NARROW
+            to[i] = np.uint32(0x7FC0) if is_nan else (wide[i] + np.uint32(random[i])) >> NARROW
     else:
-        for i in range(len(wide)):
+        for i in range(len(to)):
             to[i] = wide[i]
 
 
@@ -93,10 +98,7 @@ def there(of: Bits, at: int, end: int) -> Bits:
 
 @compiled
 def load_moment(source: Bits, is_root: bool, wide: Bits, other: Bits) -> None:
-    """As `load`, or as `unpacked`. Loops are such that compilers make vectors of them: a number of a group is spread first."""
-    if source.itemsize > 1:
-        load(source, wide[: len(source)])
-        return
+    """Of groups, as `unpacked`. Loops are such that compilers make vectors of them: a number of a group is spread first."""
     x, scales = wide.view(np.float32), other.view(np.float32)
     for k in range(len(source) // PACK_BYTES):
         at = k * PACK_BYTES
@@ -119,25 +121,24 @@ def load_moment(source: Bits, is_root: bool, wide: Bits, other: Bits) -> None:
 def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits, other: Bits) -> None:
     """As `store`, or as `packed`, of roots where `is_root`; numbers in groups are lost."""
     if to.itemsize > 1:
-        store(wide[: len(to)], random, to)
+        store(wide, random, to)
         return
-    x, by, bits = wide.view(np.float32), other.view(np.float32), np.empty(1, np.uint32)
+    x, by = wide.view(np.float32), other.view(np.float32)
     for g in range(len(x) // GROUP):
         first, most = g * GROUP, LEAST
         for i in range(GROUP):
             most = max(most, wide[first + i] & np.uint32(0x7FFFFFFF))
-        bits[0] = min(most, INFINITE)
-        of_group = bits.view(np.float32)[0]
+        most = min(most, INFINITE)
+        largest = number(most)
         if is_root:
-            bits.view(np.float32)[0] = np.divide(of_group, np.float32(255))
-            of_group = np.divide(np.float32(255), of_group)
-        scale = (bits[0] + random[first]) >> NARROW
+            most, largest = bits(np.divide(largest, np.float32(255))), np.divide(np.float32(255), largest)
+        scale = (most + np.uint32(random[first])) >> NARROW
         if scale <= LEAST >> NARROW or scale > MOST >> NARROW:
             wide[first : first + GROUP] = 0
             scale = INFINITE >> NARROW if scale > MOST >> NARROW else np.uint32(0)
         at = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
         to[at], to[at + 1] = np.uint8(scale), np.uint8(scale >> np.uint32(8))
-        by[first : first + GROUP] = of_group
+        by[first : first + GROUP] = largest
     if is_root:
         for i in range(len(x)):
             x[i] = by[i] * x[i] + NEAREST
@@ -150,67 +151,66 @@ def store_moment(wide: Bits, is_root: bool, random: Bits, to: Bits, other: Bits)
 
 
 @compiled
-def join(remainder: Bits, wide: Bits) -> None:
+def store_split(wide: Bits, random: Bits, remainder: Bits, weight: Bits) -> None:
+    """A master in two parts; of 24 bits, up where what is cut off and the random number's upper half carry. NaN stays NaN."""
+    lacks = EIGHT if remainder.itemsize == 1 else np.uint32(0)
     if remainder.itemsize == 1:
-        for i in range(len(wide)):
-            wide[i] += np.uint32(remainder[i]) << EIGHT
-    else:
-        for i in range(len(wide)):
-            wide[i] += np.uint32(remainder[i])
-
-
-@compiled
-def cut(wide: Bits, random: Bits, remainder: Bits) -> None:
-    """Of 24 bits, up where what is cut off and the random number's upper half carry. NaN stays NaN."""
-    if remainder.itemsize == 1:
-        for i in range(len(wide)):
+        for i in range(len(weight)):
             is_nan = (wide[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            wide[i] = np.uint32(0x7FC00000) if is_nan else (wide[i] + (random[i] >> EIGHT)) & np.uint32(0xFFFFFF00)
-        for i in range(len(wide)):
-            remainder[i] = np.int8(wide[i] >> EIGHT)
-    else:
-        for i in range(len(wide)):
-            remainder[i] = np.int16(wide[i])
+            up = (wide[i] + np.uint32(random[i] >> np.uint16(8))) & np.uint32(0xFFFFFF00)
+            wide[i] = np.uint32(0x7FC00000) if is_nan else up
+    for i in range(len(weight)):
+        is_nan = (wide[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        remainder[i] = wide[i] >> lacks
+        weight[i] = np.uint32(0x7FC0) if is_nan else (wide[i] + np.uint32(HALF)) >> NARROW
 
 
 @compiled
-def sum_gradient(parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any, wide: Bits, other: Bits) -> None:
+def sum_gradient(parts: tuple[Bits, Bits], n_parts: int, is_rounded: bool, factor: Any, wide: Bits) -> None:
     """Of one or two parts, rounded to bf16 (to even), times a factor."""
-    load(parts[0], wide)
-    numbers, others = wide.view(np.float32), other.view(np.float32)
-    if n_parts == 2:
-        load(parts[1], other)
-        for i in range(len(numbers)):
-            numbers[i] += others[i]
-    if is_rounded:
-        for i in range(len(wide)):
-            is_odd = (wide[i] >> NARROW) & np.uint32(1)
-            wide[i] = (wide[i] + np.uint32(0x7FFF) + is_odd) & np.uint32(0xFFFF0000)
-    for i in range(len(numbers)):
-        numbers[i] *= factor
+    by, of_second = narrow(parts[0]), narrow(parts[1])
+    for i in range(len(wide)):
+        total = number(np.uint32(parts[0][i]) << by)
+        if n_parts == 2:
+            total += number(np.uint32(parts[1][i]) << of_second)
+        if is_rounded:
+            of = bits(total)
+            total = number((of + np.uint32(0x7FFF) + ((of >> NARROW) & np.uint32(1))) & np.uint32(0xFFFF0000))
+        wide[i] = bits(total * factor)
 
 
 @compiled
-def adamw(w: Any, g: Any, m: Any, v: Any, by: Any, keeps_root: bool) -> None:
+def adamw(w: Bits, remainder: Bits, is_split: bool, m: Bits, v: Bits, keeps_root: bool, by: Any, x: Bits) -> None:
+    """Of the gradient in the first row of `x`; there and in two rows more are the master and the moments then. One array for all
+    that is written: a compiler would have to prove of each that it is not among those that are read."""
     decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
+    of_w, of_m, of_v, lacks = narrow(w), narrow(m), narrow(v), EIGHT if remainder.itemsize == 1 else np.uint32(0)
     for i in range(len(w)):
-        first = m[i] + towards * (g[i] - m[i])
-        second = v[i] * beta2 + (of_square * g[i]) * g[i]
+        g, master, first = number(x[i]), np.uint32(w[i]) << of_w, number(np.uint32(m[i]) << of_m)
+        if is_split:
+            master += np.uint32(remainder[i]) << lacks
+        first = first + towards * (g - first)
+        second = number(np.uint32(v[i]) << of_v) * beta2 + (of_square * g) * g
         root = np.sqrt(second)
-        m[i] = first
-        v[i] = root if keeps_root else second
-        w[i] = w[i] * decay + np.divide(rate * first, root * correction + eps)
+        x[i] = bits(number(master) * decay + np.divide(rate * first, root * correction + eps))
+        x[i + BLOCK_ELEMENTS] = bits(first)
+        x[i + 2 * BLOCK_ELEMENTS] = bits(root if keeps_root else second)
 
 
 @compiled
-def lion(w: Any, g: Any, m: Any, by: Any) -> None:
+def lion(w: Bits, remainder: Bits, is_split: bool, m: Bits, by: Any, x: Bits) -> None:
+    """The same, with one moment."""
     decay, towards, away, lr = by[0], by[1], by[2], by[3]
+    of_w, of_m, lacks = narrow(w), narrow(m), EIGHT if remainder.itemsize == 1 else np.uint32(0)
     for i in range(len(w)):
-        d = g[i] - m[i]
-        u = m[i] + towards * d
+        g, master, first = number(x[i]), np.uint32(w[i]) << of_w, number(np.uint32(m[i]) << of_m)
+        if is_split:
+            master += np.uint32(remainder[i]) << lacks
+        d = g - first
+        u = first + towards * d
         step = lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN stay
-        w[i] = w[i] * decay - step
-        m[i] = m[i] + away * d
+        x[i] = bits(number(master) * decay - step)
+        x[i + BLOCK_ELEMENTS] = bits(first + away * d)
 
 
 @compiled
@@ -220,33 +220,37 @@ def update(
 ) -> None:  # fmt: skip
     """Elements start .. end - 1 of a parameter, of which `first` is the place of element 0."""
     weight, remainder, m, v = to
-    weight_before, remainder_before, m_before, v_before = before
-    scratch = np.empty((5, BLOCK_ELEMENTS), np.uint32)
-    at = start
+    x = np.empty(6 * BLOCK_ELEMENTS, np.uint32)  # gradient, then master; moments; what they were, in groups; scratch
+    at, other = start, x[5 * BLOCK_ELEMENTS :]
     while at < end:
         turn, within = (first + at) // TURN, (first + at) % TURN
         n = min(BLOCK_ELEMENTS, end - at, TURN - within)
-        w, g, a, b, next = scratch[0, :n], scratch[1, :n], scratch[2, :n], scratch[3, :n], at + n
-        whole = -(-n // PACK) * PACK  # what a last pack lacks is zero
-        first_whole, second_whole, other = scratch[2, :whole], scratch[3, :whole], scratch[4]
-        sum_gradient((parts[0][at:next], parts[1][at:next]), n_parts, is_rounded, factor, g, w)
-        load(weight_before[at:next], w)
-        if is_split:
-            join(remainder_before[at:next], w)
-        load_moment(there(m_before, at, next), False, first_whole, other)
-        if is_lion:
-            lion(w.view(np.float32), g.view(np.float32), a.view(np.float32), by)
+        next, whole = at + n, -(-n // PACK) * PACK  # what a last pack lacks is zero
+        moment, second = x[BLOCK_ELEMENTS:][:whole], x[2 * BLOCK_ELEMENTS :][:whole]
+        sum_gradient((parts[0][at:next], parts[1][at:next]), n_parts, is_rounded, factor, x[:n])
+        master = before[0][at:next], before[1][at:next], is_split
+        m_before, v_before = there(before[2], at, next), there(before[3], at, next)
+        if m.itemsize == 1:
+            m_wide, v_wide = x[3 * BLOCK_ELEMENTS :][:whole], x[4 * BLOCK_ELEMENTS :][:whole]
+            load_moment(m_before, False, m_wide, other)
+            if is_lion:
+                lion(*master, m_wide, by, x)
+            else:
+                load_moment(v_before, True, v_wide, other)
+                adamw(*master, m_wide, v_wide, True, by, x)
+        elif is_lion:
+            lion(*master, m_before, by, x)
         else:
-            load_moment(there(v_before, at, next), True, second_whole, other)
-            adamw(w.view(np.float32), g.view(np.float32), a.view(np.float32), b.view(np.float32), by, v.itemsize == 1)
-            second_whole[n:] = 0
-            store_moment(second_whole, True, order[(begin(keys[2], turn) + within) % TURN :], there(v, at, next), other)
-        first_whole[n:] = 0
-        store_moment(first_whole, False, order[(begin(keys[1], turn) + within) % TURN :], there(m, at, next), other)
+            adamw(*master, m_before, v_before, False, by, x)
+        moment[n:] = second[n:] = 0
+        store_moment(moment, False, order[(begin(keys[1], turn) + within) % TURN :], there(m, at, next), other)
+        if not is_lion:
+            store_moment(second, True, order[(begin(keys[2], turn) + within) % TURN :], there(v, at, next), other)
         random = order[(begin(keys[0], turn) + within) % TURN :] if is_master_drawn else halves
         if is_split:
-            cut(w, random, remainder[at:next])
-        store(w, halves if is_split else random, weight[at:next])
+            store_split(x[:n], random, remainder[at:next], weight[at:next])
+        else:
+            store(x[:n], random, weight[at:next])
         at = next
 
 
