@@ -25,6 +25,7 @@ from torch import Tensor
 from penstock.data.data import RunData
 from runtime.errors import CheckpointError
 from runtime.host.host_state import HostState
+from runtime.host.rounding import Int8Moment, group_bytes
 from runtime.plan import Plan, Semantics
 from runtime.plan.objective import Objective
 from runtime.plan.optimizer import Optimizer
@@ -327,7 +328,10 @@ def put_back(state: State, host: HostState, data: RunData) -> None:
 
 def _stored(state: State, kind: str, p: Parameter) -> Tensor:
     name = f"{kind}.{p.name}"
-    if name not in state.optimizer or tuple((tensor := state.optimizer[name]).shape) != p.shape:
+    tensor = state.optimizer.get(name, torch.empty(0))
+    if tensor.dtype is torch.uint8 and tensor.shape == (group_bytes(p.n_elements),):
+        tensor = Int8Moment(tensor, p.n_elements, kind == "exp_avg_sq").whole().view(p.shape)
+    if name not in state.optimizer or tuple(tensor.shape) != p.shape:
         raise _damaged(state.path, f"{name} is missing or of another shape")
     return tensor
 

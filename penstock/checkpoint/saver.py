@@ -20,6 +20,7 @@ import torch
 from penstock.settings import CheckpointSettings
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE, available_host_bytes
+from runtime.host.rounding import group_bytes
 from runtime.plan.workload import Parameter
 
 from .checkpoint import CheckpointWriter
@@ -217,7 +218,7 @@ class Saver:
             files.write_tensors(f"optimizer-{block:05d}.safetensors", outlines, chain.from_iterable(pieces))
 
     def _pieces(self, p: Parameter, name: str, copy: Copy | None) -> Iterator[torch.Tensor]:
-        """The master or a moment of a parameter; what is split or packed comes in pieces, as a whole one would be a second copy."""
+        """The master or a moment of a parameter; what is split comes in pieces, as a whole one would be a second copy."""
         held, dtype = self._looked().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
         return (piece.to("cpu", dtype) for piece in ((held,) if isinstance(held, torch.Tensor) else held.pieces()))
 
@@ -235,4 +236,6 @@ def _give_way() -> None:
 
 
 def _outlines(parameters: Iterable[Parameter], dtype: str) -> dict[str, torch.Tensor]:
-    return {p.name: torch.empty(p.shape, dtype=DTYPE[dtype], device="meta") for p in parameters}
+    """Moments in int8 are flat groups, as they are kept."""
+    shapes = {p.name: (group_bytes(p.n_elements),) if dtype == "int8" else p.shape for p in parameters}
+    return {name: torch.empty(shape, dtype=DTYPE[dtype], device="meta") for name, shape in shapes.items()}

@@ -15,6 +15,7 @@ from runtime.errors import PlanError
 from runtime.executor import Stop, execute
 from runtime.host.host_state import Copy, HostState
 from runtime.host.memory import DTYPE
+from runtime.host.rounding import group_bytes
 from runtime.machines.processes import Processes, refuse_errors
 from runtime.machines.torch_machine import TorchMachine
 from runtime.plan.workload import Parameter
@@ -97,9 +98,11 @@ class WholeState(HostState):
 
     def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
         self._ranks.tell({"do": "give", "name": p.name, "what": what})
-        whole = torch.empty(p.n_elements, dtype=dtype)
+        of: Callable[[int], int] = group_bytes if dtype is torch.uint8 else int  # where an element's place is
+        whole = torch.empty(of(p.n_elements), dtype=dtype)
         for rank in range(self._ranks.n):
             part = self._own.part(p, rank)
+            part = slice(of(part.start), of(part.stop))
             if rank == 0:
                 whole[part] = _own_part(self._own, p, what)
             elif part.stop > part.start:

@@ -111,14 +111,15 @@ class HostState:
         master = Master(parts.pop("weight"), parts.pop("remainder")) if split else Master(parts.pop("master"))
         return ParamState(master, tuple(parts.values()))
 
-    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master | Int8Moment:
+    def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Master:
         """What a checkpoint has of a trained parameter besides its compute weight under one of the names of `saved_state`, flat."""
-        return self.param_state(p, copy=copy).master if name == "master" else self.moment(p, name, copy)
+        of = self.param_state(p, copy=copy)
+        return of.master if name == "master" else of.moments[name == "exp_avg_sq"]
 
-    def moment(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor | Int8Moment:
-        """One of a trained parameter's moments, flat: what is kept of it."""
-        held, part, is_root = self.param_state(p, copy=copy).moments[name == "exp_avg_sq"], self.part(p), name == "exp_avg_sq"
-        return Int8Moment(held, part.stop - part.start, is_root) if self._stored[name] == "int8" else held
+    def moment(self, p: Parameter, name: str) -> torch.Tensor | Int8Moment:
+        """One of a trained parameter's moments, flat, as numbers."""
+        held, part = self.param_state(p).moments[name == "exp_avg_sq"], self.part(p)
+        return Int8Moment(held, part.stop - part.start, name == "exp_avg_sq") if held.dtype is torch.uint8 else held
 
     def compute_weight(self, p: Parameter, copy: Copy | None = None) -> torch.Tensor:
         """What an owned parameter is computed with, shaped; not of one that is packed."""

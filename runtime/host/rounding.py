@@ -5,7 +5,6 @@ the second it has the root, `scale code`. So its largest element is exact, and p
 there are the codes of four groups, then their scales.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -88,16 +87,11 @@ class Int8Moment:
     def whole(self) -> torch.Tensor:
         """As fp32."""
         found = torch.empty(self.n)
-        for at, piece in zip(found.split(PIECE_ELEMENTS), self.pieces(), strict=False):  # unpacking takes several times a piece
-            at.copy_(piece)
+        for at in range(0, self.n, PIECE_ELEMENTS):  # unpacking takes several times a piece
+            to = found[at : at + PIECE_ELEMENTS]
+            here = self.groups[group_bytes(at) :][: group_bytes(len(to))]
+            to.copy_(torch.from_numpy(unpacked(here.cpu().numpy(), len(to), self.is_root)))
         return found
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """The same, one piece after another."""
-        for at in range(0, self.n, PIECE_ELEMENTS):
-            n = min(PIECE_ELEMENTS, self.n - at)
-            here = self.groups[group_bytes(at) :][: group_bytes(n)]
-            yield torch.from_numpy(unpacked(here.cpu().numpy(), n, self.is_root))
 
     def copy_(self, given: torch.Tensor) -> None:
         """Take flat numbers of any dtype: scales half up, codes to the nearest."""

@@ -105,9 +105,9 @@ class Semantics:
     @property
     def saved_state(self) -> dict[str, str]:
         """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name. Masters of
-        24 bits and moments in int8 are fp32 there."""
+        24 bits are fp32 there."""
         kept = {"master": self.master_dtype, **self.optimizer.moments}
-        return {name: "fp32" if dtype in ("split24", "int8") else dtype for name, dtype in kept.items()}
+        return {name: "fp32" if dtype == "split24" else dtype for name, dtype in kept.items()}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
         """Whether it is the last one, and smaller than the others."""

@@ -356,9 +356,9 @@ class Setup:
         """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is
         trained. Besides them there is a tokenizer, and names. Of adapters, them alone, in fp32."""
         of, n_trained = self.semantics, self.workload.n_trained
-        state_bytes = 0 if weights_only else sum(ITEM_BYTES[dtype] for dtype in of.saved_state.values())
+        state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in of.saved_state.values())
         weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params
-        return weights_bytes + n_trained * state_bytes
+        return weights_bytes + round(n_trained * state_bytes)
 
 
 @lru_cache(maxsize=256)

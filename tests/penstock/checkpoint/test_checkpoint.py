@@ -151,7 +151,7 @@ CONVERTED = {
 
 @pytest.mark.parametrize("to", CONVERTED)
 def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path: Path) -> None:
-    """Aloud, one way, and to a run that goes on."""
+    """Aloud, one way, and to a run that goes on; a checkpoint is as small as what is kept, of which fp32 can be made again."""
     policy = Policy(accumulation_group=4)
     first, then = train(session_of(tmp_path, policy, every=2), 2), session_of(tmp_path, policy, **LEAN[to])
     state = load_state(latest(tmp_path))
@@ -168,9 +168,16 @@ def test_a_state_of_another_optimizer_is_refused_or_converted(to: str, tmp_path:
     for kept, before in zip(state_of(then.store)[:2], state_of(first.store), strict=False):
         assert all(torch.equal(kept[name], before[name].to(kept[name].dtype)) or "master" in to for name in kept)
     train(replace(then, first_step=2), 4)
+    saved, of = load_state(tmp_path / "checkpoint-4"), then.plan.semantics
+    n_bytes = sum(tensor.nbytes for tensor in saved.optimizer.values()) / then.plan.workload.n_trained
+    assert n_bytes == pytest.approx(of.optimizer.state_bytes(of.master_dtype), rel=0.05)
     if to.startswith("lion"):
         with pytest.raises(CheckpointError, match="Lion keeps no second moment, or start a new run"):
-            refuse_another(load_state(tmp_path / "checkpoint-4"), first.identity, converts=True)
+            refuse_another(saved, first.identity, converts=True)
+    else:
+        put_back(saved, first.store.host, first.data)
+        for again, kept in zip(state_of(first.store), state_of(then.store), strict=True):
+            assert all(torch.equal(again[name], kept[name].float()) for name in kept)
 
 
 # -- what is refused
