@@ -203,7 +203,8 @@ def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     if run.device == "emulated":
         return
     on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
-    on_host = plan.host_arena_bytes + float(plan.profile["host"]["runtime_bytes"]["value"])
+    runtime_bytes = float(plan.profile["host"]["runtime_bytes"]["value"]) + plan.semantics.compiler_bytes
+    on_host = plan.host_arena_bytes + runtime_bytes
     if device_peak_bytes is not None:
         yield "device, peak", on_device, device_peak_bytes, show_bytes
     else:  # the device's memory is the process's own

@@ -51,7 +51,8 @@ def footprint(plan: Setup, profile: Profile) -> Footprint:
     of = profile.device
     device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
     device |= {"context": round(of.context_bytes.value)}
-    host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": round(profile.host.runtime_bytes.value)}
+    runtime_bytes = round(profile.host.runtime_bytes.value) + plan.semantics.compiler_bytes
+    host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": runtime_bytes}
     return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
 
 
