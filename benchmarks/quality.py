@@ -4,7 +4,7 @@
 
 Byte-level Qwen3 models, the demo's of 3 layers and one of 10 (30 M parameters), learn the sources of Python's standard library;
 each tenth file is held out. Runs of a seed begin with the same weights and see the same data in the same order. A run that is in
-FOLDER is not repeated; a table of all that are there, finished or not, is printed in the end, or alone with `--jobs 0`.
+FOLDER is not repeated; a table of all that are there and finished is printed in the end, or alone with `--jobs 0`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from statistics import mean, stdev
 from demo.demo import CONFIG
 
 OPTIMIZERS = ("adamw", "adamw:moments=bf16", "adamw:moments=bf16,master=bf16", "lion", "lion:moments=bf16,master=bf16")
-SEEDS, BATCH_SIZE, LR, LAST_STEPS = (0, 1, 2), 16, 1e-3, 50
+SEEDS, LR, LAST_STEPS = (0, 1, 2), 1e-3, 50
 HELD_OUT_EVERY, MOST_FILES = 10, 400
 Run = tuple[int, str, int]  # layers, optimizer, seed
 
@@ -34,6 +34,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--layers", default="3,10")
     parser.add_argument("--width", type=int, default=512, help="of a layer; 64 a head, and three times as many within its MLP")
     parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--perform", help=argparse.SUPPRESS)
@@ -46,7 +48,7 @@ def main(words: list[str]) -> int:
         print("\n".join(table(asked.home)))
         return 0
     write_data(asked.home)
-    runs = [(int(n), optimizer, seed) for n in asked.layers.split(",") for seed in SEEDS for optimizer in asked.optimizers]
+    runs = [(int(n), optimizer, seed) for n in asked.layers.split(",") for optimizer in asked.optimizers for seed in asked.seeds]
     with ThreadPoolExecutor(asked.jobs) as pool:
         codes = list(pool.map(lambda run: begin(asked.home, run, words), runs))
     print("\n".join(table(asked.home)))
@@ -87,7 +89,7 @@ def perform(asked: argparse.Namespace, run: Run) -> None:
     width = {"hidden_size": asked.width, "intermediate_size": 3 * asked.width, "num_attention_heads": asked.width // 64}
     config = CONFIG | {"num_hidden_layers": n_layers, "num_key_value_heads": max(1, asked.width // 128)} | width
     (model / "config.json").write_text(json.dumps(config))
-    plan = penstock.plan(model, asked.machine, seq_len=asked.seq_len, batch_size=BATCH_SIZE, optimizer=optimizer)
+    plan = penstock.plan(model, asked.machine, seq_len=asked.seq_len, batch_size=asked.batch_size, optimizer=optimizer)
     settings = {
         "tokenizer": "bytes", "seed": seed, "evaluation.data": str(asked.home / "held-out"), "evaluation.first": False,
         "optimizer.schedule.kind": "cosine", "optimizer.schedule.warmup_steps": asked.steps // 20, "optimizer.weight_decay": 0.1,
@@ -100,24 +102,25 @@ def perform(asked: argparse.Namespace, run: Run) -> None:
 
 
 def table(home: Path) -> Iterator[str]:
-    """A row for each model and optimizer, after as many steps as all its runs have made: training losses by seed, means of the last
-    of these steps, and how far they lie from fp32 state's of the same seed."""
-    found: dict[Run, list[float]] = {}
+    """A row for each model and optimizer: of its finished runs, training losses by seed, means of the last steps, how far they lie
+    from fp32 state's of the same seed, and the same of losses on held-out files."""
+    found: dict[Run, tuple[float, float]] = {}
     for path in sorted(home.glob("*/metrics.jsonl")):
-        if losses := [row["loss"] for row in map(json.loads, path.read_text().splitlines()) if "loss" in row]:
-            found[tuple(json.loads((path.parent / "run.json").read_text()))] = losses
-    yield "| layers | optimizer | steps | loss by seed | mean | spread of seeds | from fp32 state, by seed |"
-    yield "|---:|---|---:|---|---:|---:|---|"
-    for n_layers in sorted({run[0] for run in found}):
-        n = min(len(losses) for run, losses in found.items() if run[0] == n_layers)
-        last = {run[1:]: mean(losses[max(0, n - LAST_STEPS) : n]) for run, losses in found.items() if run[0] == n_layers}
-        for optimizer in sorted({optimizer for optimizer, _ in last}):
-            of = {seed: loss for (name, seed), loss in last.items() if name == optimizer}
-            whole = {seed: last.get((optimizer.partition(":")[0], seed)) for seed in of}
-            apart = [f"{of[seed] - loss:+.4f}" for seed, loss in whole.items() if loss is not None]
-            spread = f"{stdev(of.values()):.4f}" if len(of) > 1 else ""
-            each = ", ".join(f"{loss:.4f}" for loss in of.values())
-            yield f"| {n_layers} | `{optimizer}` | {n} | {each} | {mean(of.values()):.4f} | {spread} | {', '.join(apart)} |"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        if "eval_loss" in rows[-1]:
+            losses = [row["loss"] for row in rows if "loss" in row]
+            found[tuple(json.loads((path.parent / "run.json").read_text()))] = mean(losses[-LAST_STEPS:]), rows[-1]["eval_loss"]
+    yield "| layers | optimizer | seeds | loss | spread of seeds | from fp32 state, by seed | held out | spread | from fp32 state |"
+    yield "|---:|---|---:|---:|---:|---|---:|---:|---|"
+    for n_layers, optimizer in sorted({run[:2] for run in found}):
+        seeds = [run[2] for run in found if run[:2] == (n_layers, optimizer)]
+        cells = [f"{n_layers}", f"`{optimizer}`", f"{len(seeds)}"]
+        for which in (0, 1):
+            of = {seed: found[n_layers, optimizer, seed][which] for seed in seeds}
+            whole = {seed: found.get((n_layers, optimizer.partition(":")[0], seed)) for seed in seeds if ":" in optimizer}
+            apart = [f"{of[seed] - there[which]:+.4f}" for seed, there in whole.items() if there is not None]
+            cells += [f"{mean(of.values()):.4f}", f"{stdev(of.values()):.4f}" if len(of) > 1 else "", ", ".join(apart)]
+        yield f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
