@@ -13,6 +13,7 @@ from .workload import ITEM_BYTES, Attention, Saved, text_of
 SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
 USUAL_WORKSPACE_BYTES = 2**30  # assumed, of a GPU whose profile is not at hand
 INT64 = 8  # bytes of a position
+COMPILER_BYTES = 125_000_000  # of a process that updates less state, with numba and its loops; 190 MB the first time
 CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 

@@ -24,7 +24,6 @@ LibraryKernel = Literal["causal_conv1d.causal_conv1d_fn", "fla.chunk_gated_delta
 MOST_LAYERS = 2**16  # more than any model has
 Slots = Annotated[int, Field(gt=0, le=MOST_LAYERS)]
 UPDATE_RATIO = {"adamw": 0.65, "lion": 0.55, "adamw:moments=int8": 1.5, "lion:moments=int8": 0.9}
-COMPILER_BYTES = 125_000_000  # of a process that compiles that, numba and its loops; 190 MB the first time
 RICHER = (Saved.ATTENTION, Saved.PRODUCTS, Saved.ALL)  # what a layer may save besides its input, the least first
 LEAVE = (Saved.ATTENTION, Saved.PRODUCTS)  # what of it may be on the host until backward, the least first
 
@@ -90,11 +89,6 @@ class Semantics:
         """Time of the host's update, of as many parameters, to that of torch's AdamW on split masters: on one core of a processor,
         where it is all arithmetic (docs/optimizers.md). Of many cores, which wait for memory, it may be less: fewer bytes move."""
         return UPDATE_RATIO.get(self.optimizer, UPDATE_RATIO[self.optimizer.rule]) if self.is_lean else 1.0
-
-    @property
-    def compiler_bytes(self) -> int:
-        """Host memory of what compiles the update."""
-        return COMPILER_BYTES if self.is_lean else 0
 
     @property
     def optimizer_in_words(self) -> str:
