@@ -224,6 +224,13 @@ class Network(Part):
     n_hosts: Size = 1  # that share a step
 
 
+class Disk(Part):
+    """A disk, or several as one, that frozen weights are read from: by large direct reads."""
+
+    read_bytes_per_s: Quantity  # alone
+    under_copies_bytes_per_s: Quantity | None = None  # while host memory and link are busy; None: as alone
+
+
 class Price(Part):
     """What the machine costs, on a day: to rent, and to buy and feed. Host memory is bought besides where it has a price."""
 
@@ -248,6 +255,7 @@ class Profile(Part):
     price: Price
     peers: Peers | None = None  # None: not known
     network: Network | None = None
+    disk: Disk | None = None  # None: frozen weights are in memory
 
     @model_validator(mode="after")
     def _is_whole(self) -> "Profile":
@@ -277,6 +285,14 @@ class Profile(Part):
     def is_soldered(self) -> bool:
         """Whether the host has the memory that it has, and never more."""
         return self.most_host_bytes is not None and self.most_host_bytes <= self.host.memory_bytes.value
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Rate of the disk in a step, whose other lanes copy meanwhile; ProfileError where it is not known."""
+        if self.disk is None:
+            said = "say how fast its disk is read with --disk-read, or measure it with `penstock probe --disk FOLDER`"
+            raise ProfileError(f"{self.name}: its profile has no disk; {said}")
+        return (self.disk.under_copies_bytes_per_s or self.disk.read_bytes_per_s).value
 
     @property
     def n_devices(self) -> int:
@@ -311,6 +327,13 @@ class Profile(Part):
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
         return self._given(((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items()), by)
 
+    def with_disk(self, bytes_per_s: float | None) -> "Profile":
+        """The same machine with a disk that its user has; None leaves it as it is."""
+        if bytes_per_s is None:
+            return self
+        words = f"a disk read at {show_bytes(bytes_per_s)}/s"
+        return self.model_copy(update={"disk": None})._given([("disk", "read_bytes_per_s", bytes_per_s, words)])
+
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""
         given = {key: value for key, value in prices.items() if value is not None}
@@ -321,7 +344,7 @@ class Profile(Part):
         fields = self.to_json()
         for part, key, value, words in changes:
             source = f"user_{part}_{key.removesuffix('_bytes')}"
-            fields[part][key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
+            fields.setdefault(part, {})[key] = {"value": float(value), "spread_fraction": 0.0, "source": source}
             given = {"kind": "user", "detail": f"{words} as given by {by}", "date": None, "device": None, "driver": None}
             fields["sources"][source] = given
         return Profile.from_json(fields, self.name)

@@ -54,17 +54,21 @@ def probe(
     *,
     gpu: int = 0,
     name: str = "this-machine",
+    disk: str | Path | None = None,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Profile:
-    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is."""
+    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is.
+    `disk`: a folder on a disk that frozen weights are to be read from, which is measured, too."""
     from hwprofiles.probe import cpu, cuda, measurements
+    from hwprofiles.probe.disk import with_disk
     from hwprofiles.probe.probe import probed
     from runtime.machines.streams import has_cuda
 
     is_cpu = device == "cpu" or (device == "auto" and not has_cuda())
     effort = measurements.CPU if is_cpu else measurements.GPU
     found = cpu.CpuDevice() if is_cpu else cuda.CudaDevice(gpu)
-    return probed(found, effort.quick() if quick else effort, report, name)
+    profile = probed(found, effort.quick() if quick else effort, report, name)
+    return profile if disk is None else with_disk(profile, found, Path(disk), report)
 
 
 def plan(
@@ -77,6 +81,7 @@ def plan(
     policy: Policy | Mapping[str, Any] | str | None = None,
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
+    disk_read_bytes_per_s: float | None = None,
     kernels: Kernel | None = None,
     deterministic: bool = False,
     clipped_fraction: float | None = None,
@@ -92,7 +97,8 @@ def plan(
     Profile. `policy`: a Policy, its fields, or the name of another system's, in place of a search. `semantics`: further fields of
     Semantics, as `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, but for those that `kernels` and
     `deterministic` decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
-    `network_gbit`: Gbit/s of each host, if not the profile's. `loss`: as `--loss` takes it, or a function of one's own
+    `network_gbit`: Gbit/s of each host, if not the profile's; `disk_read_bytes_per_s`: of a disk that frozen layers are read
+    from. `loss`: as `--loss` takes it, or a function of one's own
     (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
     """
     from planner.search.micro_batch import SIZES, shared_step
@@ -101,7 +107,8 @@ def plan(
     keep_outlines()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
-    profile = part_of(_profile(machine).with_memory(device_memory_bytes, host_memory_bytes), gpus, hosts, network_gbit)
+    asked_for = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes).with_disk(disk_read_bytes_per_s)
+    profile = part_of(asked_for, gpus, hosts, network_gbit)
     described = read_model(str(model))
     given = {name: value for name, value in semantics.items() if value is not None}
     given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}

@@ -160,6 +160,12 @@ class RunSettings:
     packed: Text | None = flagged(
         None, "--packed", "Folder that keeps quantized base weights, for other runs too.", "in --out", "FOLDER"
     )
+    disk: Text | None = flagged(
+        None,
+        "--disk",
+        "Folder for the file of frozen weights that a plan reads from a disk; kept for other runs.",
+        metavar="FOLDER",
+    )
     reference: Text | None = flagged(
         None,
         "--reference",

@@ -37,6 +37,10 @@ class CheckpointError(PenstockError):
     """A checkpoint or output folder that cannot be read or written."""
 
 
+class DiskError(PenstockError):
+    """A disk that frozen weights cannot be read from."""
+
+
 class DoesNotFitError(PenstockError):
     """The workload does not fit the machine: the message names the missing bytes and what would fit."""
 

@@ -85,8 +85,11 @@ def outcome(plan: Plan, graph: "nx.DiGraph[Node]", names: dict[Term, int]) -> li
             return part
 
         match op.kind:
+            case Kind.READ:
+                new["frozen"] = name("initial", b, "frozen")
             case Kind.LOAD:
-                new["weights"] = name("weights", b, values["state"], values.get("tied"))
+                frozen = values.get("frozen", name("initial", b, "frozen"))  # where a disk has none, it is in the state
+                new["weights"] = name("weights", b, values["state"], frozen, values.get("tied"))
             case Kind.GATHER:
                 new["weights"] = name("gathered", b, values["weights"], values["state"], values.get("tied"))
             case Kind.DEQUANTISE:

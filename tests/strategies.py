@@ -15,7 +15,7 @@ from planner.predict.cost import costs, region_of
 from planner.predict.simulate import Prediction, simulate
 from planner.search.space import Way, with_ways
 from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.plan.legality import can_stay
+from runtime.plan.legality import can_read, can_stay
 from runtime.plan.optimizer import Optimizer
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -72,6 +72,7 @@ PROFILE: dict[str, Any] = {
         "reduce_bytes_per_s": _q(1e10),
         "page_fault_bytes_per_s": _q(1e9),
     },
+    "disk": {"read_bytes_per_s": _q(1e9)},
     "price": {"usd_per_hour": None, "ram_usd_per_gb": None, "date": None},
 }
 
@@ -316,7 +317,10 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
         can_be_apart = of.gradient_dtype == "fp32" and {*workload.mixed} <= {*can_stay(workload, of)}
         on_device = workload.mixed if can_be_apart and draw(st.integers(0, 3)) else ()
     speculating = _some(draw, range(n + 2)) if update is Update.DEFERRED and trains_all else ()
+    resident = tuple(b for b in _some(draw, range(n + 2)) if b not in on_device or not trains_all)
+    on_disk = _some(draw, can_read(workload, of))
     return Policy(
+        disk_blocks=tuple(b for b in on_disk if b not in resident or b in on_device or not workload.blocks[b].trained),
         prefetch_depth=draw(st.integers(1, n + 1)),
         gradient_slots=gradient_slots,
         saved_slots=draw(st.integers(1, 3)),
@@ -325,7 +329,7 @@ def policies(draw: st.DrawFn, of: Semantics, workload: Workload) -> Policy:
         accumulation_group=group,
         update=update,
         speculate_blocks=tuple(b for b in speculating if b not in on_device),
-        resident_blocks=tuple(b for b in _some(draw, range(n + 2)) if b not in on_device or not trains_all),
+        resident_blocks=resident,
         **draw(_saving(workload)),
     )
 

@@ -2,10 +2,14 @@
 
 import json
 import random
+import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -220,7 +224,12 @@ def machine_for(plan: Plan, machine_type=Remembering, batches: Sequence[Batch] =
     """A machine that trains `plan` from weights drawn by `begin`, on batches that come round again."""
     whole = plan.semantics.whole
     batches = batches or batches_of(plan.model.config["vocab_size"], whole.batch_size, whole.seq_len)
+    folder = Path(tempfile.mkdtemp(prefix="disk-")) if plan.policy.disk_blocks else None
+    if folder is not None:
+        options = {"disk": folder / "base", **options}
     machine = machine_type(plan, lambda step: batches[step % len(batches)], scheduled, **options)
+    if folder is not None:
+        weakref.finalize(machine, shutil.rmtree, folder, ignore_errors=True)
     begin(machine)
     return machine
 

@@ -51,6 +51,13 @@ class _Plan(Command):
     "--device-memory", "device_memory_bytes", type=BYTES, help="Device memory to use, for example 24GB.  [default: the profile's]"
 )
 @click.option(
+    "--disk-read",
+    "disk_read_bytes_per_s",
+    type=BYTES,
+    help="Bytes a second, as 7GB, of a disk that frozen layers are read from which do not fit host memory.  "
+    "[default: the profile's]",
+)
+@click.option(
     "--policy",
     default="search",
     show_default=True,

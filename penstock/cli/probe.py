@@ -14,7 +14,7 @@ from hwprofiles.quantity import Share
 from hwprofiles.schema import Profile
 from runtime.units import show_bytes, show_rate, show_seconds
 
-from .options import BYTES
+from .options import BYTES, PATH
 from .outputs import check_output, json_text, write_output
 from .progress import Preparing
 
@@ -34,8 +34,11 @@ from .progress import Preparing
     help="Host memory that a run may have, for example 118GB: for a virtual machine whose memory grows as it is used. "
     "[default: what the system says is available]",
 )
+@click.option(
+    "--disk", type=PATH, metavar="FOLDER", help="Also measure the disk of this folder: frozen weights may be read from it."
+)
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
-def probe(device: str, quick: bool, gpu: int, host_memory: int | None, output: Path | None) -> None:
+def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Path | None, output: Path | None) -> None:
     """Measure this machine: about 90 seconds; a GPU, each of whose products runs until clocks are steady, some four minutes.
 
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
@@ -48,7 +51,11 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, output: P
     console = Console(stderr=True)
     with Preparing(each=True) as tell:
         name = output.stem if output else "this-machine"
-        profile = measured(device, quick, gpu=gpu, name=name, report=lambda what, done: tell(f"measuring {what}: {done:.0%}"))
+
+        def report(what: str, done: float) -> None:
+            tell(f"measuring {what}: {done:.0%}")
+
+        profile = measured(device, quick, gpu=gpu, name=name, disk=disk, report=report)
     profile = profile.with_memory(None, host_memory)
     console.print(headline(profile))
     for line in remarks(profile):

@@ -1,5 +1,7 @@
 """What a run reads: its model and the weights it begins with, data, held-out data and prompts."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from runtime.plan.train import Train, is_adapter
 from runtime.plan.workload import has_towers
 
 TOKENS_FOLDER = "tokens"  # data as the model reads it, for the next start
+BASE_FORMAT = 1  # of the file of frozen weights on a disk
 PACKED_FOLDER = "base"  # in the run's folder: packed weights, for the next start
 
 
@@ -100,14 +103,14 @@ def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = 
     """Put a Hugging Face model's weights into the store, one tensor at a time; those that are stored packed are packed once, into
     `cache`. Adapters stay as they are. A head of the run's own that the folder has none of is random, by `seed`."""
     plan, host = store.plan, store.host
-    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p) and host.is_first}
+    packed_shapes = {p.name: p.shape for p in host.all_owned() if plan.is_packed(p) and not host.is_there(p)}
     if packed_shapes:
         report(f"packing weights in {plan.semantics.base}, if they are not yet")
         read_packed = packed_base(folder, plan.model.config, packed_shapes, plan.semantics.base, cache)
     for number, block in enumerate(plan.workload.blocks):
         report(f"loading weights: {number} of {len(plan.workload.blocks)} blocks")
         owned = {p.name: p for p in block.parameters if p.tied_to is None and not is_adapter(p.name)}
-        owned = {name: p for name, p in owned.items() if host.is_first or not p.frozen}
+        owned = {name: p for name, p in owned.items() if not host.is_there(p)}
         for name in owned.keys() & packed_shapes.keys():
             host.set_weight(owned.pop(name), read_packed(name))
         if SCORE in owned and not has_tensor(folder, SCORE):
@@ -144,6 +147,18 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
         store.host.set_weight(owned[name], factor)
     for block in range(len(store.plan.workload.blocks)):
         store.host.settle(block)
+
+
+def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None:
+    """The file of what the plan reads from a disk, by what it depends on: these weights, in words, and how it is laid out; None
+    where all is in memory."""
+    if not (blocks := plan.policy.disk_blocks):
+        return None
+    if settings.disk is None:
+        raise RunConfigError("the plan reads frozen weights from a disk: name a folder there with --disk")
+    of, item = plan.semantics, [(b, sorted(plan.frozen_on_host(b)[0].items())) for b in blocks]
+    key = json.dumps([BASE_FORMAT, weights, plan.model.config, of.base, of.compute_dtype, item])
+    return Path(settings.disk) / f"frozen-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
 def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> RunData:

@@ -43,7 +43,7 @@ from runtime.ranks import Ranks
 from runtime.units import on_one_line, show_bytes
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
-from .inputs import Prompts, are_saved_whole, data_of, fill, held_out_of, own_model, prompts_of, weights_of
+from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, own_model, prompts_of, weights_of
 from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
 from .references import mapped, refer, refer_to_base, write_reference
@@ -216,6 +216,7 @@ def _real(
     if state is None and settings.adapter is not None:
         refuse_another_base(Path(settings.adapter), lambda: of_weights)
     refuse_what_does_not_fit(plan, device, settings.device, 1 if ranks is None else ranks.n_here)
+    disk = file_on_disk(settings, plan, of_weights)
     report("reading the data")
     data = data or data_of(settings, plan, folder, report=report)
     held_out = held_out_of(settings, plan, folder, report)
@@ -234,7 +235,7 @@ def _real(
     of_step, optimizer = optimizer_of(settings.optimizer, n_steps)
     host_bytes = sum(host_needs(plan, 1 if ranks is None else ranks.n_here).values())
     report(f"taking memory: {show_bytes(host_bytes + plan.device_arena_bytes)}")
-    store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
+    store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss, disk)
     session = Session(
         *(settings, plan, device, store, store, data, n_steps, prediction),
         identity=identity(plan, data, settings.seed, optimizer, None if are_saved_whole(plan) else of_weights),
@@ -281,7 +282,8 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     data = data_of(settings, plan, folder, report=report)
     sets = [each for each in (data, held_out_of(settings, plan, folder, report)) if isinstance(each, MapStyleData)]
     of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, 1)
-    store = machine_of(device, plan, data, of_step, settings.seed, None, loss)
+    disk = file_on_disk(settings, plan, f"random, by seed {settings.seed}" if weights is None else weights_digest(weights))
+    store = machine_of(device, plan, data, of_step, settings.seed, None, loss, disk)
     fill(store, settings, data, weights, None, report)
     return write_reference(path, settings, folder, store, sets, report)
 
@@ -309,7 +311,9 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
     n_steps = steps_of(settings, data)
     of_step, _ = optimizer_of(settings.optimizer, n_steps)
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
-    store = machine_of("cpu", small, data, of_step, settings.seed, Alike(n, max(1, n // n_hosts)) if n > 1 else None)
+    disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
+    alike = Alike(n, max(1, n // n_hosts)) if n > 1 else None
+    store = machine_of("cpu", small, data, of_step, settings.seed, alike, disk=disk)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
@@ -328,12 +332,20 @@ def _stand_in(plan: Plan) -> Plan:
 
 
 def machine_of(
-    device: str, plan: Plan, data: RunData, of_step: Rates, seed: int, ranks: Ranks | None, loss: LossFunction | None = None
+    device: str,
+    plan: Plan,
+    data: RunData,
+    of_step: Rates,
+    seed: int,
+    ranks: Ranks | None,
+    loss: LossFunction | None = None,
+    disk: Path | None = None,
 ) -> TorchMachine:
-    """A machine that trains the plan, with its memory taken. `loss`: the user's own, where the plan's is that."""
+    """A machine that trains the plan, with its memory taken. `loss`: the user's own, where the plan's is that; `disk`: the file
+    of what it reads from a disk."""
     if device == "cuda":
-        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss)
-    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss)
+        return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk)
+    return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss, disk=disk)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:

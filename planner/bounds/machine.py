@@ -7,14 +7,14 @@ from itertools import product
 from math import inf
 
 from planner.predict.cost import CostModel, update_bytes_per_param, update_params_per_s
-from runtime.plan import Policy, Setup
+from runtime.plan import Lane, Policy, Setup
 from runtime.plan.legality import can_square
 from runtime.plan.region import Resource
 from runtime.plan.workload import ITEM_BYTES, BlockKind
 
 from .bounds import SLACK, Bound, places_to_stay
 from .integer import Program
-from .reasons import FACET
+from .reasons import FACET, LANE_NAME
 
 
 def machine_bound(plan: Setup, cost: CostModel) -> Bound:
@@ -75,6 +75,10 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
     frozen = [0 if plan.workload.trains_all else plan.frozen_bytes(b) for b in range(len(blocks))]
     layer_bytes = sum(b.n_trained for b in leaving if b.kind is BlockKind.LAYER) * item / ranks + sum(frozen[max(1, first) : -1])
     up_bytes = n_params * item + max(0.0, sum(frozen) - memory_bytes) + max(0.0, layer_bytes - memory_bytes)
+    if profile.disk is not None:  # of what is frozen, and of layers once more for backward, all that fits in no memory is read
+        both_bytes = memory_bytes + profile.host.memory_bytes.value
+        read_bytes = max(0.0, sum(frozen) - both_bytes) + max(0.0, sum(frozen[max(1, first) : -1]) - both_bytes)
+        yield LANE_NAME[Lane.DISK], read_bytes / profile.read_bytes_per_s
     down_bytes = n_params * gradient
     link = profile.link
     drawn: dict[Resource, float] = defaultdict(float)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from planner.lower.arenas import N_READ_SLOTS
 from runtime.plan import LANE_OF, Kind, Lane, Setup, Update
 from runtime.plan.region import Resource
 
@@ -23,7 +24,8 @@ FACET = {
     Resource.DRAM: "host DRAM",
     Resource.CORES: "host cores",
 }
-LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer", Lane.NET: "exchange"}
+LANE_NAME = {Lane.GPU: "device compute", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "optimizer"}
+LANE_NAME |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
 MEETING = "copies and host work that slow each other"
 TURNS = "groups of micro-batches that take turns"
 UPDATED = "updates that the next forward waits for"
@@ -136,11 +138,15 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
         found[:, 0] = numbers
         return found
 
-    def way(computing: str, loads: str, passing: tuple[Kind, Kind]) -> Array:
-        """Computing; loads that lie wholly within the ways; and activations that leave, or come back."""
+    n_reads = of.n_loads.copy()
+    n_reads[0] += N_READ_SLOTS
+
+    def way(computing: str, loads: str, reads: str, passing: tuple[Kind, Kind]) -> Array:
+        """Computing; loads, and reads, that lie wholly within the ways; and activations that leave, or come back."""
         own = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer's weights may have been unpacked before
+        loading = of.loads(loads, algebra) + algebra.positive(work[reads] - np.outer(largest["read"], n_reads))
         moving = [work[kind] - groups.n * of.passing(kind) for kind in passing]
-        return own + groups.n * of.loads(loads, algebra) + sum(map(algebra.positive, moving), np.zeros_like(own))
+        return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
 
     def leaving(n_slots: int) -> Array:
         """Gradients that leave before the last backwards end, all but those in slots; those on the host are still to be added."""
@@ -148,8 +154,8 @@ def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
         head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], of.head_missing(n_slots + buffers.n_staged))
         return algebra.positive(work["leaving"] + groups.n * head - lifted(groups.n * slipping))
 
-    up = algebra.longest(way("up", "loads_up", LEAVING))
-    down = way("down", "loads_down", COMING)
+    up = algebra.longest(way("up", "loads_up", "reads_up", LEAVING))
+    down = way("down", "loads_down", "reads_down", COMING)
     computed = [algebra.longest(down + leaving(buffers.n_slots))]
     left = [algebra.longest(down + leaving(0))]
     if of.takes_turns:

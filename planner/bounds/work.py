@@ -12,7 +12,7 @@ from itertools import chain, product
 
 import numpy as np
 
-from planner.lower.arenas import N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
+from planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
 from planner.predict.cost import CostModel
 from runtime.plan import OPS, Kind, Lane, Op, Setup
 from runtime.plan.ops import Often, Phase
@@ -35,6 +35,8 @@ VECTORS = (
     "down",  # backward, by all groups
     "loads_up",  # of those that stream, once: one way of one group
     "loads_down",
+    "reads_up",  # as these
+    "reads_down",
     "leaving",  # gradients on their way to the host, and into the host's sums
     "last_leaving",  # those of layers of the last group, where the host adds more of them than of others
     "head_leaving",  # the head's last gradient of one group
@@ -57,7 +59,7 @@ RINGS = {kind: (kind,) for kind in (LEAVING[0], COMING[0])} | {
 }
 # Of every facet, of the op that asks for most of it:
 EARLY = ("early_fetch_activation", "early_fetch_saved")
-LARGEST = ("load", "gather", "unpacking", "leaving", "staged", *chain.from_iterable(RINGS.values()), *EARLY)
+LARGEST = ("read", "load", "gather", "unpacking", "leaving", "staged", *chain.from_iterable(RINGS.values()), *EARLY)
 # In seconds on lanes, ops one after the other:
 SCALARS = (
     "forwards",  # of the first group
@@ -159,7 +161,8 @@ class Works:
         """The facets of the first plan, valid for all of them: plans of one workload and semantics, ops not needed."""
         uses = frozenset().union(*(self._uses_of(plan, b) for plan in plans for b in plan.blocks_alike))
         if uses not in self._facets:
-            self._facets[uses] = Facets(uses, plans[0].lanes, self.cost)
+            lanes = [lane for lane in Lane if any(lane in plan.lanes for plan in plans)]
+            self._facets[uses] = Facets(uses, lanes, self.cost)
         return self._facets[uses]
 
     def _uses_of(self, plan: Setup, block: int) -> frozenset[tuple[Kind, Uses]]:
@@ -208,6 +211,10 @@ def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Gr
             add("first_leaving", load, n_first * (kind in LEAVING))
             work.scalars["forwards"] += n_first * seconds * (kind is Kind.FORWARD)
         match OPS[kind].phase:
+            case Phase.READING if not is_resident:
+                add("reads_up", load)
+                add("reads_down", load, comes_back)
+                take("read", load)
             case Phase.LOADING:
                 add("first_loads", load)
                 if kind is Kind.LOAD and is_layer and not is_resident:
@@ -331,7 +338,8 @@ def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
     n_unpacked = min(n_slots, plan.n_streaming)
-    for kind, n_held in ((Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
+    n_read = n_slots + N_READ_SLOTS  # of which no load is spared, or a read alone
+    for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
         n_left = n_turns * n_held
         for b in layers:
             n_spared = min(n_left, plan.n_ops(kind, b) - 1)

@@ -18,11 +18,12 @@ from runtime.plan.workload import ALIGN_ELEMENTS
 from .shape import AGAIN, ALIGN_BYTES, FP32, Shape, wrong
 
 FP64 = 8
+PAGE_BYTES = 4096  # of which a direct read is a multiple
 EXCHANGED_BYTES = 2**28  # of a sum that ranks exchange at a time
 ANY = range(2**62)
 LOADS = (Kind.LOAD, Kind.GATHER)
 ON_DEVICE = ("weights", "packed", "activations", "saved", "gradients", "sums", "received", "squares", "device_state")
-ON_HOST = ("state", "host_gradients", "staging", "spilled", "offloaded", "norm")
+ON_HOST = ("state", "frozen", "host_gradients", "staging", "spilled", "offloaded", "norm")
 PLACES = dict.fromkeys(ON_DEVICE, Place.DEVICE) | dict.fromkeys(ON_HOST, Place.HOST)  # where each arena must be
 
 Slots = tuple[str, range]  # an arena, and the slots of it that will do
@@ -40,6 +41,7 @@ class _Rule(NamedTuple):
 
 
 _RULES = {
+    Kind.READ: _Rule(lambda s, b: b in s.on_disk, Often.USE),
     Kind.LOAD: _Rule(lambda s, b: True, Often.USE),
     Kind.GATHER: _Rule(lambda s, b: s.ranks > 1 and b in s.trained, Often.USE),
     Kind.DEQUANTISE: _Rule(lambda s, b: b in s.packed, Often.USE),
@@ -166,6 +168,8 @@ def slots_of(name: str, s: Shape, op: Op) -> Sequence[Slots]:
             return [("saved", ANY)]
         case "squares" if b in s.squared:
             return [("squares", ANY)]
+        case "frozen" if b in s.on_disk:
+            return [(name, ANY)]
         case "packed" | "spilled" | "offloaded" | "received":
             return [(name, ANY)]
         case "sum":
@@ -232,6 +236,8 @@ def n_bytes(name: str, s: Shape, op: Op) -> int:
             return s.host_bytes[b]
         case "state" | "trained" | "shadow":
             return s.own_bytes[b]
+        case "frozen":
+            return -(-s.frozen_bytes[b] // PAGE_BYTES) * PAGE_BYTES
         case "tied":
             return s.host_bytes[0] if is_load else s.arrived_bytes[s.head]
         case "packed" | "weights" if name == "packed" or (op.kind is Kind.LOAD and b in s.packed):

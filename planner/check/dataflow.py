@@ -28,6 +28,8 @@ PART = "part of the weights"  # a rank's own, with all that is frozen
 _WEIGHTS = {"weights": "weights", "trained": "state"}  # what of a block is trained apart, as the step before left it
 # What a kind of op must find in its operands, where it has them, of its block and micro-batch; and what it leaves there.
 _MOVES: dict[Kind, tuple[dict[str, str], dict[str, str]]] = {
+    Kind.READ: ({}, {"frozen": "read weights"}),
+    Kind.LOAD: ({"frozen": "read weights"}, {}),
     Kind.DEQUANTISE: ({"packed": "packed weights"}, {}),
     Kind.FORWARD: (_WEIGHTS, {"y": "output", "saved": "saved activations"}),
     Kind.RECOMPUTE: (_WEIGHTS, {"y": "recomputed output"}),

@@ -40,6 +40,7 @@ class Shape:
         self.resident = _places(policy.resident_blocks)  # whose weights stay
         self.shadows = _places(policy.speculate_blocks)
         self.on_device = _places(policy.device_blocks)  # whose state the device holds
+        self.on_disk = frozenset(policy.disk_blocks)  # whose frozen weights are read
         self.spilled = frozenset(policy.spill_blocks)  # whose output spills
         self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # whose output is computed again
         self.trained = {b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters)}
@@ -69,7 +70,8 @@ class Shape:
         per_element = of.optimizer.state_bytes(of.master_dtype)
         self.own_bytes = [math.ceil(n * per_element / ALIGN_BYTES) * ALIGN_BYTES for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
-        self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(self.frozen_bytes)]
+        in_memory = [n * (b not in self.on_disk) for b, n in enumerate(self.frozen_bytes)]
+        self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(in_memory)]
         # Of a rank's part of each block's gradient, on the device and on the link, and on the host
         parts = [n // of.ranks for n in self.trained_elements]
         self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[of.gradient_dtype]) for b, n in enumerate(parts)]

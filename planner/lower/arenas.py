@@ -9,6 +9,7 @@ from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
+N_READ_SLOTS = 2  # host slots for what a disk has: one is filled while the other is loaded from
 SQUARE_BYTES = 8  # the sum of a tensor's squares, fp64
 
 
@@ -132,9 +133,11 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
     parts = _of_blocks(plan, lambda b: sum(plan.state_bytes(plan.part_elements(b)).values()))
     in_state = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(parts)]
     if not plan.workload.trains_all:
-        in_state = [n_bytes + plan.frozen_bytes(b) for b, n_bytes in enumerate(in_state)]
+        in_state = [n_bytes + plan.frozen_bytes(b) * (b not in policy.disk_blocks) for b, n_bytes in enumerate(in_state)]
     in_state += [parts[b] for b in policy.speculate_blocks]
     yield Arena("state", Place.HOST, tuple(in_state))
+    if policy.disk_blocks:
+        yield Arena("frozen", Place.HOST, (max(map(plan.read_bytes, policy.disk_blocks)),) * N_READ_SLOTS)
     sent = _of_blocks(plan, lambda b: plan.gradient_elements(b) // plan.semantics.ranks * ITEM_BYTES[plan.host_gradient_dtype(b)])
     gradients = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(sent)]
     if eager_ring(plan):

@@ -13,6 +13,7 @@ import numpy as np
 
 from runtime.plan import Kind, Op, Plan, Slot
 
+from .arenas import N_READ_SLOTS
 from .sheet import NAMES, Outline, number_of
 
 
@@ -44,6 +45,7 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
     head, streaming = blocks[-1], {b for b in blocks[1:-1] if b not in resident}
     in_turn = cycle([Slot("weights", i) for i in range(min(plan.n_streaming, len(streaming)))])
     packed_in_turn = cycle([Slot("packed", i) for i in range(min(plan.packed_slots, sum(map(plan.unpacks, blocks))))])
+    read_in_turn = cycle([Slot("frozen", i) for i in range(N_READ_SLOTS)])
     held: dict[Slot, int] = {}  # what the weight slots hold
     for first in range(0, n_micro_batches, group):
         for b in blocks:
@@ -52,7 +54,9 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
                 held[slot] = b
                 tied = [("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []
                 state, to = [("state", plan.source_slot(b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
-                yield Op(Kind.LOAD, b, None, (*state, ("weights", to)))
+                read = [("frozen", next(read_in_turn))] if b in plan.policy.disk_blocks else []
+                yield from (Op(Kind.READ, b, None, (of,)) for of in read)
+                yield Op(Kind.LOAD, b, None, (state[0], *read, *state[1:], ("weights", to)))
                 if plan.unpacks(b):
                     yield Op(Kind.DEQUANTISE, b, None, (("packed", to), ("weights", slot)))
                 if plan.n_ops(Kind.GATHER, b):

@@ -15,6 +15,7 @@ from runtime.plan import Kind, Setup, Slot, Update
 
 from .arenas import (
     N_EAGER_SLOTS,
+    N_READ_SLOTS,
     N_STAGING_SLOTS,
     eager_ring,
     leaving_alike,
@@ -28,7 +29,7 @@ from .sheet import NUMBER, Sheet, number_of, slots
 from .waits import NONE, Column
 
 # Turns of the ops that belong to a computation: before it, and after it
-LOADED, UNPACKED, GATHERED, ACTIVATION_FETCHED, SAVED_FETCHED, SHARED = range(6)
+READ, LOADED, UNPACKED, GATHERED, ACTIVATION_FETCHED, SAVED_FETCHED, SHARED = range(7)
 COMPUTED, SAVED_LEFT, ACTIVATION_LEFT, WHOLE = range(20, 24)
 # And of those that follow when a gradient is whole: from SHARED on, of another block's that ranks exchange, or from WHOLE on
 SQUARED, LEFT, ADDED, NORMED, CLIPPED, UPDATED = range(6)
@@ -116,7 +117,7 @@ def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
 
 
 def with_weights(step: Step, weights_go_on: bool = True) -> None:
-    """A load before each use of weights that are not there."""
+    """A load before each use of weights that are not there, and before that a read of what is on a disk."""
     plan, sheet, blocks = step.plan, step.sheet, step.plan.workload.blocks
     runs = np.unique(step.first)
     runs = runs[(step.blocks[runs] > 0) | step.of(Kind.FORWARD)[runs]]  # a table's gradient needs no table
@@ -139,13 +140,20 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
     sheet.use(np.arange(len(step.first)), weights=used[0, step.first], trained=used[1, step.first])
     tied = np.where(_listed(plan, [b for b, of in enumerate(blocks) if b and of.tied])[block], slots("state", 0), NONE)
     unpacks = _listed(plan, filter(plan.unpacks, range(len(blocks))))[block]
-    sheet.add(Kind.LOAD, runs, LOADED, block, where=is_fresh & ~unpacks, state=source, tied=tied, weights=weights)
+    loaded, to = is_fresh & ~unpacks, weights
     if unpacks.any():
         comes, packed, is_new = is_fresh & unpacks, np.full(len(runs), NONE), np.zeros(len(runs), bool)
         index, is_new[comes] = in_turn(comes, plan.packed_slots)
         packed[comes] = slots("packed", index)
-        sheet.add(Kind.LOAD, runs, LOADED, block, where=is_new, state=source, weights=packed)
+        loaded, to = loaded | is_new, np.where(unpacks, packed, weights)
         sheet.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=comes, packed=packed, weights=weights)
+    frozen = np.full(len(runs), NONE)
+    if plan.policy.disk_blocks:
+        from_disk, is_read = loaded & _listed(plan, plan.policy.disk_blocks)[block], np.zeros(len(runs), bool)
+        index, is_read[from_disk] = in_turn(from_disk, N_READ_SLOTS)
+        frozen[from_disk] = slots("frozen", index)
+        sheet.add(Kind.READ, runs, READ, block, where=is_read, frozen=frozen)
+    sheet.add(Kind.LOAD, runs, LOADED, block, where=loaded, state=source, frozen=frozen, tied=tied, weights=to)
     if plan.semantics.ranks > 1:  # each has loaded its part
         shared = _listed(plan, [b for b, of in enumerate(blocks) if of.trained])[block]
         if not plan.workload.tied:

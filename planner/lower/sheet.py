@@ -17,7 +17,7 @@ NUMBER = {kind: i for i, kind in enumerate(KINDS)}
 LANE_NUMBERS = np.array([LANES.index(LANE_OF[kind]) for kind in KINDS])
 ARENAS = (
     "weights", "packed", "activations", "saved", "gradients", "device_state", "sums", "received", "squares",
-    "state", "host_gradients", "staging", "offloaded", "spilled", "norm",
+    "state", "frozen", "host_gradients", "staging", "offloaded", "spilled", "norm",
 )  # fmt: skip
 MOST_SLOTS = 1 << 40  # of an arena
 NAMES = tuple(dict.fromkeys(name for row in OPS.values() for name in row.names))

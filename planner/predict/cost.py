@@ -122,8 +122,11 @@ class CostModel(Computing):
         block = plan.blocks_of(op.micro_batch)[op.block]
         item, of = ITEM_BYTES[plan.semantics.compute_dtype], plan.semantics
         match op.kind:
-            case Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
+            case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
                 return self._demand(0.0, 0.0, {})
+            case Kind.READ:
+                rate = self.profile.read_bytes_per_s
+                return self._demand(0.0, plan.read_bytes(op.block) / rate, {Resource.DRAM: rate})
             case Kind.LOAD if op.block in plan.policy.device_blocks and not plan.is_apart(op.block):
                 return self._compute(2 * block.slot_elements * item / self._memory_bytes_per_s, 0)
             case Kind.LOAD:

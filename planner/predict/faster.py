@@ -29,6 +29,7 @@ class Group(StrEnum):
     PAGE_FAULTS = "page faults"
     PEERS = "exchange between devices"
     NETWORK = "exchange between hosts"
+    DISK = "reads from a disk"
 
 
 # Every speed of a profile: what it is a speed of, its group, and how the places of its quantities begin.
@@ -55,6 +56,7 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "latency between devices": (Group.LAUNCH, ("peers.latency_s",)),
     "exchange between hosts": (Group.NETWORK, ("network.bytes_per_s",)),
     "latency between hosts": (Group.LAUNCH, ("network.latency_s",)),
+    "reads from a disk": (Group.DISK, ("disk.",)),
 }
 
 

@@ -60,7 +60,8 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     ]
     # Standard normal deviations, one per group (None: of what lies outside) and draw: the middles of equally likely strata
     rng, levels = random.Random(seed), [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
-    of_groups = {group: rng.sample(levels, n_draws) for group in (*Group, None)}
+    groups = sorted((*Group, None), key=lambda group: group is Group.DISK)  # the newest last: all others are drawn as before
+    of_groups = {group: rng.sample(levels, n_draws) for group in groups}
     for i in range(n_draws):
         deviations = {group: of_draws[i] for group, of_draws in of_groups.items()}
         # A quantity is as likely better by a factor as worse by it.

@@ -12,7 +12,7 @@ from math import inf
 from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.integer import Program
 from planner.bounds.work import early_fetches, least_slots
-from planner.lower.arenas import leaving_bytes
+from planner.lower.arenas import N_READ_SLOTS, leaving_bytes
 from runtime.plan import Policy, Update
 from runtime.plan.legality import can_square
 from runtime.plan.policy import LEAVE
@@ -20,7 +20,7 @@ from runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
 from .frames import Frames
-from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, staying, ways_of, with_ways
+from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, places_on_disk, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
@@ -53,6 +53,10 @@ def _stay(policy: Policy, blocks: Sequence[int]) -> Policy:
     return staying(policy, {*policy.device_blocks, *blocks})
 
 
+def _read_once(policy: Policy, blocks: Sequence[int]) -> Policy:
+    return _added("resident_blocks")(_added("disk_blocks")(policy, blocks), blocks)
+
+
 def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
     return replace(policy, square_on_device=True)
 
@@ -80,15 +84,17 @@ class Choices:
         is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
         self.spared = p.variable(0, inf, integer=False)  # loads that turns of the walk over the layers save
+        self.spared_reads = p.variable(0, inf, integer=False)
         self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
         self.early_saved = p.variable(0, inf, integer=False)  # what layers saved that is
         # Slots for what leaves of each kind besides those of the lean policy, where any number may be
         most_slots = 0 if saved_slots else n_layers * self.group
         self.more_slots = {saved: p.variable(0, most_slots, integer=False) for saved in LEAVE}
         self.squares = p.variable(0, 1)  # whether the device squares all gradients that are whole there
-        # By way and class: to save so, stay loaded, spill the output, be updated early, be squared, keep the state.
+        # By way and class: to save so, stay loaded, spill the output, be updated early, be squared, keep the state, be read.
         self.saving: dict[tuple[int, Way], Choice] = {}
         self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
+        self.on_disk, self.read_once = dict[int, Choice](), dict[int, Choice]()
         trains_all, deferred = self.workload.trains_all, family.update is Update.DEFERRED
         may_square = can_square(self.workload, frames.semantics) if self.plan.reduced and trains_all else range(0)
         self.may_stay = places_to_stay(self.plan, frames.cost.profile) if deferred else []
@@ -100,6 +106,10 @@ class Choices:
                 for way in ways if b >= self.workload.first_trained else ways[:1]:
                     self.saving[i, way] = self._choice(blocks, _saving(way))
             self.resident[i] = self._choice(blocks, _added("resident_blocks"))
+            if b in places_on_disk(frames.semantics, self.workload, frames.profile):
+                self.on_disk[i] = self._choice(blocks, _added("disk_blocks"))
+                if frames.of(_read_once(lean, (b,))).stays_loaded(b):
+                    self.read_once[i] = self._choice(blocks, _read_once)
             if can := [b for b in blocks if b in spills]:
                 self.spilled[i] = self._choice(can, _added("spill_blocks"))
             if deferred and often is not None and trains_all:
@@ -116,7 +126,15 @@ class Choices:
 
     def all(self) -> Iterator[Choice]:
         yield from self.saving.values()
-        for of_classes in (self.resident, self.spilled, self.early_updated, self.squared, self.staying):
+        for of_classes in (
+            self.resident,
+            self.spilled,
+            self.early_updated,
+            self.squared,
+            self.staying,
+            self.on_disk,
+            self.read_once,
+        ):
             yield from of_classes.values()
 
     def together(self, lacking: Omission | None = None) -> None:
@@ -154,8 +172,14 @@ class Choices:
                     p.at_most({stays_of.count: 1.0, others[i].count: 1.0}, float(len(stays_of.blocks)))
         n_turns = 2 * self.n_groups - 1  # of the walk over the layers; one more slot than are prefetched, or two
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns * least_slots(self.plan)))
-        on_device = [of[i].count for of in (self.resident, self.staying) for i in self.layers if i in of]
+        on_device = [of[i].count for of in (self.resident, self.read_once, self.staying) for i in self.layers if i in of]
         p.at_most({self.spared: 1.0, **dict.fromkeys(on_device, float(n_turns))}, float(n_turns * n_layers))
+        most = float(n_turns * (least_slots(self.plan) + N_READ_SLOTS))
+        p.at_most({self.spared_reads: 1.0, self.depth: -float(n_turns)}, most)
+        p.at_most({self.spared_reads: 1.0, **{of.count: -float(n_turns) for of in self.on_disk.values()}}, 0.0)
+        for i in self.on_disk:  # a block is one of these, or none
+            either = [of[i].count for of in (self.resident, self.on_disk, self.read_once) if i in of]
+            p.at_most(dict.fromkeys(either, 1.0), float(len(self.classes[i])))
 
     def within_memory(self) -> None:
         """A row for the device and one for the host, each in shares of what the machine has."""
@@ -167,13 +191,13 @@ class Choices:
             for row, n, of in zip(rows, n_bytes, has, strict=True):
                 row[number] = row.get(number, 0.0) + n / of
 
-        def largest(of: Iterable[tuple[int, float]], least_bytes: float = 0.0) -> None:
-            """Device memory for the largest of those that are used, at least so much."""
+        def largest(of: Iterable[tuple[int, float]], least_bytes: float = 0.0, place: int = 0) -> None:
+            """Memory of the device, or the host, for the largest of those that are used, at least so much."""
             room = p.variable(0, inf, integer=False)
             for used, n_bytes in of:
-                p.at_most({used: n_bytes / has[0], room: -1.0}, 0.0)
-            p.at_most({room: -1.0}, -least_bytes / has[0])
-            add(room, (has[0], 0.0))
+                p.at_most({used: n_bytes / has[place], room: -1.0}, 0.0)
+            p.at_most({room: -1.0}, -least_bytes / has[place])
+            rows[place][room] = 1.0
 
         def more(policy: Policy, than: Policy) -> list[int]:
             return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
@@ -181,10 +205,11 @@ class Choices:
         per_slot = more(replace(self.lean, prefetch_depth=self.lean.prefetch_depth + 1), self.lean)
         add(self.depth, per_slot)
         add(self.squares, more(_squared(self.lean, ()), self.lean))
-        sharing = [*self.leaving.values(), [*self.spilled.values()]]  # choices whose blocks share slots on the device
+        read = [*self.on_disk.values(), *self.read_once.values()]
+        sharing = [*self.leaving.values(), [*self.spilled.values()], read]  # choices whose blocks share slots
         sharing += [[choice] for choice in self.all() if choice not in chain(*sharing, self.squared.values())]
         for group in sharing:
-            slots: list[tuple[int, float]] = []
+            slots, on_host = list[tuple[int, float]](), list[tuple[int, float]]()
             for choice in group:
                 lean, first = choice.instead(self.lean, choice.blocks[:1]), choice.blocks[:1]
                 there, then = choice.treated(lean, first), choice.blocks[1:2]  # slots are there, and one more block needs no more
@@ -195,7 +220,10 @@ class Choices:
                 each = more(choice.treated(there, then), there)
                 add(choice.count, each)
                 slots.append((choice.used, more(choice.treated(lean, first), lean)[0] - each[0]))
+                on_host.append((choice.used, more(choice.treated(lean, first), lean)[1] - each[1]))
             largest(slots)
+            if group is read and group:
+                largest(on_host, place=1)
             for number in [self.more_slots[saved] for saved, leaving in self.leaving.items() if leaving is group and slots]:
                 add(number, (min(n_bytes for _, n_bytes in slots) / self.lean.saved_slots, 0.0))
         staying_one = [(choice.used, choice.treated(self.lean, choice.blocks[:1])) for choice in self.staying.values()]
@@ -236,6 +264,8 @@ class Choices:
             counts(self.resident),
             counts(self.early_updated),
             round(x[self.squares]) == 1,
+            counts(self.on_disk),
+            counts(self.read_once),
             counts(self.staying),
             sum(counts(self.spilled)),
         )

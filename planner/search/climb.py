@@ -13,7 +13,7 @@ from hwprofiles.schema import Profile
 from planner.bounds.bounds import places_to_stay
 from runtime.errors import PlanError
 from runtime.plan import Policy, Setup, Update
-from runtime.plan.legality import refuse_illegal
+from runtime.plan.legality import can_read, refuse_illegal
 from runtime.plan.policy import RICHER
 from runtime.plan.workload import Saved
 
@@ -142,12 +142,15 @@ def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """More blocks, or fewer, of those that stay loaded, spill, or have their state on the device."""
     policy, n_blocks = plan.policy, len(plan.workload.blocks)
     spilling = [b for b in can_spill(plan.workload) if policy.saved(b + 1) is not Saved.ALL]
+    read = can_read(plan.workload, plan.semantics) if policy.disk_blocks else []
     for n in MOVED:
         for sign in (1, -1):
             for blocks in _changed(policy.resident_blocks, range(n_blocks), sign * n):
                 yield replace(policy, resident_blocks=blocks)
             for blocks in _changed(policy.spill_blocks, spilling, sign * n):
                 yield replace(policy, spill_blocks=blocks)
+            for blocks in _changed(policy.disk_blocks, read, sign * n):
+                yield replace(policy, disk_blocks=blocks)
             for blocks in _changed(policy.device_blocks, may_stay, sign * n):
                 yield staying(policy, blocks)
     if policy.spill_blocks:

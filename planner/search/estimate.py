@@ -4,6 +4,7 @@ Two buffers each way, all micro-batches in one group or as many as fit, or one b
 memory filled with what saves most recompute per byte.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -14,7 +15,7 @@ from runtime.plan.footprint import device_needs
 from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from .frames import Frames
-from .space import Way, can_spill, eager_is_legal, evenly, most, most_on_device, places_of_mixed, staying, with_ways
+from .space import Way, can_spill, eager_is_legal, evenly, most, most_on_device, places_of_mixed, places_on_disk, staying, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
 # Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
@@ -102,15 +103,26 @@ class Greedy:
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
         of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
-        leans = (replace(of_group, prefetch_depth=depth, gradient_slots=slots) for depth, slots in BUFFERS)
+        leans = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
         lean = next((lean for lean in leans if self.frames.needs(lean).fits), None)
         if lean is None:
             return None, False
+        blocks.sort(key=lambda b: b not in lean.disk_blocks)  # what stays is read once; what is trained on the host, every time
+        blocks = [b for b in blocks if b not in lean.disk_blocks or mixed]
         framed = self.frames.of(lean)
         of_others = (upgrade for upgrade in self._upgrades(lean) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
         n = most(len(upgrades) + len(blocks), lambda n: self._fits(framed, _with(lean, upgrades, blocks, n)))
         return _with(lean, upgrades, blocks, n), n >= len(upgrades)
+
+    def _with_disk(self, policy: Policy) -> Policy:
+        """The policy with the fewest layers on the disk with which the host has room; without one, the policy."""
+        may_read, needs = places_on_disk(self.semantics, self.workload, self.profile), self.frames.needs
+        if not may_read or not needs(policy).short_host_bytes:
+            return policy
+        several = range(1, len(may_read))
+        n = 1 + bisect_left(several, True, key=lambda n: not needs(_on_disk(policy, may_read, n)).short_host_bytes)
+        return _on_disk(policy, may_read, n)
 
     def _fits(self, lean: Setup, policy: Policy) -> bool:
         """Whether the device has room for what a lean plan that fits would save and keep besides."""
@@ -134,6 +146,10 @@ class Greedy:
                     ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
             for per_byte, what in _hull(ways):
                 yield from (_Upgrade(per_byte, b, what) for b in blocks)
+
+
+def _on_disk(policy: Policy, may_read: Sequence[int], n: int) -> Policy:
+    return replace(policy, disk_blocks=tuple(evenly(may_read, n)))
 
 
 def halves(n: int) -> Iterator[int]:

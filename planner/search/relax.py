@@ -23,7 +23,7 @@ from runtime.plan import Kind, Policy, Setup, Update
 from .choices import Choices
 from .climb import Omission
 from .frames import Frames
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, staying, ways_of, with_ways
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, places_on_disk, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
@@ -129,6 +129,8 @@ class Relaxation:
         if plan.reduced and plan.workload.trains_all:
             yield of(replace(lean, square_on_device=True))
             yield of(staying(lean, places_to_stay(plan, self._frames.profile)))
+        if blocks := places_on_disk(plan.semantics, plan.workload, self._frames.profile):
+            yield of(replace(lean, disk_blocks=blocks))
         of_cpu = self._frames.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
@@ -148,6 +150,7 @@ class Relaxation:
             whole.add(self._of_block(choice.instead(lean, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
         # Loads that turns save, and the one layer that is still unpacked, are of the largest for safety.
         whole["total"][:, 1 + choices.spared] -= whole.largest["load"] + whole.largest["gather"]
+        whole["total"][:, 1 + choices.spared_reads] -= whole.largest["read"]
         whole["total"][:, 0] -= (2 * groups.n - 1) * whole.largest["unpacking"]
         return whole
 

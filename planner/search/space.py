@@ -17,7 +17,7 @@ from hwprofiles.schema import Profile
 from planner.bounds.bounds import places_to_stay
 from planner.predict.memory import Footprint, footprint, frame
 from runtime.plan import Policy, Semantics, Setup, Update, saves
-from runtime.plan.legality import can_stay
+from runtime.plan.legality import can_read, can_stay
 from runtime.plan.policy import LEAVE, RICHER
 from runtime.plan.workload import Block, Model, Saved, Workload
 
@@ -78,6 +78,8 @@ class Fill:
     resident: tuple[int, ...]
     speculate: tuple[int, ...]
     square: bool  # all gradients that are whole on the device
+    on_disk: tuple[int, ...]
+    read_once: tuple[int, ...]  # on a disk, and resident
     stay: tuple[int, ...]  # masters and moments on the device, whose gradients are squared there too
     n_spilled: int
 
@@ -125,6 +127,11 @@ def places_of_mixed(semantics: Semantics, workload: Workload) -> list[tuple[int,
     return [mixed, ()] if mixed and may_stay else [()]
 
 
+def places_on_disk(semantics: Semantics, workload: Workload, profile: Profile) -> tuple[int, ...]:
+    """The layers whose frozen weights may be on the machine's disk, where it has one."""
+    return () if profile.disk is None else tuple(can_read(workload, semantics))
+
+
 def can_spill(workload: Workload) -> tuple[int, ...]:
     """The blocks for whose output a backward comes back, but for the last layer's."""
     return tuple(range(max(0, workload.first_trained - 1), workload.n_layers))
@@ -158,7 +165,9 @@ def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Pro
     for family in families(semantics, workload):
         lean = family.policy()
         spilling = replace(lean, spill_blocks=can_spill(workload))
-        for policy in (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,):
+        policies = (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,)
+        of_disk = [(), blocks] if (blocks := places_on_disk(semantics, workload, profile)) else [()]
+        for policy in (replace(policy, disk_blocks=blocks) for policy, blocks in product(policies, of_disk)):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
         if family.update is Update.DEFERRED and places_to_stay(plan, profile):
@@ -212,7 +221,7 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     classes = workload.classes
     place = _spread if spread else lambda blocks, n: list(blocks[len(blocks) - n :])
     ways: dict[int, Way] = {}
-    resident, stay = list[int](), list[int]()
+    resident, stay, disk = list[int](), list[int](), list[int]()
     for i, blocks in enumerate(classes):
         away = [way for way, counts in fill.ways.items() if way.away for _ in range(counts[i])]
         here = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
@@ -221,11 +230,16 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
         ways |= zip(place([b for b in blocks if b not in leaving], len(here)), here, strict=True)
         stay += blocks[: fill.stay[i]]
         others = [b for b in blocks if b not in stay]
-        resident += _spread(others, fill.resident[i]) if spread else others[: fill.resident[i]]
+        there = _spread(others, fill.resident[i]) if spread else others[: fill.resident[i]]
+        others = [b for b in others if b not in there]
+        once = others[: fill.read_once[i]]
+        resident += [*there, *once]
+        disk += [*once, *evenly([b for b in others if b not in once], fill.on_disk[i])]
     kept_inputs = {b - 1 for b, way in ways.items() if way.saved is Saved.ALL}
     return replace(
         with_ways(policy, ways),
         resident_blocks=tuple(sorted(resident)),
+        disk_blocks=tuple(sorted(disk)),
         square_on_device=fill.square,
         device_blocks=tuple(sorted({*stay, *policy.device_blocks})),
         speculate_blocks=speculated(sum(fill.speculate), [b for b in range(len(workload.blocks)) if b not in stay]),

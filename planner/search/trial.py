@@ -125,6 +125,9 @@ def _ordered(policy: Policy) -> Policy:
 
 def _essence(policy: Policy) -> tuple[object, ...]:
     """The policy without where norms are made and the sizes of buffers, and with counts of blocks in place of their names."""
-    counts = [len(of) for of in (policy.resident_blocks, policy.spill_blocks, policy.offload_blocks, policy.device_blocks)]
+    counts = [
+        len(of)
+        for of in (policy.resident_blocks, policy.spill_blocks, policy.offload_blocks, policy.device_blocks, policy.disk_blocks)
+    ]
     counts += [policy.save.count(saved) for saved in RICHER] + [bool(policy.speculate_blocks)]
     return policy.update, policy.accumulation_group, policy.boundary_stride, *counts

@@ -24,6 +24,7 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
     for topic, blocks, words in (
         ("resident", policy.resident_blocks, "weights of {} stay on the device"),
         ("spilled", policy.spill_blocks, "layer inputs of {} wait on the host (activation offload)"),
+        ("disk", policy.disk_blocks, "frozen weights of {} on the disk, read before each load"),
         ("state", policy.device_blocks, "optimizer states of {} on the device, which updates them"),
     ):
         if blocks:

@@ -23,6 +23,7 @@ MAX_STEPS = 24  # as the search simulates, so that the last level is its predict
 RESOURCES: dict[str, tuple[Group, ...]] = {
     "device compute": (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY),
     "link": (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK),
+    "disk": (Group.DISK,),
     "host DRAM": (Group.DRAM, Group.PAGE_FAULTS),
     "optimizer": (Group.OPTIMIZER, Group.REDUCE),
     "launch and latency": (Group.LAUNCH,),
@@ -35,7 +36,7 @@ class Waterfall:
 
     ideal_compute_s: float  # forward and backward on the device, once each, without a launch, and norms if it makes them
     recompute_s: float  # forwards again, for activations that were not kept
-    link_s: float  # waiting for copies, were host memory infinitely fast and the optimizer free
+    link_s: float  # waiting for copies, and reads, were host memory infinitely fast and the optimizer free
     host_dram_s: float  # copies and optimizer slowing each other, for want of host memory rate
     optimizer_s: float  # waiting for norm and update, at the rate measured alone
     fill_drain_and_launch_s: float  # copies that nothing can hide, overhead of kernels and ops, latency of copies
@@ -65,8 +66,8 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
     # The same ops with memory for every activation: no backward computes anything again.
     policy = replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=())
     levels = [_compute_s(replace(plan, policy=policy), computing, without=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
-    for burden in ("link", "optimizer", "host DRAM"):
-        burdens.append(burden)
+    for burden in (("link", "disk"), ("optimizer",), ("host DRAM",)):
+        burdens += burden
         machine = _only(profile, *burdens)
         levels.append(_step_s(plan, machine, _hidden_edges(plan, machine)))
     ideal_s, recompute_s, link_s, optimizer_s, dram_s, rest_s = _growth(levels, _step_s(plan, profile))
@@ -77,6 +78,8 @@ def gains(plan: Plan, profile: Profile) -> tuple[Gain, ...]:
     """The gain from 10 % more of each resource, the largest first: the resource that binds."""
     step_s, found = _step_s(plan, profile), []
     for resource, groups in RESOURCES.items():
+        if resource == "disk" and not plan.policy.disk_blocks:
+            continue
         with_more_s = _step_s(plan, faster(profile, dict.fromkeys(groups, GAIN)))
         found.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
     return tuple(sorted(found, key=lambda gain: -gain.saved_s))  # equal ones stay in the order of RESOURCES

@@ -17,10 +17,12 @@ from .price import job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
 Line = tuple[str, str]  # a name, and what is said under it
-LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer", Lane.NET: "exchange"}
+LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
+LANE_TITLE |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
 # The content of parts of memory
 GLOSS = {
     "state": "master weights and optimizer states; frozen weights",
+    "frozen": "frozen weights, read from the disk",
     "packed": "quantized weights, to be unpacked",
     "device state": "optimizer states that stay on the device",
     "kept activations": "saved for backward",

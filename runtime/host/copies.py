@@ -15,8 +15,8 @@ class Copies:
         self._on_host = [plan.frozen_on_host(b) for b in range(len(self._blocks))]
 
     def load(self, op: Op) -> None:
-        """The beginning of the block's state, or what is frozen of it where only that is there. Where a weight is tied, whose place
-        is in another's state, weights go one by one."""
+        """The beginning of the block's state, or what is frozen of it where only that is there; what a disk has, from where it was
+        read to. Where a weight is tied, whose place is in another's state, weights go one by one."""
         dtype, tied, to = self.plan.semantics.compute_dtype, op.get("tied"), op["weights"]
         if self.plan.semantics.ranks > 1:
             self._load_part(op)
@@ -24,6 +24,9 @@ class Copies:
         (owned, n_bytes), apart_bytes = self._uploaded[op.block], self.plan.elsewhere_bytes(op.block)
         if tied is None:
             state, weights = self.arenas.raw(op["state"]), self.arenas.raw(to)
+            if (frozen := op.get("frozen")) is not None:
+                first, n_bytes = n_bytes, n_bytes - self.plan.frozen_bytes(op.block)
+                weights[n_bytes:first].copy_(self.arenas.raw(frozen)[: first - n_bytes], non_blocking=True)
             weights[apart_bytes:n_bytes].copy_(state[: n_bytes - apart_bytes], non_blocking=True)
             return
         for p in self._blocks[op.block].parameters:

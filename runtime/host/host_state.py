@@ -11,8 +11,9 @@ from runtime.plan import Plan, Slot
 from runtime.plan.workload import Parameter
 from runtime.units import MiB
 
+from .base_file import BaseFile
 from .chunks import Scratch
-from .memory import DTYPE, Arenas
+from .memory import DTYPE, ON_DISK, Arenas
 from .optimizer import Master, ParamState
 from .rounding import Int8Moment, group_bytes
 from .slabs import host_slab
@@ -40,14 +41,21 @@ class HostState:
     A frozen weight has neither: it is in the block's slot of `state`, in the dtype of computing or packed, right after the weights
     of what is trained, so that all of them are uploaded as one.
 
+    Where a layer's are on a disk, `base` has them; they are in memory only from when they are read until they are loaded.
+
     A block that is updated on speculation has a second slot for all of it, its shadow. Which of the two is the state changes with
     every update that turns out right: slots are names, and `commit` exchanges what they mean.
     """
 
-    def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0, is_first: bool = True) -> None:
+    def __init__(self, plan: Plan, arenas: Arenas, rank: int = 0, is_first: bool = True, base: BaseFile | None = None) -> None:
         """Everything is zero until `set_weights`. Of several ranks each has a part of what is trained of every block, and the first
         of a host sets what is frozen, which the others read."""
         self.plan, self.arenas, self._rank, self.is_first = plan, arenas, rank, is_first
+        self._base, self._on_disk = base, {*plan.policy.disk_blocks}
+        if base is not None:
+            for b in plan.policy.disk_blocks:
+                arenas.lend(Slot(ON_DISK, b), torch.frombuffer(base.view(b), dtype=torch.uint8))
+        self._has_base = base is not None and base.is_whole  # from the beginning: else it is filled
         self.n_updates = 0  # steps whose update was applied; sets the bias correction
         self.gate: Gate | None = None
         self.owned: list[list[Parameter]] = []  # of each block the parameters that it owns and trains
@@ -63,7 +71,8 @@ class HostState:
             self._frozen_at |= plan.frozen_on_host(b)[0] if self.frozen[b] else {}
         self._n_elements = [plan.part_elements(b) for b in range(len(self.owned))]
         # Bytes between the weights of what is trained and the rest of its state
-        self._between = [0 if plan.is_apart(b) else plan.frozen_bytes(b) for b in range(len(self.frozen))]
+        alone = [plan.is_apart(b) or b in self._on_disk for b in range(len(self.frozen))]
+        self._between = [0 if is_alone else plan.frozen_bytes(b) for b, is_alone in enumerate(alone)]
         self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # of each block and part
         # Bytes of the block before each part
         self._begin = [dict(zip(of, accumulate(of.values(), initial=0), strict=False)) for of in self._bytes]
@@ -73,6 +82,14 @@ class HostState:
     def all_owned(self) -> Iterator[Parameter]:
         """Every owned parameter, trained or frozen, in `named_parameters` order."""
         return (p for block in self.plan.workload.blocks for p in block.parameters if p.tied_to is None)
+
+    def is_there(self, p: Parameter) -> bool:
+        """Whether a frozen parameter is set already: by another rank, or an earlier run."""
+        return p.frozen and not (self.is_first and not (self._has_base and self.block_of(p) in self._on_disk))
+
+    def _frozen_slot(self, p: Parameter) -> Slot:
+        block = self.block_of(p)
+        return Slot(ON_DISK if block in self._on_disk else "state", block)
 
     def block_of(self, p: Parameter) -> int:
         return self._places[p.name][0]
@@ -125,7 +142,7 @@ class HostState:
         """What an owned parameter is computed with, shaped; not of one that is packed."""
         if p.frozen:
             assert not self.plan.is_packed(p), f"{p.name} is packed"
-            slot, dtype = Slot("state", self.block_of(p)), self.plan.semantics.compute_dtype
+            slot, dtype = self._frozen_slot(p), self.plan.semantics.compute_dtype
             return self.arenas.view(slot, dtype, p.shape, self._frozen_at[p.name] // DTYPE[dtype].itemsize)
         return self.param_state(p, copy=copy).master.weight.view(p.shape)
 
@@ -133,17 +150,19 @@ class HostState:
         """The bytes of one that is."""
         assert self.plan.is_packed(p), f"{p.name} is not packed"
         at = self._frozen_at[p.name]
-        return self.arenas.view(Slot("state", self.block_of(p)), "int8", (self.plan.stored_bytes(p),), at)
+        return self.arenas.view(self._frozen_slot(p), "int8", (self.plan.stored_bytes(p),), at)
 
     def set_weight(self, p: Parameter, given: torch.Tensor) -> None:
         """Put an owned parameter, of any float dtype, in its place, or its bytes where it is packed. No lane may be at work."""
         with torch.no_grad():
-            if p.frozen and not self.is_first:
+            if self.is_there(p):
                 return
             if p.frozen:
                 to = self.packed(p) if self.plan.is_packed(p) else self.compute_weight(p).view(-1)
                 assert given.dtype.is_floating_point == to.dtype.is_floating_point, f"{p.name} is given as {given.dtype}"
                 to.copy_(given.reshape(-1))
+                if self._base is not None and self.block_of(p) in self._on_disk:
+                    self._base.filled(self.block_of(p))
                 return
             master, flat = self.param_state(p).master, given.reshape(-1)[self.part(p)]
             for at in range(0, flat.numel(), SET_ELEMENTS):

@@ -14,6 +14,7 @@ from .slabs import available_host_bytes as available_host_bytes
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "int16": torch.int16, "byte": torch.int8}
 DTYPE |= {"int8": torch.uint8}  # groups of codes and scales
+ON_DISK = "on_disk"  # frozen weights in a file, a slot for each block, besides the arenas
 FRONTS, BASE = "fronts", "base"  # slabs of what is apart from the rest of its slot: uploaded of what is trained; frozen
 Make = Callable[[int], torch.Tensor]  # a slab of so many bytes
 
@@ -59,6 +60,10 @@ class Arenas:
         self.slabs[name], self._arena_of[name] = slab, arena
         for slot, piece in zip(slots, slab.split(list(slots.values())), strict=True):
             self._pieces.setdefault(slot, []).insert(0, piece)
+
+    def lend(self, slot: Slot, its_bytes: torch.Tensor) -> None:
+        """Memory of no arena, as a slot: views reach it, and nothing else."""
+        self._pieces[slot] = [its_bytes]
 
     def touch(self, n_threads: int) -> None:
         """Fault in all host memory that is fresh, and this process's own: no step shall wait for the system to find pages."""

@@ -25,6 +25,7 @@ from .streams import CudaStreams
 
 ENDING_S = 10.0  # that the work of a run which has failed may take to end, before its thread is given up
 MANY_CORES = 8  # from which on two of them feed a GPU
+HOST_LANES = (Lane.CPU, Lane.DISK)  # that work themselves beside a GPU, too
 N_LOOKS = 5  # at a device's clock and the host's at once; the quickest look knows best
 Timers = tuple[Event, Event]  # before an op in its stream, and after
 
@@ -76,7 +77,7 @@ class Lanes:
         self._compute = LaneThread(Lane.GPU) if streams is not None else None
         self.streams_of: dict[Lane, Stream] = {}  # those of the lanes that issue
         if streams is not None:
-            self.streams_of = {lane: streams.stream() for lane in cores if lane is not Lane.CPU}
+            self.streams_of = {lane: streams.stream() for lane in cores if lane not in HOST_LANES}
 
     def current(self, lane: Lane) -> AbstractContextManager[None]:
         """What the calling thread computes goes to the lane's stream, if it has one."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, assert_never
 
 import torch
@@ -21,6 +22,7 @@ from runtime.compute.blocks import Templates
 from runtime.compute.compute import Compute, Head
 from runtime.compute.losses import LossFunction
 from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
+from runtime.host.base_file import N_READERS, BaseFile
 from runtime.host.chunks import Scratch
 from runtime.host.copies import Copies
 from runtime.host.host_state import HostState
@@ -38,7 +40,7 @@ from runtime.plan.workload import ITEM_BYTES
 from runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
-from .lanes import Lanes, Timers, split_beside_gpu, split_cores
+from .lanes import HOST_LANES, Lanes, Timers, split_beside_gpu, split_cores
 from .streams import CudaStreams
 
 
@@ -59,10 +61,12 @@ class LaneMachine:
         updates: Updates,
         ranks: Ranks | None,
         memory: CommonMemory | None,
+        base: BaseFile | None,
     ) -> None:
-        """`workers` help the host's own lane; `memory`: that ranks read of each other, if they do."""
+        """`workers` help the host's own lane; `memory`: that ranks read of each other, if they do; `base`: what a disk has."""
         self.plan, self.arenas, self.lanes, self.streams, self.ranks = plan, arenas, lanes, lanes.streams, ranks
         self.compute, self._updates, self._workers, self._memory = compute, updates, workers, memory
+        self._base, self._readers = base, Workers[None](N_READERS, lambda: None)
         self._copies = Copies(plan, arenas, 0 if ranks is None else ranks.rank)
         self._collectives = None if ranks is None else Collectives(plan, arenas, ranks, memory)
         self.on_thread = lanes.on_thread
@@ -76,14 +80,18 @@ class LaneMachine:
     def lane(self, lane: Lane) -> Iterator[None]:
         if lane is Lane.CPU:
             self._updates.forget()
-        elif lane is Lane.H2D:  # from here on: what unpacks waits for a load
+        elif lane in (Lane.H2D, Lane.DISK):  # from here on: what unpacks waits for a load, which waits for a read
             self._loaded.clear()  # a forward between two runs may have had their places
+        helped = {Lane.CPU: self._workers.helped, Lane.DISK: self._readers.helped}.get(lane)
+        if lane is Lane.DISK:
+            assert self._base is not None
+            self._base.settle()
         with self.compute.at_work() if lane is Lane.GPU else nullcontext():
             if lane is Lane.GPU and self.streams is None:
                 give_back_freed()  # what evaluations, saves and the lane's last thread had: holes that what follows does not fit
             with self.lanes.settled(lane), self.lanes.current(lane):
                 try:
-                    with self._workers.helped(lambda: self.lanes.settled(lane)) if lane is Lane.CPU else nullcontext():
+                    with nullcontext() if helped is None else helped(lambda: self.lanes.settled(lane)):
                         yield
                 finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
                     self.lanes.finish(lane)
@@ -100,8 +108,11 @@ class LaneMachine:
         """What op number `index` does: on its lane's thread, in its stream where it has one."""
         match op.kind:
             # Load
-            case Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
+            case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
                 pass  # frozen, and nothing else writes there
+            case Kind.READ:
+                assert self._base is not None
+                self._readers.run(self._base.reads(op.block, self.arenas.raw(op["frozen"]).numpy().data))
             case Kind.LOAD:
                 self._copies.load(op)
                 if not self.plan.unpacks(op.block):
@@ -197,12 +208,14 @@ class TorchMachine(LaneMachine):
         n_workers: int | None = None,
         ranks: Ranks | None = None,
         loss: LossFunction | None = None,
+        disk: Path | None = None,
         **device: Any,
     ) -> None:
         """Allocate every arena and build the templates; the host state is zero until weights are set.
 
         `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
-        whole steps', of which one of several `ranks` takes its part. `loss`: a program's own, where the objective is that.
+        whole steps', of which one of several `ranks` takes its part. `loss`: a program's own, where the objective is that. `disk`:
+        the file of what the plan reads from a disk.
         """
         lanes = self.lanes_of(plan, **device)
         self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
@@ -212,7 +225,8 @@ class TorchMachine(LaneMachine):
         workers = Workers(n_workers or len(lanes.cores[Lane.CPU]), Scratch)
         with lanes.current(Lane.GPU):
             arenas, memory = _arenas(plan, lanes.device, ranks)
-            self.host = HostState(plan, arenas, self._rank, ranks is None or self._rank % ranks.n_here == 0)
+            base = BaseFile(disk, {b: plan.read_bytes(b) for b in plan.policy.disk_blocks}) if disk is not None else None
+            self.host = HostState(plan, arenas, self._rank, ranks is None or self._rank % ranks.n_here == 0, base)
             templates = Templates(plan.model.config, plan.workload, plan.semantics, plan.policy, lanes.device, loss)
             compute = Compute(plan, arenas, templates, _uploaded(batches, lanes), seed, self._rank)
         lanes.finish(Lane.GPU)  # which has filled the arenas with zeros
@@ -223,7 +237,7 @@ class TorchMachine(LaneMachine):
         with lanes.current(Lane.GPU):  # in which a device is tried
             updates = Updates(self.host, settings, workers, lanes.device, shared, seed)
         self.tell_of_forward: Callable[[int, int], None] | None = None  # micro-batches, length: told to other ranks
-        super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory)
+        super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory, base)
 
     def initialise(self, seed: int) -> None:
         """Random weights, the same for the same seed."""
@@ -269,7 +283,7 @@ class TorchMachine(LaneMachine):
         on_device, of = _uploaded(batches, self.lanes), self.compute
         compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, self._rank, head)
         kind = GivingMachine if head is None else LaneMachine
-        return kind(plan, self.arenas, self.lanes, self._workers, compute, self._updates, self.ranks, self._memory)
+        return kind(plan, self.arenas, self.lanes, self._workers, compute, self._updates, self.ranks, self._memory, self._base)
 
     def device_peak_bytes(self) -> int | None:
         """The most that the process has had of the device's memory; None where that is the host's."""
@@ -314,7 +328,8 @@ class CudaMachine(TorchMachine):
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         use_attention(plan.semantics.attention_kernel)
         to_issue, for_host = split_beside_gpu(sorted(os.sched_getaffinity(0)))
-        return Lanes(dict.fromkeys(plan.lanes, to_issue) | {Lane.CPU: for_host}, pins=True, streams=streams or CudaStreams())
+        cores = {lane: for_host if lane in HOST_LANES else to_issue for lane in plan.lanes}
+        return Lanes(cores, pins=True, streams=streams or CudaStreams())
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:

@@ -85,6 +85,12 @@ def _refuse_ranks(workload: Workload, semantics: Semantics, policy: Policy) -> N
         raise PlanError("with several ranks a gradient is whole nowhere on a device; leave out square_on_device and device_blocks")
 
 
+def can_read(workload: Workload, semantics: Semantics) -> list[int]:
+    """The layers whose frozen weights may be on a disk."""
+    layers = range(1, workload.n_layers + 1) if semantics.ranks == 1 and not workload.trains_all else ()
+    return [b for b in layers if any(p.frozen and p.tied_to is None for p in workload.blocks[b].parameters)]
+
+
 def can_square(workload: Workload, semantics: Semantics) -> range:
     """The blocks whose gradients are whole on the device: a tied weight's are two until the host adds them, ranks have parts."""
     if semantics.ranks > 1:
@@ -124,6 +130,13 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     ):
         if any(b not in legal for b in blocks) or list(blocks) != sorted(set(blocks)):
             raise PlanError(f"{name} must be blocks {legal.start}..{legal.stop - 1} in ascending order, each once")
+    of_disk = {*policy.disk_blocks}
+    if not of_disk <= {*can_read(workload, semantics)} or list(policy.disk_blocks) != sorted(of_disk):
+        raise PlanError("disk_blocks must be layers with frozen weights, of one GPU's plan, in ascending order, each once")
+    if any(workload.blocks[b].trained and b not in policy.device_blocks for b in of_disk.intersection(policy.resident_blocks)):
+        raise PlanError(
+            "a block in disk_blocks and in resident_blocks is read once, and must not be loaded again: train none on the host"
+        )
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
         raise PlanError(
             f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of "

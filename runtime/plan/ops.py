@@ -30,6 +30,7 @@ class Lane(StrEnum):
     D2H = "d2h"
     CPU = "cpu"
     NET = "net"
+    DISK = "disk"
 
 
 class Kind(StrEnum):
@@ -59,6 +60,7 @@ class Kind(StrEnum):
     GATHER = "gather"
     EXCHANGE = "exchange"
     DEQUANTISE = "dequantise"
+    READ = "read"
 
 
 class Often(StrEnum):
@@ -73,6 +75,7 @@ class Often(StrEnum):
 class Phase(StrEnum):
     """Which part of a step an op belongs to (docs/bounds.md, "Phases")."""
 
+    READING = "reads from a disk"
     LOADING = "loads"
     UNPACKING = "dequantisation, before forward and before backward"
     UP = "forward"
@@ -175,7 +178,8 @@ def _is_exchanged(s: Subject, b: int) -> bool:
 # Gather and exchange, and with several ranks clip, are collectives: they begin when every rank has come to them.
 # x is the input of a block, y its output; in backward their gradients take their places.
 OPS = {
-    Kind.LOAD: Row(Lane.H2D, "state tied? > weights", Often.USE, lambda s, b: True, Phase.LOADING),
+    Kind.READ: Row(Lane.DISK, "> frozen", Often.USE, _listed("disk_blocks"), Phase.READING),
+    Kind.LOAD: Row(Lane.H2D, "state frozen? tied? > weights", Often.USE, lambda s, b: True, Phase.LOADING),
     Kind.GATHER: Row(Lane.NET, "state tied? weights > weights", Often.USE, _is_exchanged, Phase.LOADING),
     Kind.DEQUANTISE: Row(Lane.GPU, "packed > weights", Often.USE, lambda s, b: s.unpacks(b), Phase.UNPACKING),
     Kind.FORWARD: Row(Lane.GPU, "weights trained? x? > y? saved?", Often.MICRO_BATCH, lambda s, b: not _is_head(s, b), Phase.UP),

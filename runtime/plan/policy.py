@@ -240,6 +240,7 @@ class Policy:
     speculate_blocks: tuple[Natural, ...] = ()  # blocks updated during backward into shadows, as if nothing were clipped
     square_on_device: bool = False  # the device sums the squares of every gradient that is whole there, for the global norm
     device_blocks: tuple[Natural, ...] = ()  # blocks whose masters and moments are on the device, which updates them
+    disk_blocks: tuple[Natural, ...] = ()  # layers whose frozen weights are on a disk, and read before each load
     __pydantic_config__ = FILE
 
     def __post_init__(self) -> None:

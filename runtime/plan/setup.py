@@ -29,6 +29,7 @@ from .workload import (
     aligned_elements,
 )
 
+DISK_PAGE_BYTES = 4096  # of which direct reads, and where they begin, are multiples
 EXCHANGED_BYTES = 2**28  # of sums that ranks exchange at a time: some milliseconds, and no slot for a whole vocabulary's
 
 
@@ -98,8 +99,9 @@ class Setup:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that have ops: nothing is exchanged by one rank."""
-        return tuple(lane for lane in Lane if lane is not Lane.NET or self.semantics.ranks > 1)
+        """Those that have ops: nothing is exchanged by one rank, or read where all is in memory."""
+        has = {Lane.NET: self.semantics.ranks > 1, Lane.DISK: bool(self.policy.disk_blocks)}
+        return tuple(lane for lane in Lane if has.get(lane, True))
 
     def regions(self, block: int) -> list[tuple[int, int]]:
         """First element and number of elements of what of the block's slots several ranks cut into equal parts: what it owns and
@@ -131,6 +133,10 @@ class Setup:
         """What the frozen weights that a block owns take of the host's memory, of which the ranks of a host have one copy."""
         return sum(self.stored_bytes(p) for p in self.workload.blocks[block].parameters if p.frozen and p.tied_to is None)
 
+    def read_bytes(self, block: int) -> int:
+        """What a read brings of them, where they are on a disk."""
+        return -(-self.frozen_bytes(block) // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
+
     def uploaded(self, block: int) -> tuple[dict[str, int], int]:
         """Byte at which each weight begins that a block owns, in a slot it is uploaded to, by name; and how many bytes all of them
         take. What is trained comes first, of several ranks as much as all of them have."""
@@ -149,9 +155,10 @@ class Setup:
         return item * (n - n // ranks if ranks > 1 else self.part_elements(block) * self.is_apart(block))
 
     def frozen_on_host(self, block: int) -> tuple[dict[str, int], int]:
-        """Byte of a block's slot of `state` at which each frozen weight begins that it owns, and the first of them."""
+        """Byte of a block's slot of `state`, or of `frozen`, at which each frozen weight that it owns begins, and the first one."""
         places, n_bytes = self.uploaded(block)
-        first = 0 if self.is_apart(block) else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
+        is_alone = self.is_apart(block) or block in self.policy.disk_blocks
+        first = 0 if is_alone else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
         shift_bytes, names = first - n_bytes + self.frozen_bytes(block), {p.name for p in self.workload.blocks[block].trained}
         return {name: at + shift_bytes for name, at in places.items() if name not in names}, first
 

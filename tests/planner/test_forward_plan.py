@@ -21,9 +21,15 @@ def wrong_value(plan: Plan, order) -> str | None:
     weights: dict[Slot, int | None] = {}  # of which block
     parts: dict[Slot, int] = {}  # of which block, packed or not, at least its own part
     held: dict[Slot, tuple] = {}
+    read: dict[Slot, int] = {}
     for index, step in order:
         op = plan.ops[index]
+        if op.kind is Kind.READ:
+            read[op["frozen"]] = op.block
+            continue
         if op.kind in (Kind.LOAD, Kind.DEQUANTISE):
+            if op.get("frozen") is not None and read.get(op["frozen"]) != op.block:
+                return f"step {step}, {op.name}: {op['frozen']} holds block {read.get(op['frozen'])}"
             if op.kind is Kind.DEQUANTISE and parts.get(op["packed"]) != op.block:
                 return f"step {step}, {op.name}: {op['packed']} holds block {parts.get(op['packed'])}"
             is_part = plan.semantics.ranks > 1 and plan.workload.blocks[op.block].trained
@@ -80,7 +86,8 @@ def test_weights_come_once_a_group_of_as_many_as_fit(plan, n):
         assert 1 <= loads.count(key) <= (1 if key[0] in plan.policy.resident_blocks else n_groups)
     places = [op.micro_batch // group * len(plan.workload.blocks) + op.block for op in forward.ops if op.kind is Kind.FORWARD]
     assert places == sorted(places), "layer by layer, group by group"
-    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | ({Lane.NET} if plan.semantics.ranks > 1 else set())
+    others = {Lane.NET: plan.semantics.ranks > 1, Lane.DISK: bool(plan.policy.disk_blocks)}
+    assert {op.lane for op in forward.ops} == {Lane.H2D, Lane.GPU} | {lane for lane, has in others.items() if has}
 
 
 @pytest.mark.drawn

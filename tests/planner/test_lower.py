@@ -55,7 +55,7 @@ def test_an_op_waits_for_the_last_writer_and_all_readers_of_it() -> None:
 
 
 PASSES = [  # each with the ops that it adds, and the operands that it gives to those that are there
-    (with_weights, {Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
+    (with_weights, {Kind.READ, Kind.LOAD, Kind.DEQUANTISE, Kind.GATHER}, {"weights", "trained"}),
     (with_activations, {Kind.OFFLOAD_ACTIVATION, Kind.FETCH_ACTIVATION}, {"x", "y"}),
     (with_saved, {Kind.OFFLOAD_SAVED, Kind.FETCH_SAVED}, {"saved"}),
     (with_gradients, {Kind.EXCHANGE, Kind.OFFLOAD_GRADIENT, Kind.ACCUMULATE}, {"sum", "into", "gradient"}),
@@ -89,7 +89,7 @@ def test_a_plan_has_as_many_ops_as_the_table_says(case: Case) -> None:
     for kind in Kind:
         for b in range(len(plan.workload.blocks)):
             n = plan.n_ops(kind, b)
-            if kind in (Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE):
+            if kind in (Kind.READ, Kind.LOAD, Kind.GATHER, Kind.DEQUANTISE):
                 assert min(n, 1) <= found[kind, b] <= n + n_groups * (plan.n_ops(Kind.RECOMPUTE, b) > 0)
             else:
                 assert found[kind, b] == n
@@ -138,6 +138,17 @@ def test_a_layer_that_comes_packed_is_unpacked_where_it_is_used() -> None:
     ]  # fmt: skip
 
 
+def test_what_a_disk_has_is_read_before_each_load_but_where_it_is_still_on_the_host() -> None:
+    plan = small(**PACKED | {"base": "bf16"}, disk_blocks=(1, 3))
+    assert sizes_of(plan, "frozen") == (4096,) * 2
+    assert [sizes_of(plan, "state")[b] for b in (1, 3)] == [0, 0]
+    assert walk(plan, Kind.READ, Kind.LOAD) == [
+        ("load", 0),
+        ("read", 1), ("load", 1), ("load", 2), ("read", 3), ("load", 3), ("load", 4), ("load", 1),
+    ]  # fmt: skip
+    assert walk(small(**PACKED, disk_blocks=(1, 2, 3), resident_blocks=(2,)), Kind.READ) == [("read", b) for b in (1, 2, 3)]
+
+
 def test_outputs_between_two_that_stay_share_slots() -> None:
     """Five layers, a stride of three, groups of two: blocks 0, 3 and 5 have two slots each, 1 and 4 share two, 2 has the last."""
     plan = small(n_layers=5, n_micro_batches=2, accumulation_group=2, boundary_stride=3)
@@ -175,6 +186,7 @@ def test_freezing_asks_for_no_more_memory_and_no_more_ops(case: Case) -> None:
     def thawed(blocks: Any) -> Any:
         return tuple(replace(b, parameters=tuple(replace(p, frozen=False) for p in b.parameters)) for b in blocks)
 
+    case = replace(case, policy=replace(case.policy, disk_blocks=()))
     workload = replace(case.workload, blocks=thawed(case.workload.blocks), smaller=thawed(case.workload.smaller))
     plan, whole = case.plan, replace(case, workload=workload, semantics=replace(case.semantics, train=Train(), base="bf16")).plan
     assert sum(host_needs(plan, plan.semantics.ranks).values()) <= whole.host_arena_bytes

@@ -75,7 +75,7 @@ def test_wider_spreads_make_a_wider_interval(case):
 @settings(deadline=None, max_examples=40)
 def test_of_speeds_that_move_together_the_interval_is_the_spread(case, fraction, n_draws):
     """Only computing takes time, and all of it moves together: one in ten is faster by the spread, one in ten slower."""
-    others = (RESOURCES[name] for name in ("link", "host DRAM", "optimizer"))
+    others = (RESOURCES[name] for name in ("link", "disk", "host DRAM", "optimizer"))
     bare = without(MADE_UP, *others, (Group.LAUNCH, Group.ATTENTION, Group.DEVICE_MEMORY))
     alone_s = predicted(case.plan, bare).step_s
     found = interval(case.plan, spread(bare, fraction, *RESOURCES["device compute"]), n_draws)

@@ -13,10 +13,11 @@ from planner.predict.cost import CostModel
 from planner.predict.faster import Group, faster
 from planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, waterfall
 from runtime.plan import Policy, Semantics, Update, saves
+from runtime.plan.train import Train
 from runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
-COMPUTE, LINK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()
+COMPUTE, LINK, DISK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()
 NEGLIGIBLE = 1e-8  # of a step
 SHARED = (Group.DUPLEX, Group.DRAM)  # without these, no op slows another
 KEEPING = Policy(save=saves(all=tuple(range(1, 7))), update=Update.DEFERRED)
@@ -55,7 +56,7 @@ def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
 @given(cases().filter(lambda case: case.semantics.ranks == 1), machines())
 def test_what_is_free_has_no_part_in_the_step(case, machine):
     for burdens, key in (
-        ((LINK,), "link_s"),
+        ((LINK, DISK), "link_s"),
         ((DRAM,), "host_dram_s"),
         ((OPTIMIZER, DRAM), "optimizer_s"),
         ((LAUNCH, LINK, DRAM), "fill_drain_and_launch_s"),
@@ -106,6 +107,16 @@ def test_what_is_slow_has_the_largest_part_and_the_largest_gain(slow, key, resou
     assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step is that resource alone
 
 
+def test_a_disk_that_is_slow_has_the_largest_part_and_the_largest_gain() -> None:
+    semantics = Semantics(4, 2, 1, train=Train(layers=(5, 5)))
+    plan = lower(MODEL, small_workload(6, tied=False, train=semantics.train), semantics, Policy(disk_blocks=(1, 2, 3, 4)), PROFILE)
+    machine = faster(MADE_UP, dict.fromkeys(DISK, 1e-6))
+    parts, found = asdict(waterfall(plan, machine)), gains(plan, machine)
+    assert max(parts, key=parts.__getitem__) == "link_s"
+    assert found[0].resource == "disk"
+    assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)
+
+
 def test_a_shortage_of_host_memory_rate_is_a_part_of_its_own():
     """Updates draw 8.4 GB/s while loads of the next forward draw about 2, from memory that gives 8.5."""
     plan = plan_of(Policy(save=KEEPING.save, update=Update.DEFERRED, prefetch_depth=3))
@@ -132,5 +143,5 @@ def test_a_gain_is_the_plan_simulated_again_with_a_tenth_more(case, machine):
     assert link.step_s == pytest.approx(step_s(case.plan, Profile.from_json(fields)), rel=1e-9)
     found = gains(case.plan, without(machine, SHARED))
     assert [gain.saved_s for gain in found] == sorted((gain.saved_s for gain in found), reverse=True)
-    assert {gain.resource for gain in found} == set(RESOURCES)
+    assert {gain.resource for gain in found} == {name for name in RESOURCES if name != "disk" or case.policy.disk_blocks}
     assert all(-NEGLIGIBLE <= gain.saved_fraction <= 1 - 1 / 1.1 + NEGLIGIBLE for gain in found)

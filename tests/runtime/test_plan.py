@@ -118,7 +118,7 @@ def test_a_line_that_is_no_op_is_refused(line: str) -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_operands_of_every_kind_are_parsed_and_printed(kind: Kind) -> None:
     row = OPS[kind]
-    assert row.reads
+    assert row.reads or kind is Kind.READ  # which reads a disk
     assert row.writes
     assert {*row.names} == row.reads | row.writes
     for names in legal_operands(kind):
@@ -139,7 +139,7 @@ def test_operands_that_a_kind_does_not_have_are_refused(kind: Kind) -> None:
     """Unknown, missing, out of order, or repeated; the message says those it has."""
     row, whole = OPS[kind], OPS[kind].names
     others = {name for of in OPS.values() for name in of.names} | {"surprise"}
-    wrong = [(*whole, name) for name in others - {*whole}] + [whole[::-1]]
+    wrong = [(*whole, name) for name in others - {*whole}] + [whole[::-1]] * (len(whole) > 1)
     wrong += [tuple(n for n in whole if n != name) for name in row.required]
     wrong += [(*whole[:i], whole[i + 1], whole[i], *whole[i + 2 :]) for i in range(len(whole) - 1)]
     wrong += [(*whole[: i + 1], *whole[i:]) for i, name in enumerate(whole) if name not in row.repeated]

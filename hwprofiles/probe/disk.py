@@ -1,0 +1,72 @@
+"""The rate of a disk: a file is read as a run reads frozen weights, alone and while the link is busy both ways."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import date
+from pathlib import Path
+
+from hwprofiles.schema import Profile
+from runtime.host.base_file import N_READERS, PIECE_BYTES, BaseFile
+from runtime.host.slabs import host_slab
+from runtime.host.workers import Workers
+from runtime.units import MiB, show_bytes
+
+from . import works
+from .device import Device
+from .probe import Progress
+from .timings import Timing
+
+LAYER_BYTES, N_LAYERS = 128 * MiB, 16  # of the file: more than a disk's own cache has as a rule
+FILE_BYTES = N_LAYERS * LAYER_BYTES
+COPY_BYTES = 64 * MiB
+N_PASSES = 5
+
+
+def with_disk(profile: Profile, device: Device, folder: Path, progress: Progress) -> Profile:
+    """The profile with the rate of the disk that has the folder. DiskError in one line where it cannot be written, or read."""
+    progress("the disk", 0.0)
+    with _file(folder / "penstock-probe") as file:
+        alone = _rate(file)
+        with ExitStack() as stack:
+            both = [stack.enter_context(device.prepared(works.copy(way, COPY_BYTES))) for way in ("h2d", "d2h")]
+            stack.enter_context(device.beside(both))
+            beside = _rate(file)
+    facts, fields = device.facts(), profile.to_json()
+    detail = (
+        f"penstock probe --disk: medians of {N_PASSES} passes over {show_bytes(FILE_BYTES)}, direct reads of "
+        f"{show_bytes(PIECE_BYTES)} by {N_READERS} threads, alone and while both directions of the link copy"
+    )
+    source = {"kind": "measured", "detail": detail, "date": date.today().isoformat(), "device": facts.host, "driver": facts.driver}
+    fields["disk"] = {"read_bytes_per_s": alone.quantity("disk"), "under_copies_bytes_per_s": beside.quantity("disk")}
+    return Profile.from_json(fields | {"sources": fields["sources"] | {"disk": source}}, profile.name)
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[BaseFile]:
+    """A file to read, until the context ends."""
+    path.unlink(missing_ok=True)  # of a probe that was killed
+    file = BaseFile(path, dict.fromkeys(range(N_LAYERS), LAYER_BYTES))
+    try:
+        some = random.randbytes(LAYER_BYTES)
+        for layer in range(N_LAYERS):
+            file.view(layer)[:] = some
+        file.settle()
+        yield file
+    finally:
+        for made in (path, path.with_name(path.name + ".partial")):
+            made.unlink(missing_ok=True)
+
+
+def _rate(file: BaseFile) -> Timing:
+    """Bytes a second, of several passes."""
+    to, rates = host_slab(LAYER_BYTES).numpy().data, list[float]()
+    readers = Workers[None](N_READERS, lambda: None)
+    with readers.helped():
+        for _ in range(N_PASSES):
+            began_s = time.perf_counter()
+            for layer in range(N_LAYERS):
+                readers.run(file.reads(layer, to))
+            rates.append(FILE_BYTES / (time.perf_counter() - began_s))
+    return Timing.of(rates)

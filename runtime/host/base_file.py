@@ -1,0 +1,111 @@
+"""Frozen weights on a disk: a file that is written once, and then read past the page cache, by several threads.
+
+The file has the frozen weights of each of a plan's `disk_blocks`, in whole pages, as a slot of `frozen` has them. It is made beside
+its name, and has that once it is whole: what is there under its name is read by other runs, too.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+from runtime.errors import DiskError
+from runtime.files import sync
+from runtime.plan.setup import DISK_PAGE_BYTES
+from runtime.units import MiB
+
+N_READERS = 4  # threads that read a layer, each
+PIECE_BYTES = 8 * MiB  # at a time: some milliseconds, and many requests of the disk's
+
+
+class BaseFile:
+    """The file of one model, in the form of one plan."""
+
+    def __init__(self, path: Path, sizes: Mapping[int, int]) -> None:
+        """Open the file of that name, or make one to be filled: with so many bytes of each block, whole pages. DiskError where
+        there is no room, or nothing is read directly."""
+        begins = accumulate(sizes.values(), initial=0)
+        self._places = dict(zip(sizes, zip(begins, sizes.values(), strict=False), strict=True))
+        self.path, n_bytes = path, sum(sizes.values())
+        with self._asked("opened"):
+            self.is_whole = path.is_file() and path.stat().st_size == n_bytes
+            self._partial = path.with_name(path.name + ".partial")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path if self.is_whole else self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not self.is_whole:
+                self._take(file, n_bytes)
+            self._bytes = mmap.mmap(file, n_bytes)
+            self._file = file
+            self._direct = self._opened_directly(file)
+
+    def _take(self, file: int, n_bytes: int) -> None:
+        """Room for all of the file, for this process alone: a disk that is full says so now."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DiskError(f"{self._partial}: another run writes it; start this one when that trains") from None
+        os.ftruncate(file, n_bytes)
+        os.posix_fallocate(file, 0, n_bytes)
+
+    def _opened_directly(self, file: int) -> int:
+        """A descriptor that reads past the page cache, tried with a page."""
+        try:
+            direct = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            os.preadv(direct, [mmap.mmap(-1, DISK_PAGE_BYTES)], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            how = "its file system refuses direct reads (O_DIRECT); choose a folder on another with --disk"
+            raise DiskError(f"{self.path.parent}: {how}") from None
+        return direct
+
+    def view(self, block: int) -> memoryview:
+        """The bytes of a block, as they are in the page cache: to be filled, or looked at between steps."""
+        at, n_bytes = self._places[block]
+        return memoryview(self._bytes)[at : at + n_bytes]
+
+    def filled(self, block: int) -> None:
+        """What of a block is filled leaves this process's memory; the system writes it down when it sees fit."""
+        self._bytes.madvise(mmap.MADV_DONTNEED, *self._places[block])
+
+    def settle(self) -> None:
+        """Bring what was filled down to the disk, give the file its name, and leave nothing of it in the page cache."""
+        with self._asked("written"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
+            if not self.is_whole:
+                os.fsync(self._file)
+                self._partial.rename(self.path)
+                sync(self.path.parent)
+                self.is_whole = True
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def reads(self, block: int, to: memoryview) -> list[Callable[[None], None]]:
+        """What brings a block, in pieces that threads may share."""
+        at, n_bytes = self._places[block]
+        pieces = range(0, n_bytes, PIECE_BYTES)
+        return [partial(self._read, at + first, to[first : min(first + PIECE_BYTES, n_bytes)]) for first in pieces]
+
+    def _read(self, at: int, to: memoryview, own: None) -> None:
+        with self._asked("read", at):
+            while to.nbytes:
+                if (n_bytes := os.preadv(self._direct, [to], at)) % DISK_PAGE_BYTES or not n_bytes:
+                    what = f"ends at byte {at + n_bytes}, within a layer: it was cut short"
+                    raise DiskError(f"{self.path}: {what}; delete it, and go on with --resume")
+                at, to = at + n_bytes, to[n_bytes:]
+
+    @contextmanager
+    def _asked(self, what: str, at: int | None = None) -> Iterator[None]:
+        """DiskError where the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            where = "" if at is None else f" at byte {at}"
+            way_out = "make room" if error.errno == errno.ENOSPC else "see that the disk is there and well"
+            raise DiskError(
+                f"{self.path}: cannot be {what}{where} ({error.strerror}); {way_out}, then start again (--resume)"
+            ) from None

@@ -1,0 +1,192 @@
+"""A base on a disk: the same bits, read past the page cache, and one line where the disk fails."""
+
+import ctypes
+import errno
+import mmap
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.errors import DiskError
+from runtime.executor import execute
+from runtime.host import base_file
+from runtime.host.base_file import BaseFile
+from runtime.host.updates import NonFiniteError
+from runtime.plan import Lane, Plan, Policy, Update, saves
+from runtime.plan.train import Lora, Train
+from tests.late_streams import Poisoned, machine_of
+from tests.tiny import tiny_config
+from tests.training import differences, machine_for, plain, plan_of, semantics_of, streamed, trained
+
+LORA = Train(lora=Lora(rank=4, alpha=8.0))
+LAYERS = (("num_hidden_layers", 4),)
+POLICIES = [
+    Policy(disk_blocks=(1, 2, 3, 4)),
+    Policy(accumulation_group=4, prefetch_depth=2, save=saves(products=(1, 2)), update=Update.DEFERRED, disk_blocks=(2, 4)),
+    Policy(accumulation_group=2, boundary_stride=2, resident_blocks=(1,), disk_blocks=(3,)),
+    Policy(accumulation_group=4, device_blocks=(1, 2, 3, 4), resident_blocks=(2, 3), disk_blocks=(1, 2, 4)),
+    Policy(accumulation_group=3, save=saves(products=(1,), attention=(2,)), offload_blocks=(1, 2), disk_blocks=(1, 2)),
+]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that several threads share a tiny layer."""
+    monkeypatch.setattr(base_file, "PIECE_BYTES", 4096)
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_pieces: None) -> None:
+    """Slots are poisoned on release, and lanes are late at random."""
+    semantics = semantics_of("llama", train=LORA, base=base, gradient_dtype="fp32" if policy.device_blocks else "bf16")
+    machine = streamed(tiny_config("llama", **dict(LAYERS)), semantics, policy, delay_seed=1)
+    assert differences(machine, plain("llama", semantics, LAYERS)) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
+    """And without what tells them that a load is done, bits differ."""
+
+    class Deaf(Poisoned):
+        def follow(self, lane: Lane, token: Any) -> None:
+            if lane is not Lane.DISK:
+                super().follow(lane, token)
+
+    config, semantics = tiny_config("llama", **dict(LAYERS)), semantics_of("llama", train=LORA)
+    machine, deaf = (machine_of(config, semantics, POLICIES[0], seed, 0.3, of) for of in (Poisoned, Deaf))
+    execute(machine.plan, machine, 3)
+    assert differences(machine, plain("llama", semantics, LAYERS)) == []
+    with pytest.raises(NonFiniteError):  # a slot is poisoned once it has been loaded from
+        execute(deaf.plan, deaf, 3)
+
+
+def planned(**fields: object) -> Plan:
+    policy = replace(POLICIES[0], **fields)  # type: ignore[arg-type]
+    return plan_of(tiny_config("llama", hidden_size=128, **dict(LAYERS)), semantics_of("llama", train=LORA), policy)
+
+
+SIZES = {b: planned().read_bytes(b) for b in (1, 2, 3, 4)}
+
+
+def cached_pages(path: Path) -> int:
+    """Pages of a file in the page cache, as mincore(2) tells."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as its_bytes:
+        n = -(-len(its_bytes) // mmap.PAGESIZE)
+        found = (ctypes.c_ubyte * n)()
+        first = ctypes.addressof(there := ctypes.c_char.from_buffer(its_bytes))
+        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(first), ctypes.c_size_t(len(its_bytes)), found) == 0
+        del there
+        return sum(page & 1 for page in found)
+
+
+def read_here() -> int:
+    """Bytes that this process had a disk read."""
+    return int(next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes")).split()[1])
+
+
+def test_a_step_reads_what_its_plan_says_and_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
+    plan, n_steps = planned(), 3
+    machine = machine_for(plan, disk=tmp_path / "base")
+    execute(plan, machine, 1)  # what was just written may stay in the page cache until the file system's journal is down
+    before = read_here()
+    execute(plan, machine, n_steps, 1)
+    n_bytes = sum(plan.read_bytes(op.block) for op in plan.ops if op.kind == "read")
+    assert 0 <= read_here() - before - n_steps * n_bytes <= 65536
+    assert cached_pages(tmp_path / "base") == 0
+    machine.host.compute_weight(machine.host.frozen[1][0]).sum()
+    assert cached_pages(tmp_path / "base") > 0, "the measure sees pages"
+
+
+def test_a_file_that_is_whole_is_read_by_other_runs_and_written_by_none(tmp_path: Path) -> None:
+    first = trained(planned(), disk=tmp_path / "base")
+    written = (tmp_path / "base").stat().st_mtime_ns, (tmp_path / "base").read_bytes()
+    again = trained(planned(prefetch_depth=2), disk=tmp_path / "base")
+    assert written == ((tmp_path / "base").stat().st_mtime_ns, (tmp_path / "base").read_bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    states = [machine.host.param_state(machine.host.owned[2][0]).master.whole() for machine in (first, again)]
+    assert torch.equal(*states)
+
+
+def test_one_run_at_a_time_writes_the_file(tmp_path: Path) -> None:
+    one = BaseFile(tmp_path / "base", SIZES)
+    with pytest.raises(DiskError, match=r"base\.partial: another run writes it; start this one when that trains"):
+        BaseFile(tmp_path / "base", SIZES)
+    one.settle()
+    assert BaseFile(tmp_path / "base", SIZES).is_whole
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, fails: object, after: int) -> None:
+    """From some read on, `os.preadv` does what `fails` does."""
+    real, seen = os.preadv, [0]
+
+    def preadv(file: int, buffers: list[memoryview], at: int) -> int:
+        seen[0] += 1
+        return fails(real, file, buffers, at) if seen[0] > after else real(file, buffers, at)  # type: ignore[operator]
+
+    monkeypatch.setattr(base_file.os, "preadv", preadv)
+
+
+def input_output_error(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def vanished(*_: object) -> int:
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        (input_output_error, r"base: cannot be read at byte \d+ \(Input/output error\); see that the disk is there"),
+        (vanished, r"base: cannot be read at byte \d+ \(No such device\); see that the disk is there"),
+        (lambda *_: 0, r"base: ends at byte \d+, within a layer: it was cut short; delete it, and go on with --resume"),
+    ],
+    ids=["EIO", "ENODEV", "the end"],
+)
+def test_a_disk_that_fails_in_mid_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: object, says: str
+) -> None:
+    machine = machine_for(planned(), disk=tmp_path / "base")
+    failing(monkeypatch, fails, after=10)
+    with pytest.raises(DiskError, match=says) as caught:
+        execute(machine.plan, machine, 3)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_short_read_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, lambda real, file, buffers, at: real(file, [memoryview(buffers[0])[:4096]], at), after=0)
+    semantics = semantics_of("llama", train=LORA)
+    machine = trained(plan_of(tiny_config("llama", **dict(LAYERS)), semantics, POLICIES[0]), disk=tmp_path / "base")
+    assert differences(machine, plain("llama", semantics, LAYERS)) == []
+
+
+def test_a_file_cut_short_in_mid_run_is_one_line_and_made_again(tmp_path: Path) -> None:
+    machine = machine_for(planned(), disk=tmp_path / "base")
+    execute(machine.plan, machine, 1)
+    os.truncate(tmp_path / "base", 4096 + 100)
+    with pytest.raises(DiskError, match="ends at byte 4196, within a layer: it was cut short"):
+        execute(machine.plan, machine, 1, 1)
+    assert not BaseFile(tmp_path / "base", SIZES).is_whole
+
+
+def test_a_file_system_that_reads_nothing_directly_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    failing(monkeypatch, refuses, after=0)
+    with pytest.raises(DiskError, match=r"refuses direct reads \(O_DIRECT\); choose a folder on another with --disk"):
+        BaseFile(tmp_path / "base", SIZES)
+
+
+def test_a_disk_without_room_says_so_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(base_file.os, "posix_fallocate", full)
+    with pytest.raises(DiskError, match=r"cannot be opened \(No space left on device\); make room"):
+        BaseFile(tmp_path / "base", SIZES)
