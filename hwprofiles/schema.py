@@ -229,6 +229,9 @@ class Disk(Part):
 
     read_bytes_per_s: Quantity  # alone
     under_copies_bytes_per_s: Quantity | None = None  # while host memory and link are busy; None: as alone
+    # Nothing is written by a run: for the answer to what it would be to write masters there
+    write_bytes_per_s: Quantity | None = None  # sustained, once its caches are full
+    endurance_bytes: Quantity | None = None  # that may be written to it, as it is rated
 
 
 class Price(Part):
@@ -327,12 +330,14 @@ class Profile(Part):
                 raise ProfileError(f"{place} memory of {n_bytes} bytes is not a size above zero; write for example 24GiB")
         return self._given(((place, "memory_bytes", n, f"{place} memory of {show_bytes(n)}") for place, n in given.items()), by)
 
-    def with_disk(self, bytes_per_s: float | None) -> "Profile":
-        """The same machine with a disk that its user has; None leaves it as it is."""
-        if bytes_per_s is None:
-            return self
-        words = f"a disk read at {show_bytes(bytes_per_s)}/s"
-        return self.model_copy(update={"disk": None})._given([("disk", "read_bytes_per_s", bytes_per_s, words)])
+    def with_disk(self, read: float | None, write: float | None = None, endurance: float | None = None) -> "Profile":
+        """The same machine with a disk that its user has, read and written at so many bytes a second; None leaves it as it is."""
+        if read is None and (write or endurance) and self.disk is None:
+            raise ProfileError(f"{self.name}: its profile has no disk; say how fast it is read with --disk-read, too")
+        given = {"read_bytes_per_s": read, "write_bytes_per_s": write, "endurance_bytes": endurance}
+        of = self if read is None else self.model_copy(update={"disk": None})
+        changes = [("disk", key, n, f"a disk's {key}: {show_bytes(n)}") for key, n in given.items() if n is not None]
+        return of._given(changes) if changes else self
 
     def with_prices(self, **prices: float | None) -> "Profile":
         """The same machine at prices that its user gave, by the keys of `price`; None leaves one as it is. `usd`: of the whole."""

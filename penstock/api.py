@@ -82,6 +82,8 @@ def plan(
     host_memory_bytes: int | None = None,
     device_memory_bytes: int | None = None,
     disk_read_bytes_per_s: float | None = None,
+    disk_write_bytes_per_s: float | None = None,
+    disk_endurance_bytes: float | None = None,
     kernels: Kernel | None = None,
     deterministic: bool = False,
     clipped_fraction: float | None = None,
@@ -98,7 +100,7 @@ def plan(
     Semantics, as `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, but for those that `kernels` and
     `deterministic` decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
     `network_gbit`: Gbit/s of each host, if not the profile's; `disk_read_bytes_per_s`: of a disk that frozen layers are read
-    from. `loss`: as `--loss` takes it, or a function of one's own
+    from; the other two: for what masters on it would take. `loss`: as `--loss` takes it, or a function of one's own
     (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
     """
     from planner.search.micro_batch import SIZES, shared_step
@@ -107,7 +109,8 @@ def plan(
     keep_outlines()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
-    asked_for = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes).with_disk(disk_read_bytes_per_s)
+    asked_for = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
+    asked_for = asked_for.with_disk(disk_read_bytes_per_s, disk_write_bytes_per_s, disk_endurance_bytes)
     profile = part_of(asked_for, gpus, hosts, network_gbit)
     described = read_model(str(model))
     given = {name: value for name, value in semantics.items() if value is not None}

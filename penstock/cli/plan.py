@@ -58,6 +58,15 @@ class _Plan(Command):
     "[default: the profile's]",
 )
 @click.option(
+    "--disk-write",
+    "disk_write_bytes_per_s",
+    type=BYTES,
+    help="Bytes a second that it keeps writing: tells what masters there would take.",
+)
+@click.option(
+    "--disk-endurance", "disk_endurance_bytes", type=BYTES, help="Bytes that may be written to it, as it is rated: 600TB."
+)
+@click.option(
     "--policy",
     default="search",
     show_default=True,

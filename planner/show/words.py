@@ -6,9 +6,10 @@ from textwrap import shorten
 from typing import NamedTuple
 
 from hwprofiles.quantity import BASES
+from hwprofiles.schema import Profile
 from planner.predict.rests_on import RestsOn
 from planner.search.claim import CUT, Claim, Predicted
-from runtime.plan import Lane
+from runtime.plan import Lane, Plan
 from runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
@@ -107,6 +108,8 @@ def verdict(f: Facts) -> Iterator[Line]:
             "forward",
             f"a pass that writes log-probabilities: {forward.n_sequences:,} sequences in {pace}, {rate:,.0f} tokens/s; {bound}",
         )
+    if (masters := on_disk(f.plan, f.profile, f.step_s)) is not None:
+        yield "masters", masters
     if f.n_tokens is not None:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
@@ -123,6 +126,22 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield "note", "the steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated"
     if f.plan.semantics.ranks > 1 and f.profile.peers is None:
         yield "GPUs", ALONE
+
+
+def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
+    """What masters and moments on the disk would take, where no run has them: bytes, time and wear. None where nothing is known of
+    its writes."""
+    n_bytes, disk = plan.semantics.state_bytes * plan.workload.n_trained, profile.disk
+    if disk is None or not (disk.write_bytes_per_s or disk.endurance_bytes):
+        return None
+    found = [f"are in memory: on the disk {show_bytes(n_bytes)} would be read and written in every step"]
+    if disk.write_bytes_per_s is not None:
+        both_s = n_bytes / profile.read_bytes_per_s + n_bytes / disk.write_bytes_per_s.value
+        found.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
+    if disk.endurance_bytes is not None:
+        n = disk.endurance_bytes.value / n_bytes
+        found.append(f"its {show_bytes(disk.endurance_bytes.value)} rated were written after {n:,.0f} steps")
+    return "; ".join(found)
 
 
 def answer(f: Facts) -> Iterator[Line]:

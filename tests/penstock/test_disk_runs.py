@@ -9,7 +9,7 @@ import pytest
 
 from runtime.host import base_file
 from tests.penstock.test_adapter_runs import BYTES, LORA, files, trained, with_weights
-from tests.running import make_home, one_line, penstock, plan_in, train
+from tests.running import make_home, one_line, penstock, plan_in, train, weights_in
 
 POLICY = {"update": "deferred", "disk_blocks": [1, 3], "prefetch_depth": 1}
 
@@ -83,3 +83,15 @@ def test_a_disk_pulled_out_in_mid_run_leaves_the_last_checkpoint(home, monkeypat
 def test_an_emulated_run_reads_a_stand_in(home):
     done = train(home, planned(home), "--disk", home / "disk", "--device", "emulated", "--time-scale", "1", scratch=())
     assert done.exit_code == 0, done.output
+
+
+def test_a_plan_says_what_masters_on_its_disk_would_take(home):
+    """12 bytes of each parameter, read at 1 GB/s and written at half of that."""
+    disk = ("--disk-read", "1GB", "--disk-write", "500MB", "--disk-endurance", "1TB")
+    asked = ("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, "--policy", "megatrain")
+    line = next(line for line in penstock(*asked, *disk).stdout.splitlines() if line.startswith("masters"))
+    n_bytes = 12 * sum(weight.numel() for weight in weights_in(home / "model").values())
+    assert f"{n_bytes / 1e3:.0f} KB would be read and written in every step" in line
+    assert f"{n_bytes / 1e9 * 3 * 1e3:.4g} ms at its rates" in line
+    assert "masters" not in penstock(*asked, "--disk-read", "1GB").stdout
+    one_line(penstock(*asked, *disk[2:]), 2, "its profile has no disk; say how fast it is read with --disk-read, too")

@@ -3,7 +3,7 @@
 
 // The colours of the ops that fill an arena, and how much paler: weights as uploads, gradients as downloads, state as updates.
 const SERIES = {
-  weights: ["weights", 0], packed: ["weights", 0.5], gradients: ["gradients", 0], sums: ["gradients", 0.5], squares: ["norm", 0], norm: ["norm", 0],
+  weights: ["weights", 0], packed: ["weights", 0.5], frozen: ["weights", 0.5], gradients: ["gradients", 0], sums: ["gradients", 0.5], squares: ["norm", 0], norm: ["norm", 0],
   host_gradients: ["gradients", 0], staging: ["gradients", 0.5], received: ["gradients", 0.75],
   "kept activations": ["activations", 0], activations: ["activations", 0.5], saved: ["activations", 0.75],
   spilled: ["activations", 0.5], offloaded: ["activations", 0],

@@ -4,7 +4,7 @@
 // Kinds that belong together share a colour; on one lane no two colours are alike to eyes that see fewer of them.
 const FAMILIES = [
   ["forward", "forward", ["forward"]], ["recompute", "recomputed", ["recompute"]], ["backward", "backward", ["backward"]],
-  ["loss", "loss and head", ["loss"]], ["norm", "squares and norms", ["square", "norm", "clip"]], ["weights", "weights up", ["load", "gather", "dequantise"]],
+  ["loss", "loss and head", ["loss"]], ["norm", "squares and norms", ["square", "norm", "clip"]], ["weights", "weights up", ["read", "load", "gather", "dequantise"]],
   ["activations", "activations out and back", ["offload_activation", "fetch_activation", "offload_saved", "fetch_saved"]], ["gradients", "gradients down and added up", ["offload_gradient", "accumulate", "offload_squares", "exchange"]],
   ["update", "update", ["update", "update_on_device", "settle"]], ["speculate", "early update", ["speculate"]],
 ];
