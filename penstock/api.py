@@ -276,6 +276,7 @@ def stream(
     After `every` steps all lanes come to rest, which costs what of two steps would overlap, and the loop has its turn: it looks at
     `turn.metrics` and `turn.weights()`, evaluates, saves, sets `turn.lr`, stops. Until it is over the next step waits. `how`: what
     `train` takes. A loop that is left by `break` saves nothing more; `turn.stop()` does. The bits are those of `train`.
+    On several GPUs torchrun starts the program: the first rank has the turns, the programs of the others end here.
     """
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
