@@ -200,6 +200,7 @@ OTHER_POLICY = {
     "square_on_device": True,
     "device_blocks": (1,),
     "saved_slots": 3,
+    "disk_blocks": (1,),
 }
 
 
@@ -228,7 +229,8 @@ def test_every_field_of_the_policy_is_read(name):
     policy = replace(policy, offload_blocks=(1,)) if name == "saved_slots" else policy
     assert asdict(policy)[name] != OTHER_POLICY[name]
     other = replace(policy, **{name: OTHER_POLICY[name]})
-    assert planned("llama", semantics_of("llama"), policy) != planned("llama", semantics_of("llama"), other)
+    semantics = semantics_of("llama", **({"train": Train(lora=Lora())} if name == "disk_blocks" else {}))  # what is frozen is read
+    assert planned("llama", semantics, policy) != planned("llama", semantics, other)
 
 
 # -- the page -----------------------------------------------------------------------------------------------------------
