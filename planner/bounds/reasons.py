@@ -77,16 +77,14 @@ class Subject:
         held = (np.outer(self.work.largest[ring], self.n_passing[ring]) for ring in RINGS[kind])
         return sum(held, np.zeros_like(self.work["total"]))
 
-    def loads(self, way: str, algebra: Algebra) -> Array:
-        """Of one way up, or down, those that lie within it."""
+    def loads(self, way: str, algebra: Algebra) -> Array:  # of one way up, or down, those that lie within it
         return algebra.positive(self.work[way] - np.outer(self.work.largest["load"], self.n_loads))
 
     def later_ways_up(self, algebra: Algebra) -> Array:
         """The ways up of all groups but the first, the largest. Nothing is unpacked on them."""
         work, n = self.work, self.groups.n - 1
         leaving = sum(work[kind] - n * self.passing(kind) for kind in LEAVING) - work["first_leaving"]
-        computing = work["up"] - (work["first_forwards"] - work["first_leaving"])
-        return computing + n * self.loads("loads_up", algebra) + algebra.positive(leaving)
+        return work["up"] - (work["first_forwards"] - work["first_leaving"]) + n * self.loads("loads_up", algebra) + algebra.positive(leaving)
 
     def head_missing(self, n_slots: int) -> Array:
         """Minus one: the head's last gradient may leave after those of layers, as no more of these leave than there are slots. Else
