@@ -84,7 +84,8 @@ class Subject:
         """The ways up of all groups but the first, the largest. Nothing is unpacked on them."""
         work, n = self.work, self.groups.n - 1
         leaving = sum(work[kind] - n * self.passing(kind) for kind in LEAVING) - work["first_leaving"]
-        return work["up"] - (work["first_forwards"] - work["first_leaving"]) + n * self.loads("loads_up", algebra) + algebra.positive(leaving)
+        forwards = work["up"] - work["first_forwards"] + work["first_leaving"]
+        return forwards + n * self.loads("loads_up", algebra) + algebra.positive(leaving)
 
     def head_missing(self, n_slots: int) -> Array:
         """Minus one: the head's last gradient may leave after those of layers, as no more of these leave than there are slots. Else
@@ -128,8 +129,7 @@ class Phases:
 
 def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
     """On the compute lane a group's ops come in four phases: up the layers, the loss, down the layers, the embedding's backward."""
-    work, groups, buffers = of.work, of.groups, of.buffers
-    scalars, largest = work.scalars, work.largest
+    work, groups, buffers, scalars, largest = of.work, of.groups, of.buffers, of.work.scalars, of.work.largest
 
     def lifted(numbers: Array) -> Array:
         found = np.zeros_like(work["total"])
