@@ -117,8 +117,11 @@ def cell(number: int) -> Cell:
         of, workload = partly
     machine = _with_peers(read_profile(rng.choice(MACHINES)), random.Random(f"peers of cell {number}"))
     if rng.random() < 0.8:
-        machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group})
+        machine = faster(machine, {group: 10 ** rng.uniform(-1, 1) for group in Group if group is not Group.DISK})
     often = 0.0 if eager_is_legal(of) else rng.choice((None, None, 0.0, 0.3, 1.0))
+    disk = random.Random(f"disk of cell {number}")
+    if not workload.trains_all and disk.random() < 0.7:
+        machine = machine.with_disk(10 ** disk.uniform(8.5, 11))
     if rng.random() < 0.3:  # one thing so slow that a step is hardly more than it: bounds that seldom bind do there
         machine = faster(machine, {rng.choice(STARVED): 10 ** rng.uniform(-2.5, -1)})
     profile = with_any_memory(machine, PLENTY_BYTES, PLENTY_BYTES)
@@ -338,6 +341,8 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         yield from (elsewhere, elsewhere)
     yield toggled("spill_blocks", range(n_layers))
     yield toggled("resident_blocks", everything)
+    if of.profile.disk is not None:
+        yield toggled("disk_blocks", layers)
     if policy.accumulation_group == n and s.ranks == 1:
         yield lambda rng: replace(policy, square_on_device=not policy.square_on_device)
         yield from (stay, stay)
