@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import date
 from pathlib import Path
 
@@ -46,7 +46,8 @@ def with_disk(profile: Profile, device: Device, folder: Path, progress: Progress
 @contextmanager
 def _file(path: Path) -> Iterator[BaseFile]:
     """A file to read, until the context ends."""
-    path.unlink(missing_ok=True)  # of a probe that was killed
+    with suppress(OSError):  # which making the file tells
+        path.unlink()  # of a probe that was killed
     file = BaseFile(path, dict.fromkeys(range(N_LAYERS), LAYER_BYTES))
     try:
         some = random.randbytes(LAYER_BYTES)

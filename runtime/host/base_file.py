@@ -50,7 +50,11 @@ class BaseFile:
         except BlockingIOError:
             raise DiskError(f"{self._partial}: another run writes it; start this one when that trains") from None
         os.ftruncate(file, n_bytes)
-        os.posix_fallocate(file, 0, n_bytes)
+        try:
+            os.posix_fallocate(file, 0, n_bytes)
+        except OSError:
+            os.ftruncate(file, 0)  # what there was room for
+            raise
 
     def _opened_directly(self, file: int) -> int:
         """A descriptor that reads past the page cache, tried with a page."""

@@ -18,16 +18,17 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.probe import cpu, measurements, works
+from hwprofiles.probe import cpu, disk, measurements, works
 from hwprofiles.probe.cpu import CpuDevice
 from hwprofiles.probe.device import Ready, Run
+from hwprofiles.probe.disk import with_disk
 from hwprofiles.probe.probe import probed
 from hwprofiles.probe.timings import Stopwatch, Timing, lifted
 from hwprofiles.schema import Profile
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import probe
-from runtime.errors import ProfileError
-from runtime.host import optimizer
+from runtime.errors import DiskError, ProfileError
+from runtime.host import base_file, optimizer
 from runtime.host.chunks import Scratch
 from runtime.machines.lanes import split_beside_gpu, split_cores
 
@@ -76,6 +77,26 @@ def test_what_lanes_do_to_each_other_is_measured(found: tuple[Profile, Steps]) -
     assert sum(q.value for q in both if q is not None) == pytest.approx(link.duplex_bytes_per_s.value, rel=1e-4)
     assert all(curve.under_optimizer_bytes_per_s is not None for curve in (link.h2d, link.d2h))
     assert host.optimizer[-1].threads == host.n_cores
+
+
+def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: tuple[Profile, Steps]
+) -> None:
+    monkeypatch.setattr(disk, "LAYER_BYTES", 2**20)
+    monkeypatch.setattr(disk, "N_LAYERS", 3)
+    monkeypatch.setattr(disk, "FILE_BYTES", 3 * 2**20)
+    read: list[int] = []
+    real = os.preadv
+    monkeypatch.setattr(base_file.os, "preadv", lambda *of: read.append(n := real(*of)) or n)
+    profile = with_disk(found[0], CpuDevice(), tmp_path, lambda what, fraction: None)
+    assert sum(read) == 2 * disk.N_PASSES * 3 * 2**20 + 4096  # and a page, to try
+    assert profile.disk is not None
+    assert profile.read_bytes_per_s == profile.disk.under_copies_bytes_per_s.value
+    assert profile.sources[profile.disk.read_bytes_per_s.source].kind == "measured"
+    assert [*tmp_path.iterdir()] == []
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="cannot be opened"):
+        with_disk(found[0], CpuDevice(), tmp_path / "file", lambda what, fraction: None)
 
 
 def test_device_and_host_share_memory_and_book_none_twice(found: tuple[Profile, Steps]) -> None:

@@ -190,3 +190,4 @@ def test_a_disk_without_room_says_so_before_anything_is_written(tmp_path: Path, 
     monkeypatch.setattr(base_file.os, "posix_fallocate", full)
     with pytest.raises(DiskError, match=r"cannot be opened \(No space left on device\); make room"):
         BaseFile(tmp_path / "base", SIZES)
+    assert (tmp_path / "base.partial").stat().st_size == 0
