@@ -148,7 +148,8 @@ def plan(
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
         written = on_one_line(str(output))
-        run = f"penstock run {written} --data FOLDER{_needed(found.plan.model)}"
+        disk = " --disk FOLDER" if found.plan.policy.disk_blocks else ""
+        run = f"penstock run {written} --data FOLDER{disk}{_needed(found.plan.model)}"
         click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 

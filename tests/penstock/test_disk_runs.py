@@ -55,6 +55,12 @@ def test_a_run_asks_for_the_disk_of_its_plan_in_one_line(home):
     one_line(train(home, planned(home), "--disk", home / "file", scratch=BYTES), 2, "file", "cannot be opened (File exists)")
 
 
+def test_a_plan_says_how_it_is_run(home):
+    words = (*LORA, "--disk-read", "1GB", "--policy", home / "policy.json", "-o", home / "plan.json")
+    done = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *words)
+    assert "plan.json --data FOLDER --disk FOLDER" in done.stderr
+
+
 def test_a_plan_needs_the_rate_of_its_disk(home):
     found = penstock("plan", home / "model", "--machine", "cpu-2core", "--seq-len", 32, *LORA, "--policy", home / "policy.json")
     one_line(found, 2, "cpu-2core: its profile has no disk; say how fast its disk is read with --disk-read")
