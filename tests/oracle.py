@@ -147,7 +147,8 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
     is_load, ranks = op.kind in (Kind.LOAD, Kind.GATHER), plan.semantics.ranks
 
     def on_host(block: int) -> int:
-        return plan.frozen_bytes(block) + (0 if block in plan.policy.device_blocks else state_bytes(block))
+        frozen_bytes = 0 if block in plan.policy.disk_blocks else plan.frozen_bytes(block)
+        return frozen_bytes + (0 if block in plan.policy.device_blocks else state_bytes(block))
 
     def state_bytes(block: int) -> int:
         return sum(plan.state_bytes(plan.part_elements(block)).values())
@@ -157,6 +158,8 @@ def n_bytes(plan: Plan, op: Op, name: str, slot: Slot) -> int:
             return plan.slot_elements(b) * item_bytes
         case "weights" | "packed":
             return plan.uploaded(b)[1]
+        case "frozen":
+            return plan.read_bytes(b)
         case "state":
             return on_host(b) if slot.arena == "state" else state_bytes(b)
         case "trained" | "shadow":

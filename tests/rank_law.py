@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
+from penstock.settings import OptimizerSettings
 from penstock.training.leading import WholeState, obey
+from penstock.training.schedules import Rates
 from planner.check import contract
 from planner.check.check import check
 from runtime.executor import execute
@@ -139,7 +141,7 @@ def main() -> None:
                 found[case] = digest(state, machine.results)
                 ranks.tell({"do": "end"})
             else:
-                obey(machine, ranks)
+                obey(machine, ranks, Rates(OptimizerSettings(), lambda step: 0.0), lambda path: {})
         if ranks.rank == 0:
             out.write_text(json.dumps(found))
     left = [name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in (name := path.read_text())]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hwprofiles.schema import Profile
 from planner.lower.arenas import arenas_of
 from runtime.plan import Policy, Semantics, Setup
-from runtime.plan.footprint import COMPILER_BYTES, device_needs, host_needs
+from runtime.plan.footprint import device_needs, host_needs
 from runtime.plan.workload import Model, Workload
 from runtime.units import show_bytes
 
@@ -51,8 +51,7 @@ def footprint(plan: Setup, profile: Profile) -> Footprint:
     of = profile.device
     device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
     device |= {"context": round(of.context_bytes.value)}
-    runtime_bytes = round(profile.host.runtime_bytes.value) + COMPILER_BYTES * plan.semantics.is_lean
-    host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": runtime_bytes}
+    host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": round(profile.host.runtime_bytes.value)}
     return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
 
 

@@ -31,8 +31,11 @@ def choices_of(of: Cell, policy: Policy) -> Choices | None:
 
 def as_chosen(choices: Choices, policy: Policy) -> dict[int, float]:
     """The values of the program's variables that mean this policy."""
+    resident, on_disk = {*policy.resident_blocks}, {*policy.disk_blocks}
     named = (
-        (choices.resident, policy.resident_blocks),
+        (choices.resident, resident - on_disk),
+        (choices.on_disk, on_disk - resident),
+        (choices.read_once, on_disk & resident),
         (choices.spilled, policy.spill_blocks),
         (choices.early_updated, policy.speculate_blocks),
         (choices.staying, policy.device_blocks),
