@@ -99,10 +99,14 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
         if not is_kept(k, repeat.times) or not 0 <= k < (repeat.times if span.op in repeat else 1):
             raise PlanError(f"the timeline is of another plan: it has a repetition {k} of op {span.op}")
         kept = k if k < FIRST_KEPT else k - max(repeat.times - N_KEPT, 0)
-        is_later = span.op >= repeat.end or (span.op in repeat and k >= FIRST_KEPT)
-        cut_s = sum(s for step, s in cuts_s.items() if step < span.step) + (cuts_s[span.step] if is_later else 0.0)
+        cut_s = sum(s for step, s in cuts_s.items() if step < span.step + _is_later(span, repeat))
         spans.append(Span(short.number(span.op, kept), span.step, span.start_s - cut_s, span.end_s - cut_s))
     return Timeline(tuple(spans))
+
+
+def _is_later(span: Span, repeat: Repeat) -> bool:
+    """Whether a span comes after what is cut out of its step."""
+    return span.op >= repeat.end or (span.op in repeat and span.repetition >= FIRST_KEPT)
 
 
 def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
@@ -118,7 +122,16 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
     cuts_s = dict.fromkeys(sorted({span.step for span in timeline.spans}), 0.0)
     for step in cuts_s if repeat.times > N_KEPT else ():
         shifts_s = []
-        for lane in (lane for lane in Lane if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys()):
+        for lane in Lane:
+            if not {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys():  # a disk may read in few of them
+                first, later = list[float](), list[float]()
+                for span in (span for span in timeline.spans if plan.ops[span.op].lane is lane):
+                    if span.step == step and not _is_later(span, repeat):
+                        first.append(span.end_s)
+                    elif span.step >= step:
+                        later.append(span.start_s)
+                shifts_s += [min(later) - max(first)] if first and later else []
+                continue
             began, turn_s = began_s[step, lane, before], began_s[step, lane, after + 1] - began_s[step, lane, after]
             shifts_s.append(began_s[step, lane, after] - max(ended_s[step, lane, before], began + turn_s))
         cuts_s[step] = max(0.0, min(shifts_s, default=0.0))
