@@ -4,11 +4,15 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from runtime.host.base_file import is_in_memory
 
 from .soak import long_lane, share
 
@@ -17,6 +21,10 @@ settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI
 settings.load_profile("house")
 # A shell has its background jobs ignore interrupts, and whatever they start inherits that: no test of an interrupt could pass.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if is_in_memory(Path(tempfile.gettempdir())):  # as some systems' /tmp is, from which no disk can be read
+    on_disk = Path(__file__).parents[1] / ".pytest_cache" / "tmp"
+    on_disk.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(on_disk)
 
 
 LANES = pytest.StashKey[dict[pytest.Item, bool]]()  # of every item collected, whether the fast lane leaves it out

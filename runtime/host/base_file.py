@@ -36,20 +36,26 @@ class BaseFile:
             self.is_whole = path.is_file() and path.stat().st_size == n_bytes
             self._partial = path.with_name(path.name + ".partial")
             path.parent.mkdir(parents=True, exist_ok=True)
+            if is_in_memory(path.parent):  # which would take direct reads, and twice the memory that a disk is to spare
+                raise DiskError(f"{path.parent}: its file system is in memory; choose a folder on a disk with --disk")
             file = os.open(path if self.is_whole else self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if not self.is_whole:
-                self._take(file, n_bytes)
-            self._bytes = mmap.mmap(file, n_bytes)
-            self._file = file
+                self._claim(file, n_bytes)
             self._direct = self._opened_directly(file)
+            if not self.is_whole:
+                self._take_room(file, n_bytes)
+            self._bytes, self._file = mmap.mmap(file, n_bytes), file
 
-    def _take(self, file: int, n_bytes: int) -> None:
-        """Room for all of the file, for this process alone: a disk that is full says so now."""
+    def _claim(self, file: int, n_bytes: int) -> None:
+        """The file is this process's alone, and as long as it will be."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DiskError(f"{self._partial}: another run writes it; start this one when that trains") from None
         os.ftruncate(file, n_bytes)
+
+    def _take_room(self, file: int, n_bytes: int) -> None:
+        """A disk that is full says so now."""
         try:
             os.posix_fallocate(file, 0, n_bytes)
         except OSError:
@@ -113,3 +119,10 @@ class BaseFile:
             raise DiskError(
                 f"{self.path}: cannot be {what}{where} ({error.strerror}); {way_out}, then start again (--resume)"
             ) from None
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder's file system is no disk's, by the kernel's list of mounts."""
+    device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo").read_text().splitlines()
+    kinds = {mount.split()[2]: mount.partition(" - ")[2].split()[0] for mount in mounts}
+    return kinds.get(f"{os.major(device)}:{os.minor(device)}") in ("tmpfs", "ramfs")

@@ -6,7 +6,7 @@ each must be given the very tensor that the one before returned. A model that is
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -73,7 +73,7 @@ class Call:
             leaves[self.at] = hidden_BTD
         else:
             leaves[self.at], states = self.carried.apart(hidden_BTD)
-            at = _place_of_shared(leaves)
+            at = next(j for j, t in enumerate(leaves) if isinstance(t, UserDict))
             leaves[at] = shared = type(leaves[at])({key: states[key] for key in self.uses})
         args, kwargs = tree_unflatten(leaves, self.spec)
         out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
@@ -369,11 +369,6 @@ class Split:
 def _forms_of(*model: object) -> dict[object, _Form]:
     """What layers return, by their kinds: of a model, and of all others that are built alike, as a run builds several."""
     return {}
-
-
-def _place_of_shared(leaves: Sequence[Any]) -> int:
-    """Where among a layer's arguments that is in which layers leave something for later ones."""
-    return next(j for j, t in enumerate(leaves) if isinstance(t, UserDict))
 
 
 def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:

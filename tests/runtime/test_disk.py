@@ -4,6 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from runtime.errors import DiskError
 from runtime.executor import execute
 from runtime.host import base_file
-from runtime.host.base_file import BaseFile
+from runtime.host.base_file import BaseFile, is_in_memory
 from runtime.host.updates import NonFiniteError
 from runtime.plan import Lane, Plan, Policy, Update, saves
 from runtime.plan.train import Lora, Train
@@ -181,6 +182,19 @@ def test_a_file_system_that_reads_nothing_directly_is_said(tmp_path: Path, monke
     failing(monkeypatch, refuses, after=0)
     with pytest.raises(DiskError, match=r"refuses direct reads \(O_DIRECT\); choose a folder on another with --disk"):
         BaseFile(tmp_path / "base", SIZES)
+    assert (tmp_path / "base.partial").stat().st_blocks == 0
+
+
+IN_MEMORY = Path("/dev/shm")
+
+
+@pytest.mark.skipif(not (IN_MEMORY.is_dir() and is_in_memory(IN_MEMORY)), reason="needs a file system in memory")
+def test_a_file_system_in_memory_is_no_disk() -> None:
+    """It would take direct reads, and hold in memory what a disk is to spare it."""
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        with pytest.raises(DiskError, match="its file system is in memory; choose a folder on a disk with --disk"):
+            BaseFile(Path(folder) / "base", SIZES)
+        assert not [*Path(folder).iterdir()]
 
 
 def test_a_disk_without_room_says_so_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
