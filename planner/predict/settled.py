@@ -123,16 +123,13 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
     for step in cuts_s if repeat.times > N_KEPT else ():
         shifts_s = []
         for lane in Lane:
-            if not {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys():  # a disk may read in few of them
-                first, later = list[float](), list[float]()
-                for span in (span for span in timeline.spans if plan.ops[span.op].lane is lane):
-                    if span.step == step and not _is_later(span, repeat):
-                        first.append(span.end_s)
-                    elif span.step >= step:
-                        later.append(span.start_s)
-                shifts_s += [min(later) - max(first)] if first and later else []
-                continue
-            began, turn_s = began_s[step, lane, before], began_s[step, lane, after + 1] - began_s[step, lane, after]
-            shifts_s.append(began_s[step, lane, after] - max(ended_s[step, lane, before], began + turn_s))
+            of = [span for span in timeline.spans if plan.ops[span.op].lane is lane and span.step >= step]
+            first = [span.end_s for span in of if span.step == step and not _is_later(span, repeat)]
+            later = [span.start_s for span in of if span.step > step or _is_later(span, repeat)]
+            if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys():
+                began, turn_s = began_s[step, lane, before], began_s[step, lane, after + 1] - began_s[step, lane, after]
+                shifts_s.append(began_s[step, lane, after] - max(ended_s[step, lane, before], began + turn_s))
+            elif first and later:  # a disk may read in few of them
+                shifts_s.append(min(later) - max(first))
         cuts_s[step] = max(0.0, min(shifts_s, default=0.0))
     return cuts_s

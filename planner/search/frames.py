@@ -34,12 +34,7 @@ class Frames:
 
     def peaks(self, policy: Policy) -> tuple[int, int]:
         """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""
-        policy = replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1)
-        size = policy.accumulation_group
-        if not 2 < size < self.semantics.n_micro_batches:  # while the host sums, each more takes as much as the second
-            return self._peaks(policy)
-        (device, host), (more, more_host) = (self._peaks(replace(policy, accumulation_group=n)) for n in (1, 2))
-        return device + (size - 1) * (more - device), host + (size - 1) * (more_host - host)
+        return self._peaks(replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1))
 
     def _peaks_of(self, policy: Policy) -> tuple[int, int]:
         plan, found = self.of(policy), self.needs(policy)

@@ -62,7 +62,6 @@ class Call:
     spec: Any
     at: int
     out_at: int
-    uses: tuple[str, ...] = ()  # keys of what earlier layers left
     carried: Carried | None = None
     documents: tuple[tuple[int, ...], ...] | None = None  # tokens of those of which each sequence is packed
 
@@ -74,10 +73,10 @@ class Call:
         else:
             leaves[self.at], states = self.carried.apart(hidden_BTD)
             at = next(j for j, t in enumerate(leaves) if isinstance(t, UserDict))
-            leaves[at] = shared = type(leaves[at])({key: states[key] for key in self.uses})
+            leaves[at] = shared = type(leaves[at])(states)  # of which a layer asks for what is there, as `_form` has seen
         args, kwargs = tree_unflatten(leaves, self.spec)
         out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
-        return out_BTD if self.carried is None else self.carried.together(out_BTD, states | dict(shared))
+        return out_BTD if self.carried is None else self.carried.together(out_BTD, shared)
 
     @property
     def sides(self) -> dict[int, torch.Tensor]:
@@ -97,29 +96,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a layer returns: leaves, and which of them is the hidden state; what it uses of earlier layers, and leaves for later."""
+    """What a layer returns: leaves, and which of them is the hidden state; and what it leaves for later layers."""
 
     leaves: list[Any]
     spec: Any
     at: int
-    uses: tuple[str, ...] = ()
     left: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
 
 _BESIDE_KIND = ("layer_idx", "training")
 _LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm")
-
-
-class _Shared(UserDict[str, tuple[torch.Tensor, ...]]):
-    """What layers left for others; it notes what is asked for."""
-
-    def __init__(self, found: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
-        super().__init__(found)
-        self.used: dict[str, None] = {}
-
-    def __getitem__(self, key: str) -> tuple[torch.Tensor, ...]:
-        self.used[key] = None
-        return super().__getitem__(key)
 
 
 class _Output(BaseModelOutputWithPast):
@@ -215,7 +201,7 @@ class Split:
             self._forms[i] = self._form(i, leaves, spec, at)
             self._left |= self._forms[i].left
         form, leaves[at] = self._forms[i], None
-        self.calls.append(Call(tuple(leaves), spec, at, form.at, form.uses, self.carried))
+        self.calls.append(Call(tuple(leaves), spec, at, form.at, self.carried))
         if self._handed is not None and i == len(self.layers) - 1:
             self._passed = self._handed
             self._version = self._passed._version
@@ -229,7 +215,7 @@ class Split:
         given = [None if j == at else t for j, t in enumerate(leaves)]
         key = self.kind(self.layers[i], Call(tuple(given), spec, at, 0), by_place=False)
         if key not in self._forms_of_kinds:
-            shared = _Shared(self._left)
+            shared = UserDict(self._left)
             narrow = [_narrow(t) if isinstance(t, torch.Tensor) else shared if isinstance(t, UserDict) else t for t in leaves]
             args, kwargs = tree_unflatten(narrow, spec)
             with _instead({self.layers[i]: self._forwards[i]}):
@@ -240,11 +226,11 @@ class Split:
                 self._fail("a layer leaves something for others in what it is given")
             shape = leaves[at].shape
             out_at = next((j for j, t in enumerate(out_leaves) if isinstance(t, torch.Tensor) and t.shape == shape), None)
-            left = {name: of for name, of in shared.data.items() if of is not self._left.get(name)}
+            left = {name: of for name, of in shared.items() if of is not self._left.get(name)}
             if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != shape[:2] for of in left.values() for t in of):
                 self._fail("a layer leaves something for others that is no keys and values")
             form = _Form(out_leaves, out_spec, self._fail("a layer returns no hidden state") if out_at is None else out_at)
-            self._forms_of_kinds[key] = replace(form, uses=tuple(shared.used), left=left)
+            self._forms_of_kinds[key] = replace(form, left=left)
         return self._forms_of_kinds[key]
 
     def around(self, weights: Mapping[str, torch.Tensor] | None, handed: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
