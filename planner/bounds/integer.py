@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -14,7 +15,7 @@ from scipy.sparse import csr_array
 
 from .facets import Array
 
-INFEASIBLE = 2  # scipy's status
+OPTIMAL, INFEASIBLE = 0, 2  # of scipy's statuses
 MOST_NODES = 2000  # of the solver's tree: a limit in seconds would make the answer depend on the machine
 # What HiGHS tries at first for good solutions takes longer than its tree of these small programs: half of a search. Versions that
 # do not know one of these warn, and try it.
@@ -67,14 +68,9 @@ class Program:
     def solve(self, integers: bool = True) -> tuple[float, list[float]] | None:
         """The dual bound, and the best solution found (all at their lowest if none was); None where there can be none. Without
         `integers` the bound of the linear program, which is lower."""
-        with _nothing_printed(), warnings.catch_warnings(action="ignore"):
-            found = milp(
-                np.array(self.cost),
-                constraints=LinearConstraint(self.matrix, -np.inf, np.array(self.limits)),
-                bounds=Bounds(np.array(self.low), np.array(self.high)),
-                integrality=np.array(self.integer) * integers,
-                options=OPTIONS | {"presolve": integers},  # which takes a linear program of this size as long again
-            )
+        found = self._solved(integers, presolve=integers)  # a linear program of this size takes as long again with it
+        if not integers and found.status not in (OPTIMAL, INFEASIBLE):  # one far from feasible may lose the solver without
+            found = self._solved(integers, presolve=True)
         if found.status == INFEASIBLE:
             return None
         bound = found.mip_dual_bound if integers and any(self.integer) else found.fun  # of a linear program the two are one
@@ -83,6 +79,17 @@ class Program:
             return None if linear is None else (linear[0], self.low)
         assert bound is not None, f"the solver ends with {found.message}"
         return float(bound), self.low if found.x is None else [float(x) for x in found.x]
+
+    def _solved(self, integers: bool, presolve: bool) -> Any:
+        """The solver's own answer."""
+        with _nothing_printed(), warnings.catch_warnings(action="ignore"):
+            return milp(
+                np.array(self.cost),
+                constraints=LinearConstraint(self.matrix, -np.inf, np.array(self.limits)),
+                bounds=Bounds(np.array(self.low), np.array(self.high)),
+                integrality=np.array(self.integer) * integers,
+                options=OPTIONS | {"presolve": presolve},
+            )
 
 
 class Rows:

@@ -88,6 +88,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_memory_far_too_small_is_said_in_one_line():
+    one_line(invoke(*SMALL, "--device-memory", "1KB"), 3, "device memory is")
+
+
 @pytest.mark.parametrize(
     ("args", "needle"),
     [

@@ -63,6 +63,19 @@ def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.Monk
     assert program.solve() == (-2.5, [0.0])
 
 
+def test_a_linear_program_that_loses_the_solver_is_presolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*given: Any, options: dict[str, Any], **more: Any) -> Any:
+        return (
+            milp(*given, options=options, **more) if options["presolve"] else OptimizeResult(status=4, message="Unknown", fun=None)
+        )
+
+    program = Program()
+    program.variable(0, 3, cost=-1.0)
+    program.at_most({0: 2.0}, 5.0)
+    monkeypatch.setattr("planner.bounds.integer.milp", lost)
+    assert program.solve(integers=False) == (-2.5, [2.5])
+
+
 def test_the_solvers_output_is_kept_out_of_ours() -> None:
     done = subprocess.run([sys.executable, "-c", NOISY], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "before\n-3.0\n"
