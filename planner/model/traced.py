@@ -20,7 +20,7 @@ from torch import nn
 from runtime.errors import PenstockError, WorkloadError
 from runtime.layers.kernels import LIBRARY_KERNELS
 from runtime.layers.meta_models import meta_model
-from runtime.layers.split import Call, Split
+from runtime.layers.split import Call, Epilogue, Split
 from runtime.plan import Semantics
 
 from . import kept
@@ -54,7 +54,7 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
         split = Split(meta_model(json.loads(config), semantics))
         embedding: Any = split.model.get_submodule(split.embedding_name)
         head = split.head
-        names = {"layers": split.layers_name, "norm": split.norm_name, "head": split.head_name, "embedding": split.embedding_name}
+        names = {"layers": split.layers_name, "head": split.head_name, "embedding": split.embedding_name}
         names |= {} if getattr(head, "bias", None) is None else {"bias": f"{split.head_name}.bias"}
         about = {
             "names": names,
@@ -63,6 +63,7 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
             "logits": _of_logits(split, head.weight.shape[1]),
         }
         split.look()
+        names["norm"] = split.norm_name
         split.make_buffers("cpu", of_layers=True)  # so that it is known that a run can
         for layer in split.layers:
             layer.to("meta")
@@ -126,7 +127,7 @@ def recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str,
                 trees.append(_of_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
         norm = _of_norm(split, hidden)
-    beside = {} if split.carried is None else {"carried": hidden.shape[-1] - split.carried.width}
+    beside = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
     return about | beside | {
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
         "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
@@ -173,7 +174,7 @@ def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, 
 
 def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
     x = hidden.detach().requires_grad_()
-    norm = copy.deepcopy(split.norm).to("meta")
+    norm = split.norm if isinstance(split.norm, Epilogue) else copy.deepcopy(split.norm).to("meta")
     return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
 
 

@@ -169,8 +169,10 @@ class Templates:
         split = self.split
         if block == 0:
             names = list(dict.fromkeys(name.rpartition(".")[0] for name in split.outside))
+        elif block <= len(self.layers):
+            names = [self._prefix(block)[:-1]]
         else:
-            names = [self._prefix(block)[:-1]] if block <= len(self.layers) else [split.norm_name, split.head_name]
+            names = [*dict.fromkeys(name.rpartition(".")[0] for name in split.after), split.head_name]
         torch.default_generator.manual_seed(op_seed(seed, 0, 0, block))
         weights: Weights = {}
         for prefix in names:

@@ -51,7 +51,7 @@ class OutputHead:
         summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters,
         of the mean of `n_losses`. `extras`: what the batch brings for each sequence or token, by name.
         """
-        own = within(self._prefix, weights)
+        own = self._of_norm(weights)
         norm_weights = {n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
         with torch.enable_grad():
@@ -186,7 +186,7 @@ class OutputHead:
 
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """Of some rows, (N, V) fp32."""
-        return self._logits(self._head(weights), self._normed(weights, hidden_ND))
+        return self._logits(self._head(weights), self._normed(weights, hidden_ND[None])[0])
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -194,8 +194,12 @@ class OutputHead:
         """The output matrix, and a bias if it has one."""
         return {name: weights[name] for name in self._names}
 
+    def _of_norm(self, weights: Weights) -> Weights:
+        """Those after the layers, by their names there."""
+        return {name.removeprefix(self._prefix): weights[name] for name in self._split.after}
+
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
-        own = within(self._prefix, weights)
+        own = self._of_norm(weights)
         return functional_call(self._split.norm, own, (self._split.last(hidden),), strict=True)  # type: ignore[no-any-return]
 
     def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

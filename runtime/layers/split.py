@@ -6,8 +6,8 @@ each must be given the very tensor that the one before returned. A model that is
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -27,10 +27,12 @@ from .meta_models import sees_images
 @dataclass(frozen=True, slots=True)
 class Carried:
     """Keys and values that some layers leave for later ones, beside the hidden state in one tensor (B, T, D + E), zeros before they
-    are there: so a chain of layers has one tensor between two, and gradients of what is shared add up on their way back."""
+    are there: so a chain of layers has one tensor between two, and gradients of what is shared add up on their way back. A hidden
+    state of several streams lies there stream by stream."""
 
-    width: int  # D
+    width: int  # D, of all streams
     heads: Mapping[str, tuple[tuple[int, int], ...]]  # by the key under which layers find them: number and width, of each tensor
+    streams: tuple[int, int] | None = None  # how many, and their dimension among those of the model's own tensor
 
     @property
     def sizes(self) -> list[int]:
@@ -39,18 +41,27 @@ class Carried:
 
     def begun(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """A hidden state before the first layer, with room beside it."""
-        return nn.functional.pad(hidden_BTD, (0, sum(self.sizes) - self.width))
+        return nn.functional.pad(self._joined(hidden_BTD), (0, sum(self.sizes) - self.width))
+
+    def _joined(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.streams is None or hidden.dim() < 4 else hidden.movedim(self.streams[1], 2).flatten(2)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """The hidden state alone, as the model has it."""
+        hidden = x[..., : self.width]
+        if self.streams is not None:
+            hidden = hidden.unflatten(-1, (self.streams[0], -1)).movedim(2, self.streams[1])
+        return hidden.contiguous()
 
     def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
         """The hidden state, and by key what is beside it, (B, H, T, W) each."""
-        own, *others = x.split(self.sizes, -1)
-        left = iter(others)
+        left = iter(x.split(self.sizes, -1)[1:])
         states = {key: tuple(next(left).unflatten(-1, one).transpose(1, 2) for one in of) for key, of in self.heads.items()}
-        return own.contiguous(), states
+        return self.own(x), states
 
     def together(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
         """The reverse."""
-        return torch.cat([hidden_BTD, *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)
+        return torch.cat([self._joined(hidden_BTD), *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +83,9 @@ class Call:
             leaves[self.at] = hidden_BTD
         else:
             leaves[self.at], states = self.carried.apart(hidden_BTD)
-            at = next(j for j, t in enumerate(leaves) if isinstance(t, UserDict))
-            leaves[at] = shared = type(leaves[at])(states)  # of which a layer asks for what is there, as `_form` has seen
+            shared = states
+            for at in (j for j, t in enumerate(leaves) if isinstance(t, UserDict)):
+                leaves[at] = shared = type(leaves[at])(states)  # of which a layer asks for what is there, as `_form` has seen
         args, kwargs = tree_unflatten(leaves, self.spec)
         out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
         return out_BTD if self.carried is None else self.carried.together(out_BTD, shared)
@@ -105,7 +117,12 @@ class _Form:
 
 
 _BESIDE_KIND = ("layer_idx", "training")
+_UNREAD = "what another layer made, and this one does not read"
 _LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", "embedding_norm")
+
+
+class _Stop(Exception):
+    """The last layer's turn has come, and nothing after it is asked for."""
 
 
 class _Output(BaseModelOutputWithPast):
@@ -148,10 +165,11 @@ class Split:
         self._refuse_shared()
         norms = [name for name, part in owner.named_children() if "norm" in type(part).__name__.lower()]
         norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
-        child = norms[0] if len(norms) == 1 else self._fail("it is not known what follows its layers")
-        self.norm: nn.Module = getattr(owner, child)
-        self.norm_name = names[id(self.norm)]
-        self._norm_is_free = not list(self.norm.parameters())  # of weights, and so may be used before the layers, too
+        self._owner, self.norm_name = owner, names[id(owner)]
+        self.norm: nn.Module = Epilogue(self)  # or only a norm, as is seen when it is looked at
+        if len(norms) == 1:
+            self.norm = getattr(owner, norms[0])
+            self.norm_name = names[id(self.norm)]
         self._forwards = [layer.forward for layer in self.layers]  # their own
         self._forms: dict[int, _Form] = {}  # of each layer, what it returns
         of = model.config
@@ -195,14 +213,15 @@ class Split:
             at = found[0] if found else self._fail(f"between layers {i - 1} and {i} it computes something")
         if self._passed._version != self._version:
             self._fail(f"before layer {i} the hidden state is changed in place")
-        if any(id(t) in self._others for t in leaves):
-            self._fail(f"layer {i} is given what another layer made, beside the hidden state")
+        leaves = [_UNREAD if id(t) in self._others else t for t in leaves]
         if i not in self._forms:
             self._forms[i] = self._form(i, leaves, spec, at)
             self._left |= self._forms[i].left
         form, leaves[at] = self._forms[i], None
         self.calls.append(Call(tuple(leaves), spec, at, form.at, self.carried))
-        if self._handed is not None and i == len(self.layers) - 1:
+        if i == len(self.layers) - 1:
+            if self._handed is None:
+                raise _Stop
             self._passed = self._handed
             self._version = self._passed._version
         out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in form.leaves]
@@ -220,33 +239,34 @@ class Split:
             args, kwargs = tree_unflatten(narrow, spec)
             with _instead({self.layers[i]: self._forwards[i]}):
                 layer = copy.deepcopy(self.layers[i]).bfloat16()
-            with torch.no_grad():
-                out_leaves, out_spec = tree_flatten(layer(*args, **kwargs))
+            try:
+                with torch.no_grad():
+                    out_leaves, out_spec = tree_flatten(layer(*args, **kwargs))
+            except (AttributeError, TypeError):
+                if _UNREAD not in map(str, leaves):
+                    raise
+                self._fail(f"layer {i} is given what another layer made, beside the hidden state")
             if len(tree_leaves((args, kwargs))) != len(leaves):
                 self._fail("a layer leaves something for others in what it is given")
             shape = leaves[at].shape
             out_at = next((j for j, t in enumerate(out_leaves) if isinstance(t, torch.Tensor) and t.shape == shape), None)
             left = {name: of for name, of in shared.items() if of is not self._left.get(name)}
-            if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != shape[:2] for of in left.values() for t in of):
+            if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != self._size for of in left.values() for t in of):
                 self._fail("a layer leaves something for others that is no keys and values")
             form = _Form(out_leaves, out_spec, self._fail("a layer returns no hidden state") if out_at is None else out_at)
             self._forms_of_kinds[key] = replace(form, left=left)
         return self._forms_of_kinds[key]
 
-    def around(self, weights: Mapping[str, torch.Tensor] | None, handed: torch.Tensor | None = None, **batch: Any) -> torch.Tensor:
-        """What the body returns without its layers: its last hidden state, if `handed` is what the last layer is said to have
-        returned; else nothing that means anything, and no norm is computed. Weights by their names in the body."""
-        self.calls, self._handed = [], handed
+    def around(self, weights: Mapping[str, torch.Tensor] | None, handed: torch.Tensor | None = None, **batch: Any) -> Any:
+        """What the body returns without its layers, if `handed` is what the last layer is said to have returned; else it is run only
+        to there, and `noted` has what there is. Weights by their names in the body."""
+        self.calls, self._handed, self._size = [], handed, batch["input_ids"].shape
         self._others: dict[int, torch.Tensor] = {}
-        stand_ins: dict[nn.Module, Callable[..., Any]] = {layer: partial(self.met, i) for i, layer in enumerate(self.layers)}
-        if handed is None:
-            own = self.norm.forward  # one without weights may be used before the layers, too, as nanochat does
-            stand_ins[self.norm] = lambda x: own(x) if self._norm_is_free and len(self.calls) < len(self.layers) else x
-        with _instead(stand_ins):
+        with _instead({layer: partial(self.met, i) for i, layer in enumerate(self.layers)}), suppress(_Stop):
             out = self.body(**batch) if weights is None else functional_call(self.body, dict(weights), (), batch, strict=False)
         if len(self.calls) != len(self.layers):
             self._fail(f"{len(self.calls)} of {len(self.layers)} layers were run")
-        return out[0]  # type: ignore[no-any-return]
+        return handed if handed is None else out[0]
 
     def noted(self) -> tuple[torch.Tensor, list[Call]]:
         """The first layer's input, and what each layer was given besides; which are not kept."""
@@ -258,10 +278,10 @@ class Split:
 
     def last(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """The hidden state that the norm after the layers is given, of what the last layer returns."""
-        return hidden_BTD if self.carried is None else hidden_BTD[..., : self.carried.width].contiguous()
+        return hidden_BTD if self.carried is None else self.carried.own(hidden_BTD)
 
-    def prove_norm(self, tokens_BT: torch.Tensor) -> None:
-        """WorkloadError unless the norm of what the last layer returns is what the body returns."""
+    def _is_norm(self, tokens_BT: torch.Tensor) -> bool:
+        """Whether the norm of what the last layer returns is what the body returns."""
         met: list[tuple[Any, Any]] = []
         handle = self.norm.register_forward_hook(lambda _, given, out: met.append((given[0], out)))
         handed = torch.zeros_like(self.hidden_BTD)
@@ -269,8 +289,19 @@ class Split:
             out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
         finally:
             handle.remove()
-        if not met or (len(met) > 1 and not self._norm_is_free) or met[-1][0] is not handed or not is_seen(out, met[-1][1]):
-            self._fail("after its layers it does more than a norm")
+        is_last = bool(met) and met[-1][0] is handed and is_seen(out, met[-1][1])
+        return is_last and (len(met) == 1 or not list(self.norm.parameters()))  # one without weights may be used before, too
+
+    def _find_epilogue(self, tokens_BT: torch.Tensor) -> None:
+        """Put in the norm's place what the body does after its layers, with the weights that get a gradient there."""
+        handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{(name := _name_in(self.model, self._owner))}."
+        out_BTD = self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)
+        weights = [(n, p) for n, p in self.model.named_parameters() if not p.is_meta]
+        _, *of = torch.autograd.grad(out_BTD.sum(), [handed, *(p for _, p in weights)], allow_unused=True)
+        used = [n for (n, _), gradient in zip(weights, of, strict=True) if gradient is not None]
+        if out_BTD.shape[:2] != tokens_BT.shape or not all(n.startswith(start) and "." in n.removeprefix(start) for n in used):
+            self._fail("it is not known what follows its layers")
+        self.norm, self.norm_name = Epilogue(self, {n.removeprefix(start).partition(".")[0] for n in used}), name
 
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """What the model's own head makes of the body's output; weights by their names in the model."""
@@ -283,17 +314,23 @@ class Split:
     @property
     def outside(self) -> dict[str, nn.Parameter]:
         """The parameters before the layers, by their names in the model: neither a layer's, nor of the norm or the head."""
-        own = tuple(f"{name}." for name in (self.layers_name, self.norm_name, self.head_name))
-        return {name: p for name, p in self.model.named_parameters() if not name.startswith(own)}
+        own = tuple(f"{name}." for name in (self.layers_name, self.head_name))
+        return {n: p for n, p in self.model.named_parameters() if not n.startswith(own) and n not in self.after}
+
+    @property
+    def after(self) -> dict[str, nn.Parameter]:
+        """Those between the layers and the head."""
+        return {f"{self.norm_name}.{name}": p for name, p in self.norm.named_parameters()}
 
     @contextmanager
-    def blank(self) -> Iterator[None]:
-        """Until the context ends, what is no layer's has weights that take no memory: one zero, seen at every place."""
-        before = [(part, dict(part._parameters)) for part in self._outside()]
+    def blank(self, device: torch.device | str = "cpu") -> Iterator[None]:
+        """Until the context ends, what is no layer's or epilogue's has weights that take no memory: one zero, seen at every place."""
+        epilogue = set(self.norm.modules()) if isinstance(self.norm, Epilogue) else set()
+        before = [(part, dict(part._parameters)) for part in self._outside() if part not in epilogue]
         for part, own in before:
             for name, p in own.items():
                 if p is not None:
-                    part._parameters[name] = nn.Parameter(torch.zeros(1, dtype=p.dtype).expand(p.shape))
+                    part._parameters[name] = nn.Parameter(torch.zeros(1, dtype=p.dtype, device=device).expand(p.shape))
         try:
             yield
         finally:
@@ -306,13 +343,16 @@ class Split:
         with self.blank():
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
             self.around(None, input_ids=tokens_BT, use_cache=False)
-            self.prove_norm(tokens_BT)
+            if isinstance(self.norm, Epilogue) or not self._is_norm(tokens_BT):
+                self._find_epilogue(tokens_BT)
         hidden_BTD, calls = self.noted()
         self.sides = [tuple(call.sides) for call in calls]
-        self.width = hidden_BTD.shape[-1]  # of what layers return
-        if self._left:
+        shape = hidden_BTD.shape
+        at = 2 if shape[:2] == tokens_BT.shape else 0
+        self.width = shape[-1] if len(shape) == 3 else shape[at] * shape[-1]  # of what layers return
+        if self._left or len(shape) > 3:
             heads = {key: tuple((t.shape[1], t.shape[3]) for t in of) for key, of in self._left.items()}
-            self.carried = Carried(self.width, heads)
+            self.carried = Carried(self.width, heads, (shape[at], at) if len(shape) > 3 else None)
             self.width = sum(self.carried.sizes)
 
     @staticmethod
@@ -349,6 +389,29 @@ class Split:
         for part, name in left:
             if part.get_buffer(name).isnan().any():
                 self._fail(f"{name} is computed when a module is made, and cannot be made again")
+
+
+class Epilogue(nn.Module):
+    """What a body does after its layers where that is more than a norm: its own forward, of one token up to the last layer, and then
+    of what that is said to have returned."""
+
+    def __init__(self, split: Split, children: Collection[str] = ()) -> None:
+        super().__init__()
+        self.split = split
+        for name in sorted(children):
+            self.add_module(name, getattr(split._owner, name))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        device = "cpu" if hidden.is_meta else hidden.device
+        with self.split.blank(device):
+            one = torch.zeros(1, 1, dtype=torch.long, device=device)
+            out_BTD: torch.Tensor = self.split.around(None, hidden, input_ids=one, use_cache=False)
+        self.split.noted()
+        return out_BTD
+
+
+def _name_in(model: nn.Module, part: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is part)
 
 
 @lru_cache(maxsize=64)
