@@ -334,18 +334,18 @@ def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int
     there are slots, of the heaviest layers for safety, which copies within the device are not."""
     on_device = {b for b in plan.policy.device_blocks if not plan.is_apart(b)}
     layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
-    layers.sort(key=lambda b: (b in on_device, -plan.workload.blocks[b].slot_elements, b))
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
     n_unpacked = min(n_slots, plan.n_streaming)
     n_read = n_slots + N_READ_SLOTS  # of which no load is spared, or a read alone
     for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
         n_left = n_turns * n_held
-        for b in layers:
+        demands = {b: cost.demand(plan, Op(kind, b)) for b in layers if plan.n_ops(kind, b) > 1}
+        for b in sorted(demands, key=lambda b: (b in on_device, -demands[b].uncontended_s, b)):
             n_spared = min(n_left, plan.n_ops(kind, b) - 1)
             if n_spared > 0:
                 n_left -= n_spared
-                yield kind, cost.demand(plan, Op(kind, b)), n_spared
+                yield kind, demands[b], n_spared
 
 
 def least_slots(plan: Setup) -> int:

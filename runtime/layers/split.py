@@ -295,7 +295,10 @@ class Split:
     def _find_epilogue(self, tokens_BT: torch.Tensor) -> None:
         """Put in the norm's place what the body does after its layers, with the weights that get a gradient there."""
         handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{(name := _name_in(self.model, self._owner))}."
-        out_BTD = self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)
+        try:
+            out_BTD = self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)
+        except RuntimeError:  # it counts tokens there
+            self._fail("it is not known what follows its layers")
         weights = [(n, p) for n, p in self.model.named_parameters() if not p.is_meta]
         _, *of = torch.autograd.grad(out_BTD.sum(), [handed, *(p for _, p in weights)], allow_unused=True)
         used = [n for (n, _), gradient in zip(weights, of, strict=True) if gradient is not None]
@@ -348,7 +351,7 @@ class Split:
         hidden_BTD, calls = self.noted()
         self.sides = [tuple(call.sides) for call in calls]
         shape = hidden_BTD.shape
-        at = 2 if shape[:2] == tokens_BT.shape else 0
+        at = 2 if shape[:2] == self._size else 0
         self.width = shape[-1] if len(shape) == 3 else shape[at] * shape[-1]  # of what layers return
         if self._left or len(shape) > 3:
             heads = {key: tuple((t.shape[1], t.shape[3]) for t in of) for key, of in self._left.items()}
@@ -398,8 +401,9 @@ class Epilogue(nn.Module):
     def __init__(self, split: Split, children: Collection[str] = ()) -> None:
         super().__init__()
         self.split = split
-        for name in sorted(children):
-            self.add_module(name, getattr(split._owner, name))
+        for name, part in split._owner.named_children():
+            if name in children:
+                self.add_module(name, part)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         device = "cpu" if hidden.is_meta else hidden.device

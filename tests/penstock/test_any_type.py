@@ -27,6 +27,7 @@ TYPES = [
     "falcon_h1",
     "qwen2_5_vl",
     "gemma3",
+    "gemma3n_text",
 ]
 SAYS = ("--tokenizer", "bytes", "--save-every", 2)
 
@@ -105,7 +106,8 @@ def test_what_is_not_there_for_towers_is_refused_in_one_line(tmp_path):
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(
-    "model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "nanochat", "qwen3_vl", "bloom"]
+    "model_type", ["llama", "granite", "gpt2", "qwen3_5_text", "minimax_m2", "mamba2", "falcon", "nanochat", "qwen3_vl", "bloom",
+     "gemma3n_text", "glm_moe_dsa", "deepseek_v4", "opt"]
 )
 def test_accepted_types_have_transformers_loss_and_gradients(model_type):
     assert model_type in every_type()

@@ -142,8 +142,8 @@ def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("glm_moe_dsa", "given what another layer made"),
-        ("deepseek_v4", "after its layers it does more than a norm"),
+        ("hy_v4", "given what another layer made"),
+        ("openai-gpt", "not known what follows its layers"),
         ("megatron-bert", "the head is no single product"),
         ("jetmoe", "cannot be recorded by layers"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from planner.model.config import outlines
 from runtime.plan import Policy, saves
 from runtime.plan.workload import Model
+from tests.every_type import tiny
 from tests.rank_law import trained_alone, trained_by
 from tests.tiny import tiny_config
 from tests.training import EVERYTHING, differences, plan_of, semantics_of, streamed
@@ -17,6 +18,7 @@ from .test_replay import REMEMBERING, device_bytes
 
 TYPES = [name for name in ("gemma4_text", "bloom") if find_spec(f"transformers.models.{name.removesuffix('_text')}")]
 SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2}  # the last two have keys and values of the first two
+STREAMS = {"gemma3n_text": "sdpa", "deepseek_v4": "eager", "glm_moe_dsa": "sdpa"}
 CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED) for name in TYPES if name == "gemma4_text")]
 
 
@@ -28,6 +30,17 @@ def test_gradients_of_what_layers_are_given_reach_what_is_before_them(sizes, pol
     """Micro-batches of two sizes, whose embeddings wait for several backwards."""
     config = tiny_config("gemma4_text", **sizes)
     semantics = semantics_of("gemma4_text", compute_dtype=compute_dtype, batch_size=5, micro_batch=2)
+    machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
+    assert differences(machine) == []
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
+@pytest.mark.parametrize("model_type", [name for name in STREAMS if find_spec(f"transformers.models.{name.removesuffix('_text')}")])
+def test_hidden_states_of_several_streams_end_in_the_models_own_epilogue(model_type, policy, compute_dtype):
+    config = tiny(model_type)
+    semantics = semantics_of(model_type, compute_dtype=compute_dtype, batch_size=5, micro_batch=2, attention=STREAMS[model_type])
     machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)
     assert differences(machine) == []
 
