@@ -199,8 +199,7 @@ class OutputHead:
         return {name.removeprefix(self._prefix): weights[name] for name in self._split.after}
 
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
-        own = self._of_norm(weights)
-        return functional_call(self._split.norm, own, (self._split.last(hidden),), strict=True)  # type: ignore[no-any-return]
+        return functional_call(self._split.norm, self._of_norm(weights), (self._split.last(hidden),), strict=True)  # type: ignore[no-any-return]
 
     def _tiles(self, *of_rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return zip(*(of.split(self._n_rows) for of in of_rows), strict=True)

@@ -83,9 +83,10 @@ class Call:
             leaves[self.at] = hidden_BTD
         else:
             leaves[self.at], states = self.carried.apart(hidden_BTD)
-            shared = states
-            for at in (j for j, t in enumerate(leaves) if isinstance(t, UserDict)):
-                leaves[at] = shared = type(leaves[at])(states)  # of which a layer asks for what is there, as `_form` has seen
+            shared = next((type(t)(states) for t in leaves if isinstance(t, UserDict)), UserDict(states))
+            leaves = [
+                shared if isinstance(t, UserDict) else t for t in leaves
+            ]  # a layer asks for what is there, as `_form` has seen
         args, kwargs = tree_unflatten(leaves, self.spec)
         out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
         return out_BTD if self.carried is None else self.carried.together(out_BTD, shared)
@@ -165,11 +166,9 @@ class Split:
         self._refuse_shared()
         norms = [name for name, part in owner.named_children() if "norm" in type(part).__name__.lower()]
         norms = norms if len(norms) == 1 else [name for name in norms if name in _LAST_NORMS]
-        self._owner, self.norm_name = owner, names[id(owner)]
-        self.norm: nn.Module = Epilogue(self)  # or only a norm, as is seen when it is looked at
-        if len(norms) == 1:
-            self.norm = getattr(owner, norms[0])
-            self.norm_name = names[id(self.norm)]
+        self._owner, self._owner_name = owner, names[id(owner)]
+        self.norm: nn.Module = getattr(owner, norms[0]) if len(norms) == 1 else Epilogue(self)
+        self.norm_name = names.get(id(self.norm), self._owner_name)
         self._forwards = [layer.forward for layer in self.layers]  # their own
         self._forms: dict[int, _Form] = {}  # of each layer, what it returns
         of = model.config
@@ -257,8 +256,8 @@ class Split:
             self._forms_of_kinds[key] = replace(form, left=left)
         return self._forms_of_kinds[key]
 
-    def around(self, weights: Mapping[str, torch.Tensor] | None, handed: torch.Tensor | None = None, **batch: Any) -> Any:
-        """What the body returns without its layers, if `handed` is what the last layer is said to have returned; else it is run only
+    def around(self, weights: Mapping[str, torch.Tensor] | None, handed: Any = None, **batch: Any) -> Any:
+        """What the body returns without its layers, if `handed` is what the last layer is said to have returned; else it runs only
         to there, and `noted` has what there is. Weights by their names in the body."""
         self.calls, self._handed, self._size = [], handed, batch["input_ids"].shape
         self._others: dict[int, torch.Tensor] = {}
@@ -289,22 +288,24 @@ class Split:
             out = self.around(None, handed, input_ids=tokens_BT, use_cache=False)
         finally:
             handle.remove()
-        is_last = bool(met) and met[-1][0] is handed and is_seen(out, met[-1][1])
-        return is_last and (len(met) == 1 or not list(self.norm.parameters()))  # one without weights may be used before, too
+        counts = len(met) == 1 or not list(self.norm.parameters())  # one without weights may be used before, too
+        return counts and bool(met) and met[-1][0] is handed and is_seen(out, met[-1][1])
 
     def _find_epilogue(self, tokens_BT: torch.Tensor) -> None:
         """Put in the norm's place what the body does after its layers, with the weights that get a gradient there."""
-        handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{(name := _name_in(self.model, self._owner))}."
+        handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{self._owner_name}."
         try:
-            out_BTD = self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)
+            with torch.enable_grad():
+                total = (out_BTD := self.around(None, handed, input_ids=tokens_BT[:, :1], use_cache=False)).sum()
         except RuntimeError:  # it counts tokens there
             self._fail("it is not known what follows its layers")
-        weights = [(n, p) for n, p in self.model.named_parameters() if not p.is_meta]
-        _, *of = torch.autograd.grad(out_BTD.sum(), [handed, *(p for _, p in weights)], allow_unused=True)
-        used = [n for (n, _), gradient in zip(weights, of, strict=True) if gradient is not None]
+        weights = {n: p for n, p in self.model.named_parameters() if not p.is_meta}
+        of = torch.autograd.grad(total, [*weights.values(), handed], allow_unused=True)
+        used = [n for n, gradient in zip(weights, of, strict=False) if gradient is not None]
         if out_BTD.shape[:2] != tokens_BT.shape or not all(n.startswith(start) and "." in n.removeprefix(start) for n in used):
             self._fail("it is not known what follows its layers")
-        self.norm, self.norm_name = Epilogue(self, {n.removeprefix(start).partition(".")[0] for n in used}), name
+        self.norm = Epilogue(self, {n.removeprefix(start).partition(".")[0] for n in used})
+        self.norm_name = self._owner_name
 
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
         """What the model's own head makes of the body's output; weights by their names in the model."""
@@ -327,7 +328,7 @@ class Split:
 
     @contextmanager
     def blank(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Until the context ends, what is no layer's or epilogue's has weights that take no memory: one zero, seen at every place."""
+        """Until the context ends, what is no layer's or epilogue's has weights without memory: one zero, seen at every place."""
         epilogue = set(self.norm.modules()) if isinstance(self.norm, Epilogue) else set()
         before = [(part, dict(part._parameters)) for part in self._outside() if part not in epilogue]
         for part, own in before:
@@ -395,8 +396,8 @@ class Split:
 
 
 class Epilogue(nn.Module):
-    """What a body does after its layers where that is more than a norm: its own forward, of one token up to the last layer, and then
-    of what that is said to have returned."""
+    """What a body does after its layers where that is more than a norm: its own forward, of one token up to the last layer, and
+    then of what that is said to have returned."""
 
     def __init__(self, split: Split, children: Collection[str] = ()) -> None:
         super().__init__()
@@ -412,10 +413,6 @@ class Epilogue(nn.Module):
             out_BTD: torch.Tensor = self.split.around(None, hidden, input_ids=one, use_cache=False)
         self.split.noted()
         return out_BTD
-
-
-def _name_in(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
 
 
 @lru_cache(maxsize=64)
