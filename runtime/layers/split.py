@@ -84,9 +84,8 @@ class Call:
         else:
             leaves[self.at], states = self.carried.apart(hidden_BTD)
             shared = next((type(t)(states) for t in leaves if isinstance(t, UserDict)), UserDict(states))
-            leaves = [
-                shared if isinstance(t, UserDict) else t for t in leaves
-            ]  # a layer asks for what is there, as `_form` has seen
+            # a layer asks for what is there, as `_form` has seen
+            leaves = [shared if isinstance(t, UserDict) else t for t in leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         out_BTD: torch.Tensor = tree_leaves(layer(*args, **kwargs))[self.out_at]
         return out_BTD if self.carried is None else self.carried.together(out_BTD, shared)
