@@ -68,7 +68,7 @@ class Program:
     def solve(self, integers: bool = True) -> tuple[float, list[float]] | None:
         """The dual bound, and the best solution found (all at their lowest if none was); None where there can be none. Without
         `integers` the bound of the linear program, which is lower."""
-        found = self._solved(integers, presolve=integers)  # a linear program of this size takes as long again with it
+        found = self._solved(integers, presolve=False)  # which takes a linear program of this size as long again
         if not integers and found.status not in (OPTIMAL, INFEASIBLE):  # one far from feasible may lose the solver without
             found = self._solved(integers, presolve=True)
         if found.status == INFEASIBLE:
@@ -88,7 +88,7 @@ class Program:
                 constraints=LinearConstraint(self.matrix, -np.inf, np.array(self.limits)),
                 bounds=Bounds(np.array(self.low), np.array(self.high)),
                 integrality=np.array(self.integer) * integers,
-                options=OPTIONS | {"presolve": presolve},
+                options=OPTIONS if integers else {"presolve": presolve},
             )
 
 

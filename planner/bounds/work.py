@@ -181,7 +181,7 @@ class Works:
 def _treated(plan: Setup, block: int) -> tuple[object, ...]:
     """All of the policy that a block's work depends on."""
     policy = plan.policy
-    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatment(block)
+    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatments[block]
 
 
 def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Groups) -> Work:

@@ -103,8 +103,8 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
 
 def _of_blocks(plan: Setup, of: Callable[[int], int]) -> list[int]:
     """A number of each block, asked of one of each sort."""
-    known, first = {blocks[0]: of(blocks[0]) for blocks in plan.workload.classes}, plan.workload.first_alike
-    return list(map(known.__getitem__, map(first.__getitem__, range(len(plan.workload.blocks)))))
+    known = {blocks[0]: of(blocks[0]) for blocks in plan.workload.classes}
+    return [known[first] for first in plan.workload.first_alike]
 
 
 def _largest(of_blocks: Sequence[int]) -> tuple[int, int]:

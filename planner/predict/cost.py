@@ -112,7 +112,7 @@ class CostModel(Computing):
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
         of_all = plan.reduced, plan.policy.square_on_device
-        key = op.kind, plan.treatment(op.block), _of_micro_batch(plan, op.micro_batch), of_all
+        key = op.kind, plan.treatments[op.block], _of_micro_batch(plan, op.micro_batch), of_all
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._demand_of(plan, op)

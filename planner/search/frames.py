@@ -7,7 +7,7 @@ from planner.bounds.bounds import policy_bounds
 from planner.bounds.work import Work, Works
 from planner.predict.cost import CostModel
 from planner.predict.memory import footprint, frame
-from runtime.plan import Policy, Semantics
+from runtime.plan import Policy, Semantics, Setup
 from runtime.plan.workload import Model, Workload
 
 from .space import Family
@@ -20,6 +20,7 @@ class Frames:
         self.model, self.workload, self.semantics, self.cost = model, workload, semantics, cost
         self.profile, self.works = cost.profile, Works(cost)
         self.of = cache(partial(frame, model, workload, semantics))
+        self.bare = cache(lambda policy: Setup(semantics, policy, model, workload, ()))
         self.needs = cache(lambda policy: footprint(self.of(policy), self.profile))
         # Seconds below which no step of the policy is
         self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.of(policy), self.works)))
@@ -29,6 +30,7 @@ class Frames:
     def forget(self) -> None:
         """All but numbers."""
         self.of.cache_clear()
+        self.bare.cache_clear()
         self.works = Works(self.cost)
         self.of_family.clear()
 

@@ -156,8 +156,7 @@ class Relaxation:
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
         works = self._clipped_works if clipped else self._frames.works
-        of = self._frames
-        return works.of(Setup(of.semantics, policy, of.model, of.workload, ()), facets, block, groups)  # without arenas
+        return works.of(self._frames.bare(policy), facets, block, groups)
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
@@ -181,7 +180,9 @@ class Relaxation:
         # Early updates and state on the device, of any blocks, count as if all were of earlier blocks
         sooner = work.scalars["update"] - work.scalars["forwards"]
         facets, one_block = self._facets_of(lean), list[Array]()
-        of_block = {b: self._of_block(lean, blocks[0], groups, facets, False) for blocks in choices.classes for b in blocks}
+        of_block: dict[int, Work] = {}
+        for blocks in choices.classes:
+            of_block |= dict.fromkeys(blocks, self._of_block(lean, blocks[0], groups, facets, False))
         if family.update is Update.DEFERRED:
             for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())

@@ -1,5 +1,6 @@
 """A plan without its ops: model, semantics, policy, arenas, and the sizes that follow."""
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -255,19 +256,17 @@ class Setup:
     def blocks_alike(self) -> dict[int, list[int]]:
         """Blocks that differ in nothing but names and to which the policy does the same, by the first of them."""
         found: dict[object, list[int]] = {}
-        for b in range(len(self.workload.blocks)):
-            found.setdefault(self.treatment(b), []).append(b)
+        for b, treatment in enumerate(self.treatments):
+            found.setdefault(treatment, []).append(b)
         return {blocks[0]: blocks for blocks in found.values()}
 
-    def treatment(self, block: int) -> tuple[object, ...]:
-        """What a block is but for names, and all that the policy says of it alone."""
-        is_again = self.policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, block)
-        is_listed = [block in blocks for blocks in self._lists]
-        return (self.workload.first_alike[block], self.policy.saved(block), is_again, *is_listed)
-
     @cached_property
-    def _lists(self) -> list[frozenset[int]]:
-        return [frozenset(getattr(self.policy, name)) for name in BLOCK_LISTS]
+    def treatments(self) -> list[tuple[object, ...]]:
+        """What each block is but for names, and all that the policy says of it alone."""
+        blocks, again = range(len(self.workload.blocks)), OPS[Kind.RECOMPUTE].where
+        is_again = [self.policy.boundary_stride > 1 and again(self, b) for b in blocks]
+        is_listed = (map(frozenset(getattr(self.policy, name)).__contains__, blocks) for name in BLOCK_LISTS)
+        return list(zip(self.workload.first_alike, map(self.policy.saved, blocks), is_again, *is_listed, strict=True))
 
     def uses(self, block: int) -> int:
         """How many runs of micro-batches compute with a block's weights: each group's forward, and a layer's backward."""
@@ -334,23 +333,21 @@ class Setup:
     def kept_bytes(self) -> int:
         """What layers save on the device, of one group of micro-batches, besides their input; and the embedding for them."""
         away = sum(self.recompute(b).saved_bytes for b in self.policy.offload_blocks)
-        saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike.values())
+        saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike)
         return self.policy.accumulation_group * (saved - away + self.workload.blocks[0].side_bytes)
 
     @cached_property
-    def _layers_alike(self) -> dict[tuple[int, Saved], tuple[int, int]]:
+    def _layers_alike(self) -> list[tuple[int, int]]:
         """By class and what is saved: one such layer, and how many there are."""
-        found: dict[tuple[int, Saved], tuple[int, int]] = {}
         saved = self.policy.save + (Saved.INPUT,) * (self.workload.n_layers - len(self.policy.save))
-        for b, of in enumerate(saved, start=1):
-            key = self.workload.first_alike[b], of
-            found[key] = b, found[key][1] + 1 if key in found else 1
-        return found
+        alike = [*zip(self.workload.first_alike[1:-1], saved, strict=True)]
+        one = dict(zip(alike, range(1, self.workload.n_layers + 1), strict=True))
+        return [(one[key], n) for key, n in Counter(alike).items()]
 
     @property
     def transient_bytes(self) -> int:
         """Peak of the block being computed, in the allocator."""
-        return max(self.other_transient_bytes, *(self.recompute(b).transient_bytes for b, _ in self._layers_alike.values()))
+        return max(self.other_transient_bytes, *(self.recompute(b).transient_bytes for b, _ in self._layers_alike))
 
     @property
     def other_transient_bytes(self) -> int:

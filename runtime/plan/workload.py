@@ -282,9 +282,9 @@ class Workload:
         return list(found.values())
 
     @cached_property
-    def first_alike(self) -> dict[int, int]:
+    def first_alike(self) -> list[int]:
         """Of each block, the first that differs from it in nothing but names."""
-        return {b: blocks[0] for blocks in self.classes for b in blocks}
+        return [first for _, first in sorted((b, blocks[0]) for blocks in self.classes for b in blocks)]
 
 
 def aligned_elements(p: Parameter) -> int:

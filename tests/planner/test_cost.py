@@ -140,5 +140,5 @@ def test_a_smaller_last_micro_batch_costs_what_its_size_costs(profile):
 def test_blocks_that_differ_in_names_alone_cost_the_same(plan: Plan) -> None:
     """So that no search or draw of a machine need price each layer anew."""
     profile, each_alone = Profile.from_json(plan.profile), replace(plan.workload)
-    each_alone.__dict__["first_alike"] = {b: b for b in range(len(plan.workload.blocks))}
+    each_alone.__dict__["first_alike"] = [*range(len(plan.workload.blocks))]
     assert costs(plan, profile) == costs(replace(plan, workload=each_alone), profile)
