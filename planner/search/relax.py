@@ -180,9 +180,8 @@ class Relaxation:
         # Early updates and state on the device, of any blocks, count as if all were of earlier blocks
         sooner = work.scalars["update"] - work.scalars["forwards"]
         facets, one_block = self._facets_of(lean), list[Array]()
-        of_block: dict[int, Work] = {}
-        for blocks in choices.classes:
-            of_block |= dict.fromkeys(blocks, self._of_block(lean, blocks[0], groups, facets, False))
+        of_class = [(blocks, self._of_block(lean, blocks[0], groups, facets, False)) for blocks in choices.classes]
+        of_block = {b: of for blocks, of in of_class for b in blocks}
         if family.update is Update.DEFERRED:
             for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())

@@ -151,8 +151,7 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
     trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
     # Of each micro-batch but the largest the smallest tiles: they cost little, and leave the most room
     of_each = {of.semantics.micro_batch: of for of in trials[:N_ESTIMATED]}
-    estimated = dict.fromkeys([trials[0], *of_each.values()])
-    likely = [(of, policy) for of in estimated for policy in Greedy(of.frames).policies()]
+    likely = [(of, policy) for of in dict.fromkeys([trials[0], *of_each.values()]) for policy in Greedy(of.frames).policies()]
     if not likely:  # so tight that only the leanest fit
         lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in trials)
         likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
