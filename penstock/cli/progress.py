@@ -21,7 +21,7 @@ from rich.text import Text
 
 from penstock.run_config import RunConfigError
 from runtime.errors import PlanError
-from runtime.plan.footprint import COMPILER_BYTES, planned_device_needs
+from runtime.plan.footprint import host_needs, planned_device_needs
 from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
 from .outputs import beyond_positions, check_output, json_text, show_table, write_output
@@ -203,8 +203,7 @@ def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     if run.device == "emulated":
         return
     on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
-    runtime_bytes = float(plan.profile["host"]["runtime_bytes"]["value"]) + COMPILER_BYTES * plan.semantics.is_lean
-    on_host = plan.host_arena_bytes + runtime_bytes
+    on_host = sum(host_needs(plan).values()) + float(plan.profile["host"]["runtime_bytes"]["value"])
     if device_peak_bytes is not None:
         yield "device, peak", on_device, device_peak_bytes, show_bytes
     else:  # the device's memory is the process's own

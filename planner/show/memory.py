@@ -19,7 +19,8 @@ from runtime.plan.workload import BlockKind
 from .step import Stretch
 
 STATE = frozenset({"state", "device_state", "norm"})  # arenas that one step leaves to the next
-KEPT, COMPUTED, CONTEXT, RUNTIME = "kept activations", "block being computed", "context", "runtime"
+KEPT, COMPUTED, CONTEXT = "kept activations", "block being computed", "context"
+OF_HOST = ("runtime", "compiler")  # that are no arenas
 SMALL_FRACTION = 0.002  # of the peak: parts that never reach this are left out
 MOST_MOMENTS = 1000  # as many as a wide screen has columns; of more, the fullest in each stretch of time
 
@@ -42,10 +43,10 @@ class Held:
 def held(plan: Plan, profile: Profile, stretch: Stretch) -> tuple[Held, Held]:
     """The content of the device's and the host's memory over the stretch, by arena and by what is no arena."""
     needs = footprint(plan, profile)
-    places = {a.name: a.place for a in plan.arenas} | dict.fromkeys((KEPT, COMPUTED, CONTEXT), Place.DEVICE) | {RUNTIME: Place.HOST}
+    places = {a.name: a.place for a in plan.arenas} | dict.fromkeys((KEPT, COMPUTED, CONTEXT), Place.DEVICE)
+    places |= dict.fromkeys(OF_HOST, Place.HOST)
     spans = sorted(stretch.spans, key=lambda s: (s.step, s.op))  # ops of which one writes a slot of the other are in this order
-    always = {name: n_bytes for of in (needs.device, needs.host) for name, n_bytes in of.items() if name in STATE}
-    always |= {CONTEXT: needs.device[CONTEXT], RUNTIME: needs.host[RUNTIME]}
+    always = {name: n_bytes for name, n_bytes in (needs.device | needs.host).items() if name in {*STATE, CONTEXT, *OF_HOST}}
     lives = [(name, n_bytes, stretch.start_s, stretch.end_s) for name, n_bytes in always.items()]
     lives += [*_lives_of_slots(plan, spans), *_lives_of_activations(plan, spans)]
     on_device, on_host = ([life for life in lives if places[life[0]] is place] for place in (Place.DEVICE, Place.HOST))

@@ -38,6 +38,7 @@ GLOSS = {
     "staging": "gradients being accumulated",
     "resident weights": "weights that stay",
     "runtime": "Python, torch and its libraries",
+    "compiler": "numba, and the updates that it compiles",
     "context": "the driver's",
 }
 PARTS = {

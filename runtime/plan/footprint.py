@@ -40,8 +40,10 @@ def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, i
 
 
 def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
-    """Bytes of the host's memory, by arena, for one of `n_here` ranks on it: what is frozen is there once for all of them."""
+    """Bytes of the host's memory for one of `n_here` ranks on it, by arena, and what each of them compiles updates with: what is
+    frozen is there once for all."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
+    needs |= {"compiler": COMPILER_BYTES} if plan.semantics.is_lean else {}
     if n_here > 1 and not plan.workload.trains_all:
         frozen_bytes = sum(len(alike) * plan.frozen_bytes(alike[0]) for alike in plan.workload.classes)
         needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)

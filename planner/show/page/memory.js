@@ -8,7 +8,7 @@ const SERIES = {
   "kept activations": ["activations", 0], activations: ["activations", 0.5], saved: ["activations", 0.75],
   spilled: ["activations", 0.5], offloaded: ["activations", 0],
   state: ["update", 0.3], device_state: ["update", 0.3],
-  "block being computed": ["forward", 0], context: ["norm", 0], runtime: ["norm", 0], other: ["norm", 0.5],
+  "block being computed": ["forward", 0], context: ["norm", 0], runtime: ["norm", 0], compiler: ["norm", 0.25], other: ["norm", 0.5],
 };
 
 function seriesColour(name) {
