@@ -42,6 +42,7 @@ POLICIES = {
     "eager": Policy(update=Update.EAGER),
     "lean": Policy(update=Update.DEFERRED, speculate_blocks=(1, 2)),
     "lion": Policy(update=Update.DEFERRED),
+    "int8": Policy(update=Update.DEFERRED, speculate_blocks=(1, 2)),
     "adapters": Policy(update=Update.DEFERRED, save=saves(products=(2,))),
     "packed": Policy(prefetch_depth=2, resident_blocks=(1,)),
     "parts": Policy(update=Update.DEFERRED, gradient_slots=2, resident_blocks=(0, 1)),
@@ -50,6 +51,7 @@ POLICIES = {
 SEMANTICS = {
     "eager": {"clip_norm": None},
     "lean": optimizing("adamw:moments=bf16,master=bf16", None),
+    "int8": optimizing("adamw:moments=int8,master=bf16", None),
     "lion": optimizing("lion:moments=int8,master=split24", None),
     "adapters": {"train": Train(lora=Lora(rank=4)), "gradient_dtype": "fp32"},
     "packed": {"train": Train(lora=Lora(rank=8)), "base": "nf4"},

@@ -30,15 +30,13 @@ from .strategies import PROFILE
 from .tiny import EAGER_ONLY, tiny_config
 
 N_STEPS = 3
-# What less an optimizer may keep: each with another form of master
+# What less an optimizer may keep: all that can be said, and other forms of master
+SAID = [f"{of}{':,'[':' in of]}master={master}" for of in Optimizer for master in ("bf16", "split24")]
 LEAN: dict[str, dict] = {
-    "lion": {"optimizer": "lion"},
-    **{text: optimizing(text, None) for text in ("adamw:moments=bf16", "adamw:master=bf16", "lion:moments=bf16,master=bf16")},
-    **{text: optimizing(text, None) for text in ("adamw:moments=int8,master=bf16", "lion:moments=int8,master=split24")},
-    "adamw:moments=bf16 fp32": {"optimizer": "adamw:moments=bf16", "compute_dtype": "fp32", "gradient_dtype": "fp32"},
-    "adamw:moments=bf16 half up": {"optimizer": "adamw:moments=bf16", "master_dtype": "bf16"},
+    **{text: optimizing(text, None) for text in sorted({*Optimizer, *SAID} - {"adamw"})},
+    "adamw:moments=bf16 fp32": {"optimizer": Optimizer.ADAMW_BF16, "compute_dtype": "fp32", "gradient_dtype": "fp32"},
+    "adamw:moments=bf16 half up": {"optimizer": Optimizer.ADAMW_BF16, "master_dtype": "bf16"},
 }
-LEAN = {text: fields | {"optimizer": Optimizer(fields["optimizer"])} for text, fields in LEAN.items()}
 KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # of every parameter, or of one that is not trained
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]

@@ -16,6 +16,7 @@ from runtime.compute.blocks import op_seed
 from runtime.errors import PenstockError
 from runtime.executor import execute
 from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved
 from tests.edits import with_waits
 from tests.strategies import policies
@@ -154,18 +155,19 @@ def test_weights_are_rounded_half_up_into_a_bf16_master():
 
 # All that a plan may compute in and keep
 DTYPES = {"bf16": {}, "bf16 master": {"master_dtype": "bf16"}, "fp32": {"compute_dtype": "fp32"}} | LEAN
-GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
+GROUPS = [(1, 1), (1, 3), (1, 4), (4, 1), (1, 4)]  # (micro-batch, micro-batches of a group): a group may not divide the step's four
 
 
 @pytest.mark.fast("some")
 @pytest.mark.parametrize(("gradient_dtype", "tied"), [("bf16", False), ("fp32", True)])
 @pytest.mark.parametrize("kept", DTYPES)
 def test_all_dtypes_ties_and_groups_train_the_plain_loops_bits(kept, tied, gradient_dtype):
-    """What the law above may not draw: here each way that a gradient can take is taken once in every dtype."""
+    """What the law above may not draw: here each way that a gradient can take is taken once in every dtype; tiles, adapters."""
     config = tiny_config("llama", tie_word_embeddings=tied, num_hidden_layers=1, vocab_size=2200)  # more than a chunk of elements
     dtypes = {"gradient_dtype": gradient_dtype} | DTYPES[kept]
     for number, (micro_batch, group) in enumerate(GROUPS):
-        semantics = semantics_of("llama", **dtypes, micro_batch=micro_batch, clip_norm=None if number % 2 else 0.5)
+        of = {"micro_batch": micro_batch, "mlp_tile_tokens": 7 if number == 2 else None, "clip_norm": None if number % 2 else 0.5}
+        semantics = semantics_of("llama", **dtypes, **of, train=Train(lora=Lora(rank=4)) if number == 4 else Train())
         for update in [Update.EAGER, Update.DEFERRED] if number % 2 else [Update.BARRIER, Update.DEFERRED]:
             policy = Policy(accumulation_group=group, prefetch_depth=3, update=update, save=saves(all=(1,) if number > 1 else ()))
             assert differences(streamed(config, semantics, policy)) == [], policy

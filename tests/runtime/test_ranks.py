@@ -29,7 +29,7 @@ from tests.training import differences, plain, plan_of, same_bits, semantics_of,
 
 # The fourth: a micro-batch each
 SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spilling:2:2", "llama:lean:2", "qwen3_moe:lion:4:4"]
-SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2"]
+SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2", "llama:int8:2:2"]
 
 
 @pytest.mark.soak_cases("messages")
