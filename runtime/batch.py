@@ -21,6 +21,7 @@ class Batch:
     targets: torch.Tensor
     document_tokens: tuple[tuple[int, ...], ...] | None = None
     n_counted: int | None = None  # supervised tokens, where they were counted before: of a step, whose part this is; of a device
+    n_answers: int | None = None  # of the whole step, where several share a sequence
     positions_BT: torch.Tensor | None = None  # of tokens in their documents, where they are known: on a device
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what a loss asks for, (B,) or (B, T), by name
 

@@ -123,7 +123,7 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     targets = (
         row[1]
         for part, segments in packed
-        for row in rows_of(part.documents, segments, part.shape)[:: 1 + (part.shape.packing == "answers")]
+        for row in rows_of(part.documents, segments, replace(part.shape, shares=False))[:: 1 + (part.shape.packing == "answers")]
     )
     return {
         "rows": sum(part.documents.n_rows for part in parts),

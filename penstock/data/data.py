@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.settings import DataSettings
 from runtime.errors import DataError
-from runtime.plan.objective import CROSS_ENTROPY, LAST, Objective, Of
+from runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, Objective, Of
 
 from .chat import ChatTemplate
 from .documents import Reader, kept_documents
@@ -75,9 +75,11 @@ def read_data(
     for part in settings.parts:
         reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred, objective)
         group = 1 if objective is None or objective.of is not Of.ANSWERS else objective.rows_each // 2
-        packing = _packing(part, reader, by_document)
-        shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group)
+        is_of_means = objective is not None and bool(objective.numbers.get("mean"))  # over a sequence
+        packing, shares = _packing(part, reader, by_document and not is_of_means)
+        shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group, shares)
         brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
+        brings += (ANSWER,) if shape.is_apart and reader.format in NEEDED else ()
         if settings.streaming:
             content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
             fingerprint = _fingerprint(content, reader.identity, shape.identity, part.shuffle_buffer, batch_size, shuffle_seed)
@@ -169,18 +171,20 @@ def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str
                 parsed(value, where)
 
 
-def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> Any:
-    if reader.format in NEEDED:
-        is_read_before = settings.streaming and reader.format != PREFERENCE  # others' rows bring numbers besides
-        if settings.packing not in ("auto", "one") or is_read_before or settings.too_long == "split":
-            odd = "streaming" if is_read_before else f"packing {settings.packing}, too_long {settings.too_long}"
-            raise DataError(f"{odd}: each answer is a sequence, whole or cut, read before training; leave it out")
-        return {PREFERENCE: "pairs", UNPAIRED: "answers", ROLLOUTS: "one", LABELLED: "one"}[reader.format]
+def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> tuple[Any, bool]:
+    """How documents are packed, and whether pairs or groups share sequences."""
     if settings.packing == "documents" and not by_document:
         raise DataError("packing documents: this model cannot attend to each document of a sequence alone; choose one or joined")
-    if settings.packing != "auto":
-        return settings.packing
-    return "joined" if reader.format == "text" else "documents" if by_document else "one"
+    way = "documents" if by_document else "one"
+    if reader.format in NEEDED:
+        is_read_before = settings.streaming and reader.format != PREFERENCE  # others' rows bring numbers besides
+        if settings.packing == "joined" or is_read_before or settings.too_long == "split":
+            odd = "streaming" if is_read_before else f"packing {settings.packing}, too_long {settings.too_long}"
+            raise DataError(f"{odd}: each answer is apart, whole or cut, read before training; leave it out")
+        way = way if settings.packing == "auto" else settings.packing
+        packing = {PREFERENCE: "pairs", UNPAIRED: "answers"}.get(reader.format, way)
+        return packing, packing != way == "documents"
+    return ("joined" if reader.format == "text" else way) if settings.packing == "auto" else settings.packing, False
 
 
 def _refuse_unknown_labels(of: PackedSet, n_labels: int) -> None:

@@ -68,7 +68,7 @@ class Given:
                 problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
                 wanted = " or ".join(map(str, taken))
                 raise DataError(f"the plan's loss asks for extras[{name!r}] of {wanted}, and step {step} brings {problem}")
-        made = replace(made, extras={name: extras[name] for name in self.objective.extras})
+        made = replace(made, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
         if made.document_tokens is None:
             return made
         if self.no_documents is not None:

@@ -2,7 +2,8 @@
 
 `joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit (first fit). `one`: a
 sequence each; `pairs`: so, too, a chosen answer and then the rejected one; `answers`: so, too, each answer of a group, and then its
-prompt with the answer before it in the group. A segment is (document, first token, one past the last).
+prompt with the answer before it in the group. Where these share sequences, a sample is a unit, of as many rows as a pair or a group
+has without that, and of as many pairs or groups as fit into them. A segment is (document, first token, one past the last).
 
 Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a sequence's last
 position is not, nor is padding. Where documents are packed whole, neither is the last position of each.
@@ -10,7 +11,7 @@ position is not, nor is padding. Where documents are packed whole, neither is th
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.errors import DataError
-from runtime.plan.objective import LAST
+from runtime.plan.objective import ANSWER, LAST
 
 from .documents import Array, Documents
 
@@ -27,7 +28,10 @@ from .documents import Array, Documents
 OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fullest is closed
 Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
-Row = tuple[Array, Array, tuple[int, ...]]  # ids_T, targets_T, and the tokens of each document that attends to itself alone
+Span = tuple[int, int, int]  # the number of a document in its sample, and where it lies in a row
+Row = tuple[
+    Array, Array, tuple[int, ...], list[Span]
+]  # ids_T, targets_T, the tokens of each that attends to itself alone; documents
 Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
 
 
@@ -41,11 +45,23 @@ class Shape:
     too_long: Literal["cut", "split", "skip", "refuse"]
     unsupervised: Literal["refuse", "skip"]
     group: int = 1  # answers
+    shares: bool = False  # whether several pairs, or groups of answers, share sequences
 
     @property
     def identity(self) -> dict[str, Any]:
         """All that decides what becomes of documents."""
-        return {name: value for name, value in asdict(self).items() if name != "group" or self.packing == "answers"}
+        idle = [("group", self.packing != "answers"), ("shares", not self.shares)]
+        return {name: value for name, value in asdict(self).items() if (name, True) not in idle}
+
+    @property
+    def segments_each(self) -> int:
+        """Of a sample, that belong together."""
+        return {"pairs": 2, "answers": self.group}.get(self.packing, 1)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether documents that share a sequence attend to themselves alone."""
+        return self.shares or self.packing == "documents"
 
     @property
     def rows_each(self) -> int:
@@ -78,28 +94,34 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
         where = documents.where(int(order[~learns].min()))
         raise DataError(f"{where}: nothing in it to learn from; leave it out, or set unsupervised to skip")
     if shape.packing == "pairs":
-        return _pairs(documents, np.sort(order), shape, counts)
+        return _pairs(documents, order, shape, counts)
     order = order[learns]
     if shape.packing == "joined":
         return _joined(documents, order, shape.seq_len), counts
     pieces = list(_pieces(documents, order, shape, counts))
     if shape.packing == "answers":
-        n = len(pieces) // shape.group
-        counts["skipped"] += len(pieces) - n * shape.group  # no whole group
-        return Sequences(np.array(pieces[: n * shape.group], dtype=np.int64).reshape(-1, 3), np.arange(n + 1) * shape.group), counts
-    packed = [[piece] for piece in pieces] if shape.packing == "one" else _first_fit(pieces, shape.seq_len)
-    segments = np.array([segment for sequence in packed for segment in sequence], dtype=np.int64).reshape(-1, 3)
-    return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
+        counts["skipped"] += len(pieces) % shape.group  # no whole group
+    n = shape.segments_each
+    return _together(documents, [pieces[i : i + n] for i in range(0, len(pieces) - n + 1, n)], shape), counts
 
 
-def _pairs(documents: Documents, halves: Array, shape: Shape, counts: Counts) -> tuple[Sequences, Counts]:
-    """Pairs in the order of the files: the two documents of a row, unless one of them has nothing to learn within a sequence."""
-    kept = list[Segment]()
-    for both in halves.reshape(-1, 2):
+def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> tuple[Sequences, Counts]:
+    """Pairs in the order of the files, or this one where they share sequences: the two documents of a row, unless one of them has
+    nothing to learn within a sequence."""
+    halves, kept = np.sort(order).reshape(-1, 2), list[list[Segment]]()
+    if shape.shares:
+        halves = halves[np.searchsorted(halves[:, 0], order[np.isin(order, halves[:, 0])])]
+    for both in halves:
         found = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
-        kept += found if len(found) == shape.rows_each else []
-    segments = np.array(kept, dtype=np.int64).reshape(-1, 3)
-    return Sequences(segments, np.arange(0, len(kept) + 1, shape.rows_each)), counts
+        kept += [found] if len(found) == len(both) else []
+    return _together(documents, kept, shape), counts
+
+
+def _together(documents: Documents, groups: list[list[Segment]], shape: Shape) -> Sequences:
+    """Segments that belong together as samples: each group alone, or several."""
+    packed = _first_fit(documents, groups, shape) if shape.is_apart else groups
+    segments = np.array([segment for sample in packed for segment in sample], dtype=np.int64).reshape(-1, 3)
+    return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64))
 
 
 def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
@@ -133,23 +155,42 @@ def n_targets_of(runs: Array, first: int, stop: int) -> int:
     return int((np.minimum(runs[:, 1], stop) - np.maximum(runs[:, 0], first)).clip(min=0).sum())
 
 
-def _first_fit(pieces: list[Segment], seq_len: int) -> list[list[Segment]]:
-    """Each piece in the first open sequence that has room for it, sequences in the order of their opening."""
-    sequences: list[list[Segment]] = []
-    open_ones: list[tuple[int, int]] = []  # (room, number), as opened
-    for piece in pieces:
-        n = piece[2] - piece[1]
-        for i, (room, number) in enumerate(open_ones):
-            if n <= room:
-                sequences[number].append(piece)
-                open_ones[i] = room - n, number
+def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) -> list[list[Segment]]:
+    """Each group in the first open sample whose rows have room for it, samples in the order of their opening."""
+    samples: list[list[Segment]] = []
+    open_ones: list[tuple[int, int, list[int]]] = []  # (room, number, room of each row), as opened
+    for group in groups:
+        lengths = [_length(of) for of in _apart(documents, group, shape)]
+        n = sum(lengths)
+        for i, (room, number, rooms) in enumerate(open_ones):
+            if n <= room and _placed(rooms, lengths) is not None:
+                samples[number] += group
+                open_ones[i] = room - n, number, rooms
                 break
         else:
-            open_ones.append((seq_len - n, len(sequences)))
-            sequences.append([piece])
+            rooms = [shape.seq_len] * shape.rows_each
+            _placed(rooms, lengths)
+            open_ones.append((sum(rooms), len(samples), rooms))
+            samples.append([*group])
             if len(open_ones) > OPEN_SEQUENCES:
                 open_ones.remove(min(open_ones))
-    return sequences
+    return samples
+
+
+def _placed(rooms: list[int], lengths: Sequence[int]) -> list[int] | None:
+    """The row of each document, the longest first in the first that has room for it, which is taken; None: not all have."""
+    left, rows = [*rooms], [0] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        row = next((row for row, room in enumerate(left) if lengths[i] <= room), None)
+        if row is None:
+            return None
+        left[row], rows[i] = left[row] - lengths[i], row
+    rooms[:] = left
+    return rows
+
+
+def _length(document: Iterable[Sequence[int]]) -> int:
+    return sum(stop - start for _, start, stop in document)
 
 
 def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
@@ -175,33 +216,45 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
     return Sequences(np.stack([order[place], start, start + end - begin], axis=1)[kept], first)
 
 
-def row_of(documents: Documents, segments: Iterable[Sequence[int]], shape: Shape) -> Row:
-    """Segments one after another, and the target of each position that has one."""
+def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence[int]]]], shape: Shape) -> Row:
+    """Numbered documents one after another, each of segments in a row, and the target of each position that has one."""
     ids_T, targets_T = np.full(shape.seq_len, shape.pad_id), np.full(shape.seq_len, UNSUPERVISED)
-    at, lengths, is_joined = 0, list[int](), shape.packing in ("joined", "answers")
-    for document, start, stop in segments:
-        n = stop - start
-        ids_T[at : at + n] = documents.ids(document)[start:stop]
-        for first, last in documents.runs(document).clip(start, stop).tolist():
-            begin, end = at + max(first - start, int(not is_joined or at == 0)), at + last - start
-            if begin < end:
-                targets_T[begin - 1 : end - 1] = ids_T[begin:end]
-        at += n
-        lengths.append(n)
-    lengths += [shape.seq_len - at] * (at < shape.seq_len)
-    return ids_T, targets_T, (shape.seq_len,) if is_joined else tuple(lengths)
+    at, spans = 0, list[Span]()
+    for number, segments in numbered:
+        first_at = at
+        for document, start, stop in segments:
+            n = stop - start
+            ids_T[at : at + n] = documents.ids(document)[start:stop]
+            for first, last in documents.runs(document).clip(start, stop).tolist():
+                begin, end = at + max(first - start, int(at == first_at)), at + last - start
+                if begin < end:
+                    targets_T[begin - 1 : end - 1] = ids_T[begin:end]
+            at += n
+        spans.append((number, first_at, at))
+    lengths = [stop - begin for _, begin, stop in spans] + [shape.seq_len - at] * (at < shape.seq_len)
+    return ids_T, targets_T, (shape.seq_len,) if shape.packing == "joined" else tuple(lengths), spans
 
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
-    """The rows of a sample: one of all its segments, or of a pair one of each half, of a group two of each answer."""
-    match shape.packing:
-        case "pairs":
-            of_rows: list[list[Sequence[int]]] = [[one] for one in segments]
-        case "answers":
-            of_rows = [of for i, one in enumerate(segments) for of in ([one], _mismatched(documents, one, segments[i - 1], shape))]
-        case _:
-            of_rows = [[*segments]]
-    return [row_of(documents, of, shape) for of in of_rows]
+    """The rows of a sample: one of all its segments, or of a pair one of each half, of a group two of each answer; or as they share
+    as many rows."""
+    apart, n = _apart(documents, segments, shape), shape.rows_each
+    rooms, rows = [shape.seq_len] * n, list[int]()
+    for i in range(0, len(apart), n):
+        together = [_length(of) for of in apart[i : i + n]]
+        rows += (_placed(rooms, together) if shape.is_apart else None) or range(n)
+    return [row_of(documents, [(i, of) for i, of in enumerate(apart) if rows[i] == row], shape) for row in range(n)]
+
+
+def _apart(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:
+    """The documents that a sample's segments make, each of segments that follow each other."""
+    if shape.packing == "joined":
+        return [[*segments]]
+    if shape.packing != "answers":
+        return [[one] for one in segments]
+    before = [segments[i - 1 if i % shape.group else i + shape.group - 1] for i in range(len(segments))]
+    pairs = zip(segments, before, strict=True)
+    return [of for one, other in pairs for of in ([one], _mismatched(documents, one, other, shape))]
 
 
 def _mismatched(documents: Documents, own: Sequence[int], other: Sequence[int], shape: Shape) -> list[Sequence[int]]:
@@ -212,29 +265,51 @@ def _mismatched(documents: Documents, own: Sequence[int], other: Sequence[int], 
 
 def batch_of(rows: Iterable[Row], by_document: bool) -> Batch:
     """The rows of a step; `by_document`: documents attend to themselves alone."""
-    ids_BT, targets_BT, lengths = zip(*rows, strict=True)
+    ids_BT, targets_BT, lengths, _ = zip(*rows, strict=True)
     return Batch(torch.from_numpy(np.stack(ids_BT)), torch.from_numpy(np.stack(targets_BT)), lengths if by_document else None)
 
 
-def extras_of(
-    brings: Sequence[str], brought: Sequence[npt.NDArray[np.float64]], batch: Batch, pad_id: int
-) -> dict[str, torch.Tensor]:
-    """What documents bring to a batch for its loss, by name: of an answer to each of its two rows. The last token is the last that
-    is not padding, as transformers takes it: not one that ends a text, which sequences are filled up with."""
-    found = dict[str, torch.Tensor]()
-    if LAST in brings:
-        at_T = torch.arange(batch.input_ids.shape[1])
-        found[LAST] = (at_T * (batch.input_ids != pad_id)).amax(dim=1)
-    if not brings or brings == (LAST,):
-        return found
-    firsts = torch.tensor([of[0] for of in brought], dtype=torch.float32)
-    if "label" in brings:
-        return found | {"label": firsts.repeat_interleave(len(batch.targets) // len(brought))}
-    old_BT = torch.zeros(batch.targets.shape)
-    for old_T, targets_T, of in zip(old_BT, batch.targets, brought, strict=True):
-        is_learned = targets_T != UNSUPERVISED
-        old_T[is_learned] = torch.tensor(of[1 : 1 + int(is_learned.sum())], dtype=torch.float32)
-    return {"advantage": firsts, "old": old_BT}
+def with_extras(
+    batch: Batch,
+    rows: Sequence[Row],
+    brings: Sequence[str],
+    brought: Sequence[Sequence[npt.NDArray[np.float64]]],
+    shape: Shape,
+    n_slots: int | None,
+) -> Batch:
+    """The batch with what documents bring for its loss, by name. `brought`: of each sample what its rows in files say, of an answer
+    for its two documents. `n_slots`: answers that a row stands for, where they share sequences.
+
+    The last token is the last that is not padding, as transformers takes it: not one that ends a text, which sequences are filled
+    up with."""
+    if not brings:
+        return batch
+    (n_rows, n_tokens), n, each = batch.targets.shape, shape.rows_each, 1 + (shape.packing == "answers")
+    slots = (n_rows, 1 if n_slots is None else n_slots)
+    spans_BKS, last_BK, label_BK = torch.zeros(*slots, 2).long(), torch.zeros(slots).long(), torch.zeros(slots)
+    advantage_BT, old_BT = torch.zeros(n_rows, n_tokens), torch.zeros(n_rows, n_tokens)
+    for b, (ids_T, targets_T, _, spans) in enumerate(rows):
+        unit, row = divmod(b, n)
+        for number, begin, stop in spans:
+            at = unit * n + number % n, number // n
+            first = 0 if n_slots is None else row * n_tokens  # of what places count from
+            spans_BKS[at] = torch.tensor([first + begin, first + stop])
+            if LAST in brings:
+                last_BK[at] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
+            if not brought:
+                continue
+            of = brought[unit][number // each]
+            if "label" in brings:
+                label_BK[at] = float(of[0])
+            if "old" in brings:
+                (learned,) = np.nonzero(targets_T[begin:stop] != UNSUPERVISED)
+                old_BT[b, begin + learned] = torch.tensor(of[1 : 1 + len(learned)], dtype=torch.float32)
+                advantage_BT[b, begin:stop] = float(of[0])
+    found = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
+    if n_slots is None:
+        found |= {name: found[name].squeeze(1) for name in (LAST, "label")}
+    n_answers = None if n_slots is None else sum(len(spans) for *_, spans in rows)
+    return replace(batch, n_answers=n_answers, extras={**batch.extras, **{name: found[name] for name in brings}})
 
 
 def in_words(counts: Counts) -> str:

@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, DataError
+from runtime.plan.objective import ANSWER
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, extras_of, in_words, pack, rows_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of, with_extras
 
 Position = dict[str, Any]  # where a step begins, as JSON can hold it
 SHARES = 1000  # samples of a round in which weights are whole numbers
@@ -47,6 +49,11 @@ class PackedSet:
     fingerprint: str
     brings: tuple[str, ...] = ()  # extras that its documents have for a loss
     read: Mapping[str, str] = field(default_factory=dict)  # digests of what decides its tokens, by name
+
+    @property
+    def n_slots(self) -> int | None:
+        """Answers that a row stands for, at most; None: they share none, or there are none."""
+        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.brings else None
 
 
 @dataclass(slots=True, eq=False)
@@ -93,13 +100,13 @@ class MapStyleData:
     def of(self, samples: Sequence[tuple[int, int]]) -> Batch:
         """Some samples, each (set, sequence in it), as a batch."""
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
-        rows = (row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape))
-        batch = batch_of(rows, any(part.shape.packing == "documents" for part in self.parts))
-        extras = {name: torch.cat([of[k][i] for k, i in samples]) for name, of in self.references.items()}
-        if brings := self.parts[0].brings:
-            brought = [part.documents.brought(d) for part, segments in chosen for d, _, _ in segments]
-            extras |= extras_of(brings, brought, batch, self.parts[0].shape.pad_id)
-        return replace(batch, extras=extras)
+        rows = [row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape)]
+        batch = batch_of(rows, any(part.shape.is_apart for part in self.parts))
+        n_slots = max((part.n_slots for part in self.parts if part.n_slots is not None), default=None)
+        extras = {name: torch.cat([_wide(of[k][i], n_slots) for k, i in samples]) for name, of in self.references.items()}
+        brings = max((part.brings for part in self.parts), key=len)
+        brought = [[part.documents.brought(d) for d, _, _ in segments] for part, segments in chosen]
+        return with_extras(replace(batch, extras=extras), rows, brings, brought, self.parts[0].shape, n_slots)
 
     def position(self, step: int) -> Position:
         """The sample with which that step begins."""
@@ -115,10 +122,12 @@ class MapStyleData:
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
             of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
             segments, packing = part.sequences.segments, part.shape.packing
-            full = np.diff(segments[:, 1:]).sum() / ((n if self.rows_each == 1 else len(segments)) * seq_len)
-            what = {"pairs": "pairs of sequences of", "answers": f"groups of {part.shape.group} answers, sequences of"}.get(
-                packing, "of"
-            )
+            full = np.diff(segments[:, 1:]).sum() * (1 + (packing == "answers")) / (n * self.rows_each * seq_len)
+            kinds = {"pairs": "pairs", "answers": f"groups of {part.shape.group} answers"}
+            what = f"{kinds[packing]}, sequences of" if packing in kinds else "of"
+            if part.shape.shares:
+                n_groups = len(segments) // part.shape.segments_each
+                what = f"times {self.rows_each} sequences, of {n_groups:,} {kinds[packing]} that share them, of"
             said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
             said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
             if of:
@@ -142,6 +151,11 @@ class MapStyleData:
             said["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
         return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
+
+
+def _wide(of: torch.Tensor, n_slots: int | None) -> torch.Tensor:
+    """What a reference has of a sample's rows; where answers share them, of as many answers for each as those of other data are."""
+    return of if n_slots is None or of.dtype != torch.float64 else F.pad(of := of.reshape(len(of), -1), (0, n_slots - of.shape[1]))
 
 
 @dataclass(slots=True, eq=False)
@@ -180,8 +194,11 @@ class Stream:
         rows = self._rows(position["epoch"], position["stream"])
         while True:
             of_batch = [next(rows) for _ in range(self.batch_size)]
-            batch = batch_of((row for row, _ in of_batch), self.shape.packing == "documents")
-            yield replace(batch, extras=extras_of(self.brings, (), batch, self.shape.pad_id)), of_batch[-1][1]
+            of = [row for row, _ in of_batch]
+            most = max((number for *_, spans in of for number, _, _ in spans), default=0)
+            n_slots = 1 + most // self.shape.rows_each if ANSWER in self.brings else None
+            batch = with_extras(batch_of(of, self.shape.is_apart), of, self.brings, (), self.shape, n_slots)
+            yield batch, of_batch[-1][1]
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):

@@ -45,7 +45,7 @@ def each_pass(
         machine.forward(plan, lambda _, number=number: batch(number), note, 1, stop)  # type: ignore[misc]
         n = min(of_pass, n_samples - number * of_pass)
         values, n_tokens = (torch.cat(of)[: n * rows_each] for of in zip(*found, strict=True))
-        yield values.view(n, rows_each, *values.shape[1:]), n_tokens.view(n, rows_each)
+        yield (values.view(n, rows_each, *values.shape[1:]), n_tokens.view(n, rows_each, *n_tokens.shape[1:]))
 
 
 def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[Plan, int, Batches]:

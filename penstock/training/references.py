@@ -116,10 +116,11 @@ def write_reference(
     read, digest = {name: dict(data.parts[k].read) for name, (data, k) in parts.items()}, hashlib.sha256()
 
     def contents() -> Iterator[torch.Tensor]:
-        for data, k in parts.values():
+        for name, (data, k) in parts.items():
             n = len(data.parts[k].sequences)
             report(f"log-probabilities of {n:,} samples under the reference")
-            for values, _ in each_pass(machine, partial(_sample, data, k), n, stop):
+            for found, _ in each_pass(machine, partial(_sample, data, k), n, stop):
+                values = found[:, :, : outlines[name].shape[2]].contiguous() if found.dim() > 2 else found
                 digest.update(values.numpy().data)
                 yield values
         yield torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
@@ -132,7 +133,14 @@ def write_reference(
             digests = {DIGEST: torch.empty(digest.digest_size, dtype=torch.uint8)}
             write_tensors(unfinished, outlines | digests, contents(), {"key": json.dumps(key), "sets": json.dumps(read)})
         os.replace(unfinished, path)
-    return sum(len(of) * of.shape[1] for of in outlines.values())
+    rows = {name: data.parts[k] for name, (data, k) in parts.items()}
+    # Of answers that share sequences each has its segment, and of a group another one's besides
+    return sum(
+        len(outlines[name]) * outlines[name].shape[1]
+        if part.n_slots is None
+        else len(part.sequences.segments) * part.shape.rows_each // part.shape.segments_each
+        for name, part in rows.items()
+    )
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:
@@ -147,10 +155,13 @@ def _name(part: PackedSet) -> str:
 def _outline(part: PackedSet, plan: Plan) -> torch.Tensor:
     """What a file has of a set."""
     of, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
+    slots = () if part.n_slots is None else (part.n_slots,)
     if of.n_top is not None:
         return torch.empty(*shape, of.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
     by_token = of.has_token_reference
-    return torch.empty(shape[: 2 + by_token], dtype=torch.float32 if by_token else torch.float64, device="meta")
+    return torch.empty(
+        shape if by_token else (*shape[:2], *slots), dtype=torch.float32 if by_token else torch.float64, device="meta"
+    )
 
 
 def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Mapping[str, str] = MappingProxyType({})) -> None:

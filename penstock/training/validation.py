@@ -16,7 +16,9 @@ import torch
 
 from planner.lower.forward import forward_plan
 from runtime.batch import UNSUPERVISED, Batch
+from runtime.compute.answers import in_order
 from runtime.compute.compute import LastHidden
+from runtime.compute.losses import HALVES
 from runtime.errors import DataError, PenstockError, PlanError
 from runtime.executor import Stop
 from runtime.machines.torch_machine import TorchMachine
@@ -84,7 +86,7 @@ def _in_words(values: dict[str, float]) -> str:
         nearness = f"  divergence {values['eval_divergence']:.4f}" if "eval_divergence" in values else ""
         of_tokens = f"perplexity {values['eval_perplexity']:.4g}{nearness}  {values['eval_tokens']:,} tokens"
         return f"loss {values['eval_loss']:.4f}  {of_tokens}"
-    how = "preferred" if "eval_pairs" in values else "labelled"
+    how = "labelled" if f"eval_{Of.SEQUENCES}" in values else "preferred" if "eval_pairs" in values else "judged"
     right = f"  {values['eval_accuracy']:.1%} {how} rightly" if "eval_accuracy" in values else ""
     n = next((f"{values[f'eval_{of}']:,} {of}" for of in Of if f"eval_{of}" in values), "")
     return f"loss {values['eval_loss']:.4f}{right}  {n}"
@@ -158,18 +160,31 @@ def evaluate(
 
 def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
     """The mean of a loss that is not of tokens. A pair is right where the chosen answer gains more on the reference
-    than the other, or, without a reference, has the larger mean log-probability; where both have the same it is half right."""
+    than the other, or, without a reference, has the larger mean log-probability; where both have the same it is half right. An
+    answer of KTO's is right where it gains more than its group's baseline if it is wanted, and less if not."""
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
     loss, objective = machine.compute.templates.head.function, machine.plan.semantics.objective
     assert loss is not None
-    values = loss.values(sums.flatten(0, 1), n_tokens.flatten(), extras)
-    found = {"eval_loss": values.mean().item(), f"eval_{objective.of}": len(values)}
+    sums, n_tokens, rows_each = sums.flatten(0, 1), n_tokens.flatten(0, 1), objective.rows_each
+    values = loss.values(sums, n_tokens, extras)
+
+    def in_groups(of: torch.Tensor) -> torch.Tensor:
+        """Of those that are there, a row of each pair or group."""
+        by_group = [
+            in_order(each, rows_each, n_tokens).view(-1, rows_each, *each.shape[n_tokens.dim() :]) for each in (of, n_tokens)
+        ]
+        return by_group[0][(by_group[1] > 0).all(dim=1)]
+
+    n_losses = len(in_groups(n_tokens)) * rows_each // (2 if objective.of in HALVES else 1)
+    found = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
+    scores = in_groups(sums - extras["reference"] if "reference" in extras else sums if objective.n_labels else sums / n_tokens)
     if objective.of is Of.PAIRS:
-        scores = sums if objective.n_labels else sums / n_tokens
-        scores = sums - extras["reference"].view_as(sums) if "reference" in extras else scores
         found["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
+    elif objective.of is Of.ANSWERS:
+        over = scores[:, 0::2] - scores[:, 1::2].mean(dim=1, keepdim=True).clamp(min=0)
+        found["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
     elif objective.n_labels is not None:
-        found["eval_accuracy"] = (sums.flatten(0, 1).argmax(dim=1) == extras["label"]).float().mean().item()
+        found["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras["label"])).float().mean().item()
     return found
 
 

@@ -85,7 +85,7 @@ class Compute:
         if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             n_supervised = batch.n_supervised
-            self.losses[step] = Losses(n_supervised, self.plan.semantics.n_losses(n_supervised), total, [])
+            self.losses[step] = Losses(n_supervised, self.plan.semantics.n_losses(n_supervised, batch.n_answers), total, [])
 
     def _seed(self, step: int, op: Op) -> None:
         if (balance := self.templates.balance) is not None and op.micro_batch is not None:

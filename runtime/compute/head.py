@@ -13,8 +13,9 @@ from runtime.layers.kernels import use_fused_norm
 from runtime.layers.split import Split
 from runtime.layers.views import Weights
 from runtime.plan import Semantics
-from runtime.plan.objective import LAST, Of
+from runtime.plan.objective import ANSWER, LAST, Of
 
+from .answers import Answers
 from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients, top_and_rest
 
 Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # of the head's weights and rows: the sum, and what is differentiated
@@ -71,9 +72,11 @@ class OutputHead:
     ) -> tuple[Tensor, Tensor]:
         """The loss, summed, of sequences' scores, and the gradient of the normed rows; that of the head is added to `sums`."""
 
+        answers = self._answers(targets_BT, extras)
+
         def of_scores(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
             assert self.function is not None
-            total = self.function.values(self._scores(head, rows_ND, extras), n_supervised(targets_BT), extras).sum()
+            total = self.function.values(self._scores(head, rows_ND, answers, extras), answers.n_tokens, extras).sum()
             return total, total / n_losses
 
         loss, gradient_ND, of_head = _differentiated(of_scores, head, normed_ND, sums)
@@ -104,17 +107,17 @@ class OutputHead:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What is known before the tiles that have a backward: the loss that is a function of whole sequences, and by name what
         each row of a tile gets besides its target."""
-        n_tokens = targets_BT.shape[1]
+        n_tokens, answers = targets_BT.shape[1], self._answers(targets_BT, extras)
         if not self.objective.has_first_pass:
             own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
             if self.objective.per is Of.SEQUENCES:
-                own["n_tokens"] = n_supervised(targets_BT)[:, None].clamp(min=1)
+                own["n_tokens"] = answers.spread(answers.n_tokens.clamp(min=1))
             none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
             return none, {name: of.expand(-1, n_tokens, *of.shape[2:]).flatten(0, 1) for name, of in own.items()}
         assert self.function is not None
-        logps_B = self._each(head, normed_ND, targets_BT).sum(dim=1, dtype=torch.float64)
-        total, slopes_B = self.function.of_sequences(logps_B, n_supervised(targets_BT), extras)
-        return total, {"slope": (slopes_B / n_losses).float()[:, None].expand(-1, n_tokens).reshape(-1)}
+        logps = answers.summed(self._each(head, normed_ND, targets_BT))
+        total, slopes = self.function.of_sequences(logps, answers.n_tokens, extras)
+        return total, {"slope": answers.spread((slopes / n_losses).float()).reshape(-1)}
 
     def _tile(
         self,
@@ -170,19 +173,19 @@ class OutputHead:
         return total
 
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        """(B,) fp64 of each sequence's targets, summed, to the bit as a loss of sequences has them, and how many these are; for a
-        loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
+        """(B,) fp64 of each sequence's targets, summed, packed (B, K), to the bit as a loss of sequences has them, and how many;
+        for a loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
         teacher's row for each position; for one with a head of its own the scores."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
-        n_tokens_B = n_supervised(targets_BT)
+        answers = self._answers(targets_BT, extras)
         if self.objective.n_labels is not None:
-            return self._scores(head, normed_ND, extras), n_tokens_B
+            return self._scores(head, normed_ND, answers, extras), answers.n_tokens
         if (k := self.objective.n_top) is not None:
             temperature = self.objective.numbers["temperature"]
             rows = [top_and_rest(self._logits(head, rows_ND), k, temperature) for (rows_ND,) in self._tiles(normed_ND)]
-            return torch.cat(rows).view(*targets_BT.shape, -1), n_tokens_B
+            return torch.cat(rows).view(*targets_BT.shape, -1), answers.n_tokens
         each_BT = self._each(head, normed_ND, targets_BT)
-        return each_BT if self.objective.has_token_reference else each_BT.sum(dim=1, dtype=torch.float64), n_tokens_B
+        return each_BT if self.objective.has_token_reference else answers.summed(each_BT), answers.n_tokens
 
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """Of some rows, (N, V) fp32."""
@@ -207,17 +210,20 @@ class OutputHead:
     def _logits(self, head: Weights, normed_ND: Tensor) -> Tensor:
         return self._split.logits(head, normed_ND.unsqueeze(0)).squeeze(0).float()
 
-    def _scores(self, head: Weights, normed_ND: Tensor, extras: Extras) -> Tensor:
-        """Of each sequence, (B,) fp64, or of several labels (B, C): of its last token, or the mean over its tokens."""
-        last_B = extras[LAST].long()
-        normed_BTD = normed_ND.view(len(last_B), -1, normed_ND.shape[1])
+    def _answers(self, targets_BT: Tensor, extras: Extras) -> Answers:
+        return Answers(targets_BT, extras.get(ANSWER), self.objective.rows_each)
+
+    def _scores(self, head: Weights, normed_ND: Tensor, answers: Answers, extras: Extras) -> Tensor:
+        """Of each sequence (B,) fp64, or of several labels (B, C), packed (B, K, C): of its last token, or of the mean over all."""
         if self.objective.numbers["mean"]:
+            last_B = extras[LAST].long()
+            normed_BTD = normed_ND.view(len(last_B), -1, normed_ND.shape[1])
             is_there_BT = torch.arange(normed_BTD.shape[1], device=last_B.device) <= last_B[:, None]
             pooled_BD = ((normed_BTD * is_there_BT[..., None]).float().sum(dim=1) / (last_B[:, None] + 1)).to(normed_BTD.dtype)
         else:
-            pooled_BD = normed_BTD[torch.arange(len(last_B), device=last_B.device), last_B]
+            pooled_BD = normed_ND[answers.among_all(extras[LAST])]
         scores_BC = nn.functional.linear(pooled_BD, head[self.weight]).double()
-        return scores_BC.squeeze(1) if self.objective.n_labels == 1 else scores_BC
+        return scores_BC.squeeze(-1) if self.objective.n_labels == 1 else scores_BC
 
     def _cross_entropy(self, head: Weights, normed_ND: Tensor, targets_N: Tensor, reduction: str = "none") -> Tensor:
         """Of each row, 0 where it is not supervised, or their `sum`; fp32."""
@@ -243,11 +249,6 @@ def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collect
         loss, share = of(head, normed_ND)
         gradient_ND, *found = torch.autograd.grad(share, [normed_ND, *(head[name] for name in trained)])
     return loss.detach(), gradient_ND, dict(zip(trained, found, strict=True))
-
-
-def n_supervised(targets_BT: Tensor) -> Tensor:
-    """Of each sequence, the tokens that are to be predicted (B,)."""
-    return (targets_BT != UNSUPERVISED).sum(dim=1)
 
 
 def within(prefix: str, weights: Weights) -> Weights:

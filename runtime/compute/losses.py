@@ -27,6 +27,8 @@ from runtime.batch import UNSUPERVISED
 from runtime.errors import PlanError
 from runtime.plan.objective import Objective, Of
 
+from .answers import in_order
+
 Extras = Mapping[str, Tensor]
 MOST_AHEAD = 20.0  # of the logarithm of a ratio, whose gradient is 0 above
 LEAST = 1e-30  # of a probability whose logarithm is taken
@@ -269,7 +271,14 @@ class LossFunction:
         return losses_N.masked_fill(is_left_out, 0.0).sum()
 
     def values(self, logps_B: Tensor, n_tokens_B: Tensor, extras: Extras) -> Tensor:
-        """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`, or scores (B, C)."""
+        """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`, or scores (B, C).
+        Packed they are (B, K), and (B, K, C)."""
+        rows_each = self.objective.rows_each
+        logps_B, n_tokens_B, extras = (
+            in_order(logps_B, rows_each, n_tokens_B),
+            in_order(n_tokens_B, rows_each, n_tokens_B),
+            {n: in_order(of, rows_each, n_tokens_B) for n, of in extras.items() if n in self.objective.extras},
+        )
         is_counted = n_tokens_B > 0
         if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]

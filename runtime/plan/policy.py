@@ -154,9 +154,9 @@ class Semantics:
             raise PlanError(f"{ranks} ranks: {whole.batch_size} sequences are not equal micro-batches of {whole.micro_batch}")
         return replace(whole, batch_size=whole.batch_size // ranks, sum_groups=whole.sum_groups // ranks, ranks=ranks)
 
-    def n_losses(self, n_supervised: int) -> int:
-        """How many losses a step's is the mean of, where it has that many supervised tokens."""
-        n_sequences = self.ranks * self.batch_size
+    def n_losses(self, n_supervised: int, n_answers: int | None = None) -> int:
+        """How many losses a step's is the mean of, where it has that many supervised tokens, and, packed, that many answers."""
+        n_sequences = self.ranks * self.batch_size if n_answers is None else n_answers
         return {Of.TOKENS: n_supervised, Of.SEQUENCES: n_sequences}.get(self.objective.per, n_sequences // 2)
 
     @property

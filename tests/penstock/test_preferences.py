@@ -144,8 +144,8 @@ def test_a_run_of_answers_begins_at_its_reference(home):
     first, *_, last = [line for line in lines_of(home, "out") if "eval_loss" in line]
     assert (first["eval_loss"], first["eval_answers"]) == (0.5, 8)
     assert last["eval_loss"] < 0.5
-    assert "4 groups of 2 answers" in done.output
-    one_line(train(home, plan, "--packing", "joined", out="other"), 2, "each answer is a sequence")
+    assert "4 groups of 2 answers that share them" in done.output
+    one_line(train(home, plan, "--packing", "joined", out="other"), 2, "each answer is apart")
     one_line(
         train(home, plan_in(home, "--loss", "dpo", name="dpo.json"), out="other"), 2, "a loss of pairs needs chosen and rejected"
     )
@@ -196,8 +196,8 @@ def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
     assert first.targets.tolist() == [[-100, 1, -100, -100], [-100, 2, 3, -100]]
     assert first.extras["old"].tolist() == [[0, -0.5, 0, 0], [0, -0.25, -2, 0]]
     std = torch.tensor([0.0, 1]).std()
-    torch.testing.assert_close(first.extras["advantage"], torch.tensor([-0.5, 0.5]) / (std + 1e-4))
-    assert second.extras["advantage"].tolist() == [3, -4]
+    torch.testing.assert_close(first.extras["advantage"][:, 1], torch.tensor([-0.5, 0.5]) / (std + 1e-4))
+    assert second.extras["advantage"][:, :3].tolist() == [[3, 3, 3], [-4, -4, -4]]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
     plan = plan_in(home, "--loss", "grpo:beta=0.1")
     succeeded(train(home, plan, steps=4))
     held, _ = load_file(home / "out" / "reference.safetensors").values()
-    assert (held.shape, held.dtype, int((held != 0).sum())) == ((16, 1, 32), torch.float32, 16 * 6)
+    assert (held.shape, held.dtype, int((held != 0).sum())) == ((6, 1, 32), torch.float32, 16 * 6)
     written = ("forward", plan, "--data", home / "data", "--out", home / "ref", *SCRATCH)
     succeeded(command(*written))
     succeeded(train(home, plan, "--reference", home / "ref", out="again"))
@@ -256,7 +256,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
         ({"question": "tea?", "chosen": "a yes", "rejected": "a no"}, {}, "name it with --columns prompt=question"),
         ({"chosen": "tea? yes", "rejected": "tea? yes, please"}, {}, "one of chosen and rejected begins with the other"),
         ({"text": "tea"}, {}, "a loss of pairs needs chosen and rejected"),
-        (PAIR, {"packing": "joined"}, "each answer is a sequence"),
+        (PAIR, {"packing": "joined"}, "each answer is apart"),
         (PAIR, {"format": "text"}, "the plan's loss is of preference rows, with chosen and rejected"),
     ],
 )
@@ -283,6 +283,25 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
     written = ("forward", plan, "--data", tea / "data", "--eval-data", tea / "held-out.jsonl", "--out", tea / "ref", *SCRATCH)
     assert "24 answers" in succeeded(command(*written)).output
     assert (tea / "ref").read_bytes() == (tea / "out" / "reference.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "orpo", "reward"])
+def test_pairs_that_share_sequences_are_the_same_pairs(tea, loss):
+    """All pairs in one step, each in sequences of its own or not: a step is the mean of the same, and so are its gradients."""
+    lines = {}
+    for packing, n in (("one", 16), ("documents", 8)):
+        how = ("--loss", loss, "--compute", "fp32", "--batch-size", n, "--micro-batch", 4, "--seq-len", 40)
+        plan = plan_in(tea, *how, name=f"{packing}.json")
+        more = ("--packing", packing, "--eval-data", tea / "held-out.jsonl", "--eval-every", 2, "--lr", "1e-2")
+        done = succeeded(train(tea, plan, *more, out=packing, steps=2))
+        lines[packing] = lines_of(tea, packing)
+    assert "4 times 2 sequences, of 8 pairs that share them" in done.output
+    alone, shared = lines.values()
+    assert len(alone) == len(shared)
+    for names in (("loss", "grad_norm"), ("eval_loss", "eval_accuracy", "eval_pairs")):
+        of = [[[line[name] for name in names] for line in each if names[0] in line] for each in (alone, shared)]
+        assert of[0]
+        torch.testing.assert_close(torch.tensor(of[1]), torch.tensor(of[0]), rtol=5e-5, atol=1e-6)
 
 
 def test_a_reference_of_something_else_is_refused(tea):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data import packing as room
-from penstock.data.packing import Shape, pack, row_of
+from penstock.data.packing import Shape, pack, rows_of
 from runtime.batch import UNSUPERVISED
 from runtime.errors import DataError
 
@@ -66,8 +66,8 @@ def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised
     sequences, counts = pack(
         documents, np.arange(len(documents.tokens)) if order is None else np.array(order, dtype=np.int64), shape
     )
-    rows = [row_of(documents, sequences[i], shape) for i in range(len(sequences))]
-    return sequences, [(ids.tolist(), targets.tolist(), spans) for ids, targets, spans in rows], counts
+    rows = [row for i in range(len(sequences)) for row in rows_of(documents, sequences[i], shape)]
+    return sequences, [(ids.tolist(), targets.tolist(), spans) for ids, targets, spans, _ in rows], counts
 
 
 def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
