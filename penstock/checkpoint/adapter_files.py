@@ -137,6 +137,12 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     return lora, {name.removeprefix(PREFIX): tensor.float() for name, tensor in stored.items()}
 
 
+def head_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of the head that scores sequences, by its name; none where an adapter has no such head."""
+    stored = Shards([path] if (path := folder / TENSOR_FILE).is_file() else [])
+    return {SCORE: tuple(stored.outline(PREFIX + SCORE).shape)} if PREFIX + SCORE in stored else {}
+
+
 def stack_factors(stack: str) -> str:
     """What the names of the factors of a stack of experts begin with: PEFT nests those of the two stacks."""
     module, _, last = stack.rpartition(".")

@@ -36,9 +36,13 @@ class Conversion:
         mapping = get_model_conversion_mapping(self._model)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        self.own = self._model.state_dict(keep_vars=True)
+        self.own, self._prefix = self._model.state_dict(keep_vars=True), f"{self._model.base_model_prefix}."
         # Whether experts' stacks are (experts, inputs, outputs), and not (experts, outputs, inputs)
         self.is_transposed = any(getattr(part, "is_transposed", False) for part in self._model.modules())
+
+    def of_head(self, stored: Iterable[str]) -> set[str]:
+        """The tensors of files that are no part of what a model for sequence classification has below its head."""
+        return {n for target, of in self.sources(stored).items() if not target.startswith(self._prefix) for n, _ in of}
 
     def published(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """A module's weight under the names, and in the forms, of its files; of experts, one after the other."""

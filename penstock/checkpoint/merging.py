@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError
+from runtime.plan.objective import SCORE
 from runtime.plan.packed import published_as
 from runtime.plan.train import STACK, Lora
 from runtime.plan.workload import has_towers
 from runtime.units import show_bytes
 
-from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, read_adapter, stack_factors
+from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, head_of, read_adapter, stack_factors
 from .checkpoint import refuse_another_base
-from .conversion import conversion_of
+from .conversion import conversion_of, scoring_config
 from .dequantised import BLOCKS, Dequantised
 from .disk import new_folder
 from .model_files import INDEX_FILE, TOKENIZER_FILES, publish, read_json, refuse_quantised, weight_files, weights_digest
@@ -31,9 +32,16 @@ from .tensor_files import Shards, write_new, write_tensors
 PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
 
 
-def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, int], None] = lambda *_: None) -> str:
+def merge(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    on_tensor: Callable[[str, int, int], None] = lambda *_: None,
+    pad_id: Callable[[], int | None] = lambda: None,
+) -> str:
     """Write the model in `base` with the adapter to `out`, whole or not at all: the same files of the same tensors and dtypes, the
     same configuration and tokenizer; what it holds, in words. `on_tensor(name, bytes written, bytes of all)` is called after each.
+    A head that scores sequences takes the place of the model's own; `pad_id`, asked then, is of what is no last token there.
     CheckpointError."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
@@ -45,9 +53,12 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     whole = Shards(weight_files(base))  # of all files at once: the scales of a packed weight may lie in another than its codes
     stored = whole if stays else Dequantised(base, whole)
     shards = _outlines(base, stored, (*FLOATS, torch.uint8) if stays else FLOATS)
+    if heads := head_of(adapter):
+        _put_head(shards, config, heads)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
+    of_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
     own = _own_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
-    lora, factors = read_adapter(adapter, {name: tuple(outlines[of].shape) for of, name in own.items()} | stacks)
+    lora, factors = read_adapter(adapter, {name: tuple(outlines[of].shape) for of, name in own.items()} | stacks | heads)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
@@ -59,7 +70,9 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
         for name, outline in shards[source].items():
-            if name in pieces:
+            if name in heads:
+                yield _finite(adapter, name, factors[name].to(outline.dtype))
+            elif name in pieces:
                 yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
             elif f"{(module := own.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
                 yield from _merged(adapter, stored, factors, name, module, lora.scale)
@@ -77,9 +90,23 @@ def merge(base: Path, adapter: Path, out: Path, on_tensor: Callable[[str, int, i
         # The last is that without which nothing loads a folder that is not whole
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
-                content = _unpacked(base / name, shards, n_bytes) if is_mxfp4 and not stays else (base / name).read_bytes()
+                changes = (is_mxfp4 and not stays) or heads
+                content = _changed(base / name, shards, n_bytes, of_config, stays) if changes else (base / name).read_bytes()
                 write_new(folder / name, [content])
-    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {len(factors) // 2} of them with an adapter of rank {lora.rank}"
+    more = ", and a head that scores sequences" if heads else ""
+    n_adapted = (len(factors) - len(heads)) // 2
+    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{more}"
+
+
+def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], heads: Mapping[str, tuple[int, ...]]) -> None:
+    """Outline the head in the place of what a model has after its last layer's norm, in the dtype of the last file."""
+    dropped = conversion_of(config).of_head([name for shard in shards.values() for name in shard])
+    for file, shard in shards.items():
+        shards[file] = {name: outline for name, outline in shard.items() if name not in dropped}
+    last = next(reversed(shards))
+    dtype = next(outline.dtype for shard in shards.values() for outline in shard.values())
+    found = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in heads.items()}
+    shards[last] = dict(sorted({**shards[last], **found}.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
@@ -103,14 +130,17 @@ def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, st
     return {s[0][0]: name for name, s in of.sources(stored).items() if name in of.own and len(s) == 1 and s[0][1] is None}
 
 
-def _unpacked(path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int) -> bytes:
-    """The content of a model's file, where its experts are bf16 and were packed."""
+def _changed(
+    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, of_config: Mapping[str, Any], is_packed: bool
+) -> bytes:
+    """The content of a model's file, where its experts are bf16 and were packed, or it has a head of its own."""
     if path.name == INDEX_FILE:
         weight_map = {name: file.name for file, shard in shards.items() for name in shard}
         return json.dumps({"metadata": {"total_size": n_bytes}, "weight_map": weight_map}, indent=2).encode()
     if path.name != "config.json":
         return path.read_bytes()
-    return json.dumps({key: value for key, value in read_json(path).items() if key != "quantization_config"}, indent=2).encode()
+    said = {key: value for key, value in read_json(path).items() if is_packed or key != "quantization_config"}
+    return json.dumps({**said, **of_config}, indent=2).encode()
 
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:

@@ -17,10 +17,16 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
 
     ADAPTER is a folder as PEFT saves it, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
-    rounded once, to its dtype in BASE. At no time are two models in memory.
+    rounded once, to its dtype in BASE. Of an adapter beside a head that scores sequences the model is one that transformers'
+    AutoModelForSequenceClassification loads. At no time are two models in memory.
     """
     from penstock.checkpoint.merging import merge as merged
+    from penstock.data.tokenizer import read_tokenizer
+
+    def pad_id() -> int:
+        """What sequences were filled up with: of a model without a tokenizer, whose run read bytes, their end."""
+        return read_tokenizer(base if (base / "tokenizer.json").is_file() else None).end_id
 
     with Preparing() as tell:
-        found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"))
+        found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"), pad_id)
     click.echo(f"{on_one_line(str(out))}: {found}")

@@ -76,8 +76,8 @@ def read_data(
         reader = reader_of(part, tokenizer, vocab_size, run or cache.parent, preferred, objective)
         group = 1 if objective is None or objective.of is not Of.ANSWERS else objective.rows_each // 2
         is_of_means = objective is not None and bool(objective.numbers.get("mean"))  # over a sequence
-        packing, shares = _packing(part, reader, by_document and not is_of_means)
-        shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group, shares)
+        packing, is_shared = _packing(part, reader, by_document and not is_of_means)
+        shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group, is_shared)
         brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
         brings += (ANSWER,) if shape.is_apart and reader.format in NEEDED else ()
         if settings.streaming:

@@ -138,7 +138,17 @@ def test_peft_loads_adapters_beside_a_head_and_scores_as_the_run_does(home, base
         again = ("--adapter", home / "again", *more)
         succeeded(train(home, plan, *again, scratch=SCRATCH[1:], out="more", steps=1))
         assert lines_of(home, "more")[0]["eval_loss"] == last["eval_loss"]
-        one_line(penstock("merge", folder, home / "again", "--out", home / "merged"), 2, "has a head that scores sequences")
+        assert (
+            "and a head that scores sequences"
+            in succeeded(penstock("merge", folder, home / "again", "--out", home / "merged")).output
+        )
+        merged = loaded(home / "merged")
+        assert (merged.config.num_labels, merged.config.pad_token_id) == (2, 256)
+        with torch.no_grad():
+            torch.testing.assert_close(merged(batch.input_ids).logits, model(batch.input_ids).logits, rtol=2e-2, atol=2e-2)
+        exact = model.merge_and_unload().state_dict()
+        for name, weight in merged.state_dict().items():  # rounded once, to the dtype of the base
+            torch.testing.assert_close(weight, exact[name].bfloat16().float(), rtol=0, atol=2**-7 * float(weight.abs().max()))
     shutil.copytree(home / "out", home / "resumed")
     shutil.rmtree(home / "resumed" / "checkpoint-12")
     succeeded(train(home, plan, *more, "--resume", scratch=SCRATCH[1:], out="resumed", steps=12))
