@@ -91,7 +91,7 @@ def differences(loss_type: str, name: str, dtype: str) -> Iterator[float]:
     targets[:, :-1] = torch.where(answer.bool(), ids, -100)[:, 1:]
     total = torch.zeros(weights["lm_head.weight"].shape)
     given = hidden[0].detach()[OURS], targets[OURS], 2, total, {"reference": reference[OURS].double()}
-    ours, of_hidden, _ = Templates(SMALL, workload, semantics).loss(head, *given)
+    ours, of_hidden, _ = Templates(SMALL, workload, semantics).head.loss(head, *given)
     yield abs(float(ours) / 2 / float(theirs) - 1)
     for our, their in ((of_hidden, hidden[0].grad[OURS]), (total, weights["lm_head.weight"].grad)):  # type: ignore[index]
         assert their is not None

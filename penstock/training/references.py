@@ -8,6 +8,7 @@ values are to the bit those that a step would have with these weights, under the
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,6 +29,7 @@ from runtime.executor import Stop
 from runtime.machines.torch_machine import Abandoned, TorchMachine
 from runtime.plan import Plan
 from runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
+from runtime.units import show_bytes
 
 from .forwards import each_pass
 
@@ -125,6 +127,12 @@ def write_reference(
                 yield values
         yield torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
+    n_bytes, n_free_bytes = sum(of.nbytes for of in outlines.values()), shutil.disk_usage(path.absolute().parent).free
+    report(f"log-probabilities: a file of {show_bytes(n_bytes)}")
+    if n_bytes > n_free_bytes:
+        fewer = ", or plan with a smaller k" if machine.plan.semantics.objective.n_top else ""
+        how = f"is to hold {show_bytes(n_bytes)}, and {show_bytes(n_free_bytes)} are free; make room{fewer}"
+        raise CheckpointError(f"{path}: {how}")
     key, unfinished = _key(machine.plan) | _of_weights(settings, folder), path.with_name(path.name + ".partial")
     with writing(path), ExitStack() as undo:
         undo.callback(unfinished.unlink, missing_ok=True)

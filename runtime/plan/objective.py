@@ -63,9 +63,8 @@ KNOWN = {
     "distill": Known(Of.TOKENS, {"k": 64.0, "beta": 0.0, "temperature": 1.0}, (TEACHER,)),
 }
 INT32, FP16 = 4, 2
-MOST_TOP = 1024  # ids of a teacher
 _LEAST = {"label_smoothing": (0.0, 0.5), "epsilon": (0.0, 1.0), "epsilon_low": (0.0, 1.0), "max_completion_length": (1.0, 1e6)}
-_LEAST |= {"labels": (2.0, 1025.0), "mean": (0.0, 1.5), "k": (1.0, MOST_TOP + 1.0), "temperature": (0.01, 100.0)}
+_LEAST |= {"labels": (2.0, 1025.0), "mean": (0.0, 1.5), "k": (1.0, 1e6), "temperature": (0.01, 100.0)}
 # least, and what it stays below; others: 0 to 10^6
 _OWN = re.compile(r"(?:[^\s:,=]{1,120}\.py|python):[A-Za-z_]\w{0,79}")
 _EXTRA = re.compile(r"[a-z_][a-z0-9_]{0,39}")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,9 @@ def test_a_forward_that_is_stopped_leaves_no_file(school, monkeypatch):
     def broken(*_):
         raise OSError(28, "No space left on device")
 
+    with monkeypatch.context() as full:
+        full.setattr("penstock.training.references.shutil.disk_usage", lambda _: SimpleNamespace(free=10**3))
+        one_line(written(school), 2, "and 1 KB are free; make room, or plan with a smaller k")
     monkeypatch.setattr("penstock.checkpoint.tensor_files.os.fsync", broken)
     one_line(written(school), 2, "cannot be written (No space left on device)")
     assert not [path.name for path in school.iterdir() if path.name.startswith("top")]
