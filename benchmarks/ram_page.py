@@ -5,7 +5,6 @@
 
 import json
 import sys
-from itertools import groupby
 from typing import Any
 
 HEAD = """# RAM to model
@@ -27,8 +26,9 @@ def page(said: dict[str, Any]) -> str:
     """The page of what `penstock fits --json` says."""
     how = "an estimate, from a greedy plan" if said["is_estimate"] else "that of the plan which a search found"
     text = HEAD.format(**said, how=how)
-    for gpu, of_gpu in groupby(said["fits"], key=lambda fit: fit["gpu"]):
-        fits = list(of_gpu)
+    gpus = dict.fromkeys(fit["gpu"] for fit in said["fits"])
+    for gpu in gpus:  # rows come family by family
+        fits = [fit for fit in said["fits"] if fit["gpu"] == gpu]
         families = list(dict.fromkeys(fit["family"] for fit in fits))
         cells = {(fit["host_memory_bytes"], fit["family"]): fit for fit in fits}
         text += f"\n## {gpu}\n\n| host memory | {' | '.join(families)} | on |\n|---|{'---|' * len(families)}---|\n"
