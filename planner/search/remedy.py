@@ -29,6 +29,7 @@ _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=
 LEANER = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights published in bf16, those that take most first
 MAX_CHANGES = 3
+USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; whether a plan fits does not depend on it
 MOST_HALVINGS = 8  # of a sequence, or a batch
 MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
 
@@ -128,6 +129,9 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
     fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
     yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
+    if request.fixed is None and request.profile.disk is None and not s.train.all and s.ranks == 1:  # no bit is another
+        said = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
+        yield said, replace(request, profile=request.profile.with_disk(USUAL_READ_BYTES_PER_S))
     yield from _leaner(request)
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # loses small updates
         yield "--master bf16", _changed(request, master_dtype="bf16")

@@ -15,6 +15,7 @@ from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory,
 from planner.search.space import baseline, leanest
 from runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from runtime.plan.optimizer import optimizing
+from runtime.plan.train import Lora, Train
 from runtime.units import GB, MB, parse_bytes
 from tests.strategies import MODEL as SYNTHETIC
 from tests.strategies import cases, small_workload
@@ -162,3 +163,20 @@ def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
         assert plan.repeat is not None
         assert len(plan.ops) <= most_ops(workload, semantics, policy)
         assert len(plan.ops) <= 1.5 * plan_ops(workload, semantics, policy) + 20 * len(workload.blocks)
+
+
+def test_a_frozen_base_that_the_host_lacks_room_for_may_be_on_a_disk():
+    """The change that is named is one, and it is not named where all is trained, or where there is such a disk."""
+    model, profile = read_model("qwen3-8b"), DESKTOP.with_memory(None, 12 * GB)
+    adapters = Semantics(4096, 16, 1, train=Train(lora=Lora()))
+
+    def named(semantics, profile):
+        request = Request(model, semantics, profile, None, SIZES).resized()
+        leanest_first = [n for _, n in leanest(model, build_workload(model, request.semantics), request.semantics, profile)]
+        assert not any(n.fits for n in leanest_first)
+        return {text: changed for text, changed in _changes(request, leanest_first) if "--disk-read 7GB" in text}
+
+    (changed,) = named(adapters, profile).values()
+    assert changed.fits()
+    assert not named(replace(adapters, train=Train()), profile)
+    assert not named(adapters, profile.with_memory(None, 6 * GB).with_disk(7 * GB))
