@@ -157,7 +157,7 @@ def learned(home: Path) -> Iterator[str]:
         return out / f"checkpoint-{steps}"
 
     def divergence(folder: Path) -> float:
-        """KL(teacher || student) of whole logits, by transformers, a mean over the tokens of texts that nobody saw."""
+        """KL(teacher || student) of whole logits, by transformers, a mean over the tokens of held-out texts."""
         each = list[Tensor]()
         both = [AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32).eval() for of in (teacher, folder)]
         for row in held_out:

@@ -30,8 +30,8 @@ def compiled(function: F, **options: Any) -> F:
 
 
 def compiled_bare(function: F) -> F:
-    """The same of one that takes no memory: then nobody counts references to its arrays, at each access, which takes the event loop
-    ten times as long as all else that it does."""
+    """The same of a function that allocates nothing: references to its arrays are not counted at each access, which takes the event
+    loop ten times as long as all else that it does."""
     return compiled(function, _nrt=False, forceinline=True)
 
 

@@ -175,7 +175,7 @@ def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[S
 
 
 def _with_peers(machine: Profile, rng: random.Random) -> Profile:
-    """Devices that reach each other fast, slowly or by way of the host, or of which nothing is said; on several hosts, too."""
+    """Links between devices: fast, slow, by way of the host, or not given; on several hosts, too."""
     if rng.random() < 0.3:
         return machine
     quantity = {"value": 10 ** rng.uniform(8, 12), "spread_fraction": 0.1, "source": next(iter(machine.sources))}

@@ -52,12 +52,12 @@ def _left_out(cases: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def share(n_examples: int) -> int:
-    """How many of so many examples the fast lane draws."""
+    """Number of examples that the fast lane draws, given that of all."""
     return min(n_examples, max(n_examples // SHARE, FEWEST))
 
 
 def covering(cases: Mapping[Any, Mapping[str, object]], strength: int) -> set[Any]:
-    """Cases in which every combination of so many parameters' values occurs that occurs in any; not many more than needed.
+    """Covering array: cases with every combination of `strength` parameters' values that occurs in any; not many more than needed.
 
     A parameter that is a tuple counts as its elements, a model type as any that is like it.
     """

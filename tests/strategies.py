@@ -138,7 +138,7 @@ def frozen(draw: st.DrawFn, of: Semantics) -> Semantics:
 
 
 def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
-    """The same model of which only that is trained, with adapters of its layers' matrices."""
+    """The blocks of that model with only `train` trained, adapters of its layers' matrices included."""
 
     def changed(block: Block) -> Block:
         parameters = [replace(p, frozen=not train.trains(p.tied_to or p.name)) for p in block.parameters]

@@ -42,7 +42,7 @@ def needed(objective: Objective) -> str | None:
 
 
 def unheard(words: str) -> None:
-    """A report to nobody."""
+    """A report that is dropped."""
 
 
 def read_data(

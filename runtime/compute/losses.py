@@ -297,7 +297,7 @@ class LossFunction:
 
 
 def known_loss(objective: Objective) -> LossFunction | None:
-    """What computes a loss that has a name; None: the built-in cross entropy. PlanError for a function that nobody gave."""
+    """What computes a loss that has a name; None: the built-in cross entropy. PlanError for a function that was not given."""
     if objective.sha256 is not None:
         raise PlanError(f"the plan's loss is a function of its maker's own; name it with --loss {objective.name[:80]}")
     return None if objective.is_default else LossFunction(objective, FUNCTIONS[objective.name])

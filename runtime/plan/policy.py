@@ -166,7 +166,7 @@ class Semantics:
 
     @property
     def n_pieces(self) -> int:
-        """Into how many equal pieces a block's elements are cut, each of which a single rank holds: one per sum group of all."""
+        """Number of equal pieces that a block's elements are cut into, each on a single rank: one per sum group of all ranks."""
         return self.sum_groups * self.ranks
 
     @property

@@ -130,7 +130,7 @@ def test_accepted_types_have_transformers_loss_and_gradients(model_type):
 
 
 def test_a_type_that_is_not_read_as_it_is_saved_is_not_accepted():
-    """Its step has the bits of transformers' own; from its checkpoints nobody would have its weights."""
+    """Its step has the bits of transformers' own; its checkpoints would not hold its weights."""
     assert "saved under a name that is not read as that weight" in verdict("shieldgemma2")
 
 

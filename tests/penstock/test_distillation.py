@@ -90,7 +90,7 @@ def plain_divergence(student, teacher, targets, beta, temperature):
 
 
 @pytest.mark.parametrize("beta", [0, 0.4, 1])
-def test_of_a_whole_vocabulary_a_student_learns_as_by_a_plain_loop(school, beta):
+def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
     """Loss, gradient's norm and held-out divergence, of whole logits by transformers; the file's fp16 is in the tolerance."""
     loss = ("--loss", f"distill:k=272,temperature=0.25,beta={beta}", "--compute", "fp32", "--master", "fp32", "--clip-norm", "none")
     plan_in(school, *loss, model="teacher", name="teacher.json")

@@ -115,7 +115,7 @@ def test_what_trains_no_head_is_refused(home):
 
 
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_peft_loads_adapters_beside_a_head_and_scores_as_the_run_does(home, base):
+def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
     succeeded(train(home, plan_in(home, name="tokens.json"), out="base", steps=1))
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", TEXTS)

@@ -1,4 +1,4 @@
-"""Every kind of loss on two ranks, of which one is killed: the bytes of one process alone."""
+"""Every kind of loss on two ranks, one of them killed: the bytes of one process alone."""
 
 import os
 import shutil

@@ -39,7 +39,7 @@ def pairs_of(path, *rows, **settings):
 
 @pytest.fixture
 def tea(home):
-    """A home with pairs in place of text, of which other ones are held out."""
+    """A home with pairs in place of text, and others held out."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])
@@ -56,7 +56,7 @@ def tea(home):
         {"chosen": [ASKED, YES], "rejected": [ASKED, NO], "prompt": "tea?"},
     ],
 )
-def test_a_pair_is_two_sequences_of_which_the_answers_are_learned(tmp_path, row):
+def test_a_pair_is_two_sequences_with_only_answers_learned(tmp_path, row):
     data = pairs_of(tmp_path / "a.jsonl", row, {**row}, {**row})
     batch, (documents,) = data.batch(0), [part.documents for part in data.parts]
     assert (len(batch.input_ids), data.n_sequences, data.n_steps) == (4, 3, 2)
@@ -100,7 +100,7 @@ def answers_of(path, *rows, seq_len=64, **settings):
     return read_data(asked, None, 300, seq_len, 4, 3, path.parent / "run" / "tokens", objective=parse_objective("kto:group=2"))
 
 
-def test_an_answer_is_followed_by_its_prompt_with_anothers_answer(tmp_path):
+def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
     """As TRL pairs them: each with the answer before it, the group's first with its last."""
     rows = [{"prompt": f"tea {n}? ", "completion": "y" * (n + 1), "label": n % 2 == 0} for n in range(5)]
     data = answers_of(tmp_path / "a.jsonl", *rows, {**rows[0], "label": 2}, bad_rows=0.2)

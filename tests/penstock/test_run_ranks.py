@@ -99,7 +99,7 @@ print("the loop is over")
 @pytest.mark.soak_cases("all")
 @pytest.mark.parametrize("train", ["all", "lora:r=4"])
 def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
-    """Of pairs, whose reference the first rank makes of all ranks' weights; and of which the loop leaves its run."""
+    """Pairs, with a reference that the first rank makes of all ranks' weights; and a loop that leaves its run."""
     shutil.rmtree(home / "data")
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(12)]
     write_lines(home / "data" / "pairs.jsonl", rows[:8])

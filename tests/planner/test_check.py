@@ -193,7 +193,7 @@ def test_a_wrong_plan_is_refused_in_a_line_that_says_what(what: str) -> None:
 
 
 def test_barrier_waits_for_updates_on_host_and_device() -> None:
-    """Of a model of which some blocks are trained whole, and others in part."""
+    """Plans of a model with some blocks trained whole, others in part."""
     plan = small(**NORMS | {"update": Update.BARRIER, "device_blocks": (1, 2, 3, 4)})
     check(plan)
     check(under(plan, update=Update.DEFERRED))

@@ -138,7 +138,7 @@ def test_a_layer_that_comes_packed_is_unpacked_where_it_is_used() -> None:
     ]  # fmt: skip
 
 
-def test_what_a_disk_has_is_read_before_each_load_but_where_it_is_still_on_the_host() -> None:
+def test_a_disk_is_read_before_each_load_unless_the_host_has_it() -> None:
     plan = small(**PACKED | {"base": "bf16"}, disk_blocks=(1, 3))
     assert sizes_of(plan, "frozen") == (4096,) * 2
     assert [sizes_of(plan, "state")[b] for b in (1, 3)] == [0, 0]

@@ -29,7 +29,7 @@ def test_every_shipped_model_has_outlines() -> None:
 
 
 def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its configuration says more than the shipped one, of which nothing is computed; another number is another model."""
+    """Its configuration has keys that the shipped one lacks, and no work follows from them; another number is another model."""
     config = shipped_model("qwen3-8b").config | {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1}
     config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None}
     monkeypatch.setattr("planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))

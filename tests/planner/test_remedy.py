@@ -165,7 +165,7 @@ def test_a_long_plan_has_few_ops_and_no_more_than_the_count(policy):
         assert len(plan.ops) <= 1.5 * plan_ops(workload, semantics, policy) + 20 * len(workload.blocks)
 
 
-def test_a_frozen_base_that_the_host_lacks_room_for_may_be_on_a_disk():
+def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
     """The change that is named is one, and it is not named where all is trained, or where there is such a disk."""
     model, profile = read_model("qwen3-8b"), DESKTOP.with_memory(None, 12 * GB)
     adapters = Semantics(4096, 16, 1, train=Train(lora=Lora()))

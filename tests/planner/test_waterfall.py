@@ -107,7 +107,7 @@ def test_what_is_slow_has_the_largest_part_and_the_largest_gain(slow, key, resou
     assert found[0].saved_fraction == pytest.approx(1 - 1 / 1.1, abs=0.02)  # the step is that resource alone
 
 
-def test_a_disk_that_is_slow_has_the_largest_part_and_the_largest_gain() -> None:
+def test_a_slow_disk_has_the_largest_part_and_gain() -> None:
     semantics = Semantics(4, 2, 1, train=Train(layers=(5, 5)))
     plan = lower(MODEL, small_workload(6, tied=False, train=semantics.train), semantics, Policy(disk_blocks=(1, 2, 3, 4)), PROFILE)
     machine = faster(MADE_UP, dict.fromkeys(DISK, 1e-6))

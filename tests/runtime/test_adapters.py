@@ -187,7 +187,7 @@ def gradients(layer: Any, x: torch.Tensor, kwargs: dict[str, Any], saved: Saved 
 
 
 def mixed_blocks(config: dict[str, Any], semantics: Semantics) -> tuple[int, ...]:
-    """Blocks of which a part is trained: those whose adapters can be on the device."""
+    """Partly trained blocks: those whose adapters can be on the device."""
     return build_workload(Model(config), semantics).mixed
 
 

@@ -50,7 +50,7 @@ def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: b
 
 @NEEDS_A_COMPILER
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
-def test_a_gpus_kernel_for_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
+def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:
     weight = torch.float32 if kind == "fp32" else torch.bfloat16
     kept = Kept(weight, kind.startswith("split"), weight, DTYPE[moments], rule, is_drawn=kind in ("bf16", "split24"))
     assert in_cpp_gives_the_hosts_bits(kept, tmp_path)

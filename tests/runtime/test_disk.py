@@ -90,7 +90,7 @@ def read_here() -> int:
     return int(next(line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("read_bytes")).split()[1])
 
 
-def test_a_step_reads_what_its_plan_says_and_leaves_nothing_in_the_page_cache(tmp_path: Path) -> None:
+def test_a_step_reads_as_planned_and_leaves_no_page_cache(tmp_path: Path) -> None:
     plan, n_steps = planned(), 3
     machine = machine_for(plan, disk=tmp_path / "base")
     execute(plan, machine, 1)  # what was just written may stay in the page cache until the file system's journal is down
@@ -103,7 +103,7 @@ def test_a_step_reads_what_its_plan_says_and_leaves_nothing_in_the_page_cache(tm
     assert cached_pages(tmp_path / "base") > 0, "the measure sees pages"
 
 
-def test_a_file_that_is_whole_is_read_by_other_runs_and_written_by_none(tmp_path: Path) -> None:
+def test_a_whole_file_is_read_by_other_runs_and_written_by_none(tmp_path: Path) -> None:
     first = trained(planned(), disk=tmp_path / "base")
     written = (tmp_path / "base").stat().st_mtime_ns, (tmp_path / "base").read_bytes()
     again = trained(planned(prefetch_depth=2), disk=tmp_path / "base")

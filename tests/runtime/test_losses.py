@@ -191,7 +191,7 @@ def test_extras_of_a_function_reach_the_rows_that_they_are_of():
     torch.testing.assert_close(loss.float(), (each * extras["weight"][:, None] * extras["advantage"]).sum())
 
 
-def test_a_rollout_that_nobody_would_draw_has_a_finite_gradient():
+def test_an_unlikely_rollout_has_a_finite_gradient():
     logits = torch.zeros(4, 8, requires_grad=True)
     given = torch.zeros(4).long(), torch.tensor([1.0, -1, 1, -1]), torch.tensor([-200.0, -200, -1e30, -2]), 0.2, 0.2, 0.1
     losses = grpo(logits, *given, reference=torch.tensor([-2.0, 200, -2, -2]))

@@ -115,7 +115,7 @@ LEAN_KINDS += [("lion", "fp32", "bf16")]
 @pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
-def test_less_state_is_updated_as_the_plain_loop_does_whole_or_cut(rule, kind, moments, elsewhere, n):
+def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, moments, elsewhere, n):
     """Also by ranks that have a part each; with infinities and NaN among masters."""
     before = random_state(kind, n, seed=n, odd=True)
     kept = before.moments[: 2 - (rule == "lion")]

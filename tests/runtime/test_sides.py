@@ -26,7 +26,7 @@ CASES = [*((name, {"num_hidden_layers": 3}) for name in TYPES), *((name, SHARED)
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
 @pytest.mark.parametrize("sizes", [{"num_hidden_layers": 4}, SHARED], ids=["own", "shared"])
-def test_gradients_of_what_layers_are_given_reach_what_is_before_them(sizes, policy, compute_dtype):
+def test_gradients_of_side_inputs_reach_the_embedding(sizes, policy, compute_dtype):
     """Micro-batches of two sizes, whose embeddings wait for several backwards."""
     config = tiny_config("gemma4_text", **sizes)
     semantics = semantics_of("gemma4_text", compute_dtype=compute_dtype, batch_size=5, micro_batch=2)
@@ -38,7 +38,7 @@ def test_gradients_of_what_layers_are_given_reach_what_is_before_them(sizes, pol
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("policy", [Policy(), Policy(save=saves(all=(1, 3)), accumulation_group=2), EVERYTHING])
 @pytest.mark.parametrize("model_type", [name for name in STREAMS if find_spec(f"transformers.models.{name.removesuffix('_text')}")])
-def test_hidden_states_of_several_streams_end_in_the_models_own_epilogue(model_type, policy, compute_dtype):
+def test_hidden_states_of_several_streams_end_in_the_epilogue(model_type, policy, compute_dtype):
     config = tiny(model_type)
     semantics = semantics_of(model_type, compute_dtype=compute_dtype, batch_size=5, micro_batch=2, attention=STREAMS[model_type])
     machine = streamed(config, semantics, replace(policy, accumulation_group=min(policy.accumulation_group, 3)), delay_seed=1)

@@ -92,7 +92,7 @@ def test_experts_without_adapters_stay_in_mxfp4(tmp_path: Path) -> None:
     assert loaded.model.layers[0].mlp.experts.down_proj.equal(model.model.layers[0].mlp.experts.down_proj)
 
 
-def test_packed_experts_are_unpacked_though_codes_and_scales_are_in_two_files(tmp_path: Path) -> None:
+def test_experts_are_unpacked_from_codes_and_scales_in_two_files(tmp_path: Path) -> None:
     published(tmp_path, "gpt_oss")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16")
     adapter = write_adapter(tmp_path / "adapter", lora := Lora(4, 6.0, targets=("experts",)), factors_of(model, lora))
@@ -122,7 +122,7 @@ def test_an_adapter_of_experts_the_other_way_round_is_refused(tmp_path: Path, mo
     assert "for inputs, as older PEFT does" in checkpoints.refused(lambda: merge(base, adapter, tmp_path / "out"))
 
 
-def test_which_experts_a_tensor_holds_is_told_without_the_memory_of_a_stack() -> None:
+def test_experts_are_matched_without_the_memory_of_a_stack() -> None:
     found = merging._pieces(tiny("olmoe"), {"model.layers.0.mlp.experts.gate_up_proj": (8, 192, 2**50)})
     assert len(found) == 2 * 8
     assert all(piece.outputs.shape == (1, 96) and not piece.swaps for piece in found.values())

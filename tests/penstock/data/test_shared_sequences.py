@@ -58,7 +58,7 @@ def by_text(batch, value):
 @pytest.mark.parametrize(
     "loss", ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"]
 )
-def test_answers_that_share_sequences_have_the_loss_and_gradients_of_those_that_do_not(tmp_path, loss):
+def test_sharing_sequences_changes_no_loss_and_no_gradient(tmp_path, loss):
     """To the last bit where sums are of one answer; of fewer sequences, none longer than a plan's."""
     objective = parse_objective(loss)
     alone, shared = (read(tmp_path, loss, by_document=by) for by in (False, True))
