@@ -175,12 +175,19 @@ def test_a_file_cut_short_in_mid_run_is_one_line_and_made_again(tmp_path: Path) 
     assert not BaseFile(tmp_path / "base", SIZES).is_whole
 
 
-def test_a_file_system_that_reads_nothing_directly_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("call", "code", "says"),
+    [
+        ("preadv", errno.EINVAL, r"refuses direct reads \(O_DIRECT\); choose a folder on another with --disk"),
+        ("posix_fallocate", errno.ENOSPC, r"cannot be opened \(No space left on device\); make room"),
+    ],
+)
+def test_a_disk_of_no_use_is_refused_before_a_byte_is_written(tmp_path, monkeypatch, call: str, code: int, says: str) -> None:
     def refuses(*_: object) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise OSError(code, os.strerror(code))
 
-    failing(monkeypatch, refuses, after=0)
-    with pytest.raises(DiskError, match=r"refuses direct reads \(O_DIRECT\); choose a folder on another with --disk"):
+    monkeypatch.setattr(base_file.os, call, refuses)
+    with pytest.raises(DiskError, match=says):
         BaseFile(tmp_path / "base", SIZES)
     assert (tmp_path / "base.partial").stat().st_blocks == 0
 
@@ -195,13 +202,3 @@ def test_a_file_system_in_memory_is_no_disk() -> None:
         with pytest.raises(DiskError, match="its file system is in memory; choose a folder on a disk with --disk"):
             BaseFile(Path(folder) / "base", SIZES)
         assert not [*Path(folder).iterdir()]
-
-
-def test_a_disk_without_room_says_so_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(base_file.os, "posix_fallocate", full)
-    with pytest.raises(DiskError, match=r"cannot be opened \(No space left on device\); make room"):
-        BaseFile(tmp_path / "base", SIZES)
-    assert (tmp_path / "base.partial").stat().st_size == 0
