@@ -1,4 +1,4 @@
-"""Where all processes of a user keep what can be made again: tokens, and outlines of models."""
+"""Folder of a user's caches, shared by processes: tokens, and outlines of models."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and one line for what a user can mend."""
+"""The end of a command: exit codes, and one line for what a user can mend."""
 
 import io
 import os

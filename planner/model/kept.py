@@ -1,4 +1,4 @@
-"""What was found out of models here, kept for the next process: of a configuration that is planned again torch is not asked again.
+"""Cache of models' outlines on disk: a configuration that is planned again needs no torch.
 
 A file for each configuration, what was asked of it, and the versions of all that answered, in a folder that the shell names.
 """

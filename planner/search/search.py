@@ -1,4 +1,4 @@
-"""Search of sizes and policies: the fastest plan, and what no other goes below.
+"""Search of sizes and policies: the fastest plan found, and a lower bound on all others.
 
 Each size (micro-batch and tiles) that was free is bounded: first as any schedule is (`planner/bounds/machine.py`), then by the
 relaxations of its families. Of each that can still win a few policies are tried; the sizes with the fastest of these

@@ -1,4 +1,4 @@
-"""Sums of squares of gradients, of which the global gradient norm is made, on the host and on a device; and the clip factor.
+"""The global gradient norm: sums of squares of gradients, on the host and on a device; and the clip factor.
 
 Of every tensor, fp32 over fixed chunks, each halved until one number is left, whose sums are added in fp64. A GPU adds in the same
 order, so that who squares a gradient changes no bit.

@@ -1,4 +1,4 @@
-"""How a parameter's state is rounded to fewer bits: keys of random numbers, and moments in groups of int8 codes.
+"""Rounding of a parameter's state to fewer bits: keys of random numbers, and moments in groups of int8 codes.
 
 A group is 32 codes and a bf16 scale (docs/optimizers.md). Its first moment is `scale code / (254 - |code|)`, of a signed code; of
 the second it has the root, `scale code`. So its largest element is exact, and packing what was unpacked changes no bit. In memory

@@ -1,1 +1,1 @@
-"""What happens inside a layer: kernels, adapters, packed weights, recompute, tiles, packed documents."""
+"""Parts of a layer's work: kernels, adapters, packed weights, recompute, tiles, packed documents."""

@@ -1,4 +1,4 @@
-"""The objective: which loss a step minimises, of what it is a function, and what of the device's memory it takes."""
+"""The objective: the loss that a step minimises, its inputs, and the device memory that it takes."""
 
 import re
 from collections.abc import Mapping

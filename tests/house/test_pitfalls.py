@@ -40,7 +40,7 @@ PAGE = ROOT / "docs" / "pitfalls.md"
 
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.LOSS, Kind.BACKWARD, Kind.NORM])
-def test_what_a_step_left_when_it_failed_is_gone_after_the_next(kind):
+def test_leftovers_of_a_failed_step_are_gone_after_the_next(kind):
     """Graphs of forwards without a backward, inputs of layers, half a sum."""
     plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy(accumulation_group=4, save=saves(all=(1, 2))))
     last = max(i for i, op in enumerate(plan.ops) if op.kind is kind)

@@ -109,7 +109,7 @@ def test_a_label_that_teaches_nothing_is_refused_in_a_line(tmp_path, row, says):
     assert "\n" not in str(error.value)
 
 
-def test_what_trains_no_head_is_refused(home):
+def test_a_plan_that_trains_no_head_is_refused(home):
     asked = ("plan", home / "model", "--machine", "cpu-2core", "--loss", "reward", "--seq-len", "32", "--train", "layers:1-2")
     one_line(penstock(*asked), 2, "nothing would train its new head")
 

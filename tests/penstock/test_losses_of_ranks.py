@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.soak_cases(*(loss for loss, _, _ in CASES[1:]))
 @pytest.mark.parametrize(("loss", "rows", "more"), CASES, ids=[loss for loss, _, _ in CASES])
-def test_two_ranks_of_which_one_is_killed_learn_as_one_does(home, loss, rows, more):
+def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, more):
     shutil.rmtree(home / "data")
     write_lines(home / "data" / "rows.jsonl", rows)
     of = ("--loss", loss, *more, "--policy", "megatrain", "--batch-size", 8, "--micro-batch", 4, "--sum-groups", 2)

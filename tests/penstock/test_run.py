@@ -56,7 +56,7 @@ finally:
     ("optimizer", "numba", "said"),
     [("lion:moments=bf16", "there", True), ("lion:moments=bf16", "hidden", None), ("adamw", "there", None)],
 )
-def test_what_keeps_less_is_compiled_or_refused(home, optimizer, numba, said):
+def test_less_optimizer_state_is_compiled_or_refused(home, optimizer, numba, said):
     """And torch's AdamW has no use for a compiler, which would take memory."""
     plan = plan_in(home, "--optimizer", optimizer)
     words = [numba, "run", plan, "--data", home / "data", "--out", home / "out", "--steps", 1, *SCRATCH]

@@ -59,7 +59,7 @@ def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytes
         assert fewer.stderr == f"8xrtx4090: {n} of its 8 GPUs\n"
 
 
-def test_what_processes_found_comes_in_the_order_of_the_tasks() -> None:
+def test_results_of_processes_come_in_the_order_of_the_tasks() -> None:
     assert [*swept(divmod, [(7, 2), (9, 4), (8, 8)], "divisions")] == [(3, 1), (2, 1), (1, 0)]
 
 

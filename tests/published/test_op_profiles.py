@@ -74,7 +74,7 @@ def chance_of(n_held, n):
 
 @pytest.mark.long
 @pytest.mark.soak
-def test_what_is_shipped_is_what_the_rows_of_the_fit_give_today():
+def test_shipped_profiles_are_what_the_fit_gives_today():
     """All laws fitted again; what runs say instead is for the run ledger's page to hold."""
     for machine, fields in profiles():
         shipped = json.loads((FOLDER / f"{machine}.json").read_text())

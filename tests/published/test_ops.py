@@ -67,7 +67,7 @@ def test_a_product_a_copy_and_a_layer_are_what_a_plan_books(tmp_path):
     assert whole.predicted == pytest.approx(cost.forward_s(block, of), rel=0.1)
 
 
-def test_what_no_profile_can_say_is_counted_and_says_why(tmp_path):
+def test_an_op_without_a_prediction_is_counted_and_says_why(tmp_path):
     gather = PRODUCT | {"kind": "collective", "kernel": "nccl-all_gather", "shape": "gpus=4;bytes=1048576"}
     path = file_of(tmp_path, PRODUCT | {"dtype": "fp8"}, gather, gather | {"machine": "rtx3090-desktop"})
     said = json.loads(CliRunner().invoke(validate, [path, "--json"]).stdout)

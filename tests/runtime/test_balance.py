@@ -64,7 +64,7 @@ def test_ranks_train_with_it_to_the_bits_of_one(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["keep", "boundaries"])
-def test_what_it_keeps_and_makes_is_booked(way):
+def test_memory_of_the_router_loss_is_booked(way):
     semantics = semantics_of("qwen3_moe", seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16, router_loss=0.1)
     plan = plan_of(tiny_config("qwen3_moe", **WIDE, num_experts=64), semantics, replace(REMEMBERING[way], accumulation_group=2))
     _, peak_bytes = device_bytes(plan)

@@ -203,7 +203,7 @@ def test_when_a_run_ends_or_fails_every_stream_has_ended():
 
 
 @pytest.mark.parametrize("kind", [Kind.LOAD, Kind.BACKWARD])
-def test_what_a_kernel_did_wrong_stops_the_run_and_is_said(kind):
+def test_an_error_in_a_kernel_stops_the_run_and_is_said(kind):
     class Faulty(Poisoned):
         def work(self, index, op, step):
             if op.kind is kind and step == 1:

@@ -241,7 +241,7 @@ def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])
-def test_a_pair_of_which_a_half_has_no_token_teaches_nothing(name):
+def test_a_pair_with_a_half_without_tokens_teaches_nothing(name):
     loss, logps, reference = known_loss(parse_objective(name)), torch.tensor([-20.0, 0, -3, -4]).double(), torch.zeros(4)
     total, slopes = loss.of_sequences(logps, torch.tensor([4, 0, 2, 2]), {"reference": reference})
     alone, slopes_alone = loss.of_sequences(logps[2:], torch.tensor([2, 2]), {"reference": reference[2:]})

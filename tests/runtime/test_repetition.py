@@ -110,7 +110,7 @@ def error_of(text: str) -> str:
         ({"start": 50, "end": 50}, "not ops of the plan"),
     ],
 )
-def test_what_cannot_repeat_is_refused_in_one_line(changes: dict[str, int], says: str) -> None:
+def test_an_impossible_repetition_is_refused_in_one_line(changes: dict[str, int], says: str) -> None:
     plan = small()
     assert plan.repeat is not None
     assert says in error_of(str(replace(plan, repeat=replace(plan.repeat, **changes))))

@@ -1,5 +1,5 @@
-"""What layers are given besides their hidden state that learns: embeddings of each layer, norms with weights before the first, and
-keys and values of earlier layers."""
+"""Side inputs of layers that learn: embeddings of each layer, norms with weights before the first, and keys and values of earlier
+layers; and hidden states of several streams."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -39,7 +39,7 @@ def test_gradients_of_sides_and_of_several_streams_are_exact(model_type, sizes, 
 
 
 @pytest.mark.soak
-def test_ranks_send_gradients_to_what_is_before_the_layers(tmp_path):
+def test_ranks_send_gradients_of_side_inputs_to_the_prologue(tmp_path):
     cases = ["gemma4_text:plain:2", "gemma4_text:deferred:2"]
     assert trained_by(2, cases, tmp_path / "digests") == {case: trained_alone(case) for case in cases}
 
@@ -47,7 +47,7 @@ def test_ranks_send_gradients_to_what_is_before_the_layers(tmp_path):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["keep", "boundaries"])
 @pytest.mark.parametrize(("model_type", "sizes"), CASES)
-def test_what_layers_are_given_is_booked(model_type, sizes, way):
+def test_memory_of_side_inputs_is_booked(model_type, sizes, way):
     """For each micro-batch of a group, from its embedding's forward to its backward."""
     semantics = semantics_of(model_type, seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16)
     config = tiny_config(model_type, hidden_size=128, **sizes)

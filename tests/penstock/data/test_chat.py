@@ -91,7 +91,7 @@ def test_tokens_are_those_of_transformers(talker, style):
         assert theirs.bos_token_id is None or ids.count(theirs.bos_token_id) == 1, "it begins once"
 
 
-def test_what_is_learned_is_what_transformers_masks(talker):
+def test_learned_tokens_are_those_that_transformers_masks(talker):
     theirs = AutoTokenizer.from_pretrained(talker("chatml").folder)
     masks = theirs.apply_chat_template(list(TOLD), return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
     ((ids, runs),) = talker("chatml").encode(TOLD)

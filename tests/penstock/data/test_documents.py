@@ -36,7 +36,7 @@ def made(monkeypatch):
 
 @pytest.mark.drawn
 @given(pairs=st.lists(st.tuples(st.text(max_size=9), st.text(max_size=9)), min_size=1, max_size=40))
-def test_what_is_kept_is_what_the_rows_say(tmp_path_factory, pairs):
+def test_cached_tokens_are_those_of_the_rows(tmp_path_factory, pairs):
     rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     path = write_lines(tmp_path_factory.mktemp("data") / "a.jsonl", [*rows, {"prompt": "a", "completion": "b"}])
     data = read(path, by_document=True, seq_len=2000)

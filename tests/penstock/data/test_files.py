@@ -63,7 +63,7 @@ def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
     assert texts_of(read(tmp_path / name)) == [f"<|user|>\n{r['question']}<|assistant|>\n{r['answer']}" for r in ROWS]
 
 
-def test_what_a_tool_is_given_is_not_filled_from_other_rows(tmp_path):
+def test_arguments_of_a_tool_are_not_filled_from_other_rows(tmp_path):
     """As a schema for a whole file would."""
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
@@ -85,7 +85,7 @@ def test_what_a_tool_is_given_is_not_filled_from_other_rows(tmp_path):
         ("a.parquet", as_parquet(ROWS)[:-20], "a.parquet: not a Parquet file that can be read"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_its_place(tmp_path, monkeypatch, name, content, says):
+def test_a_damaged_file_is_one_line_with_its_place(tmp_path, monkeypatch, name, content, says):
     if "above" in says:
         monkeypatch.setattr(rows, "MAX_ROW_BYTES", 400)
     (tmp_path / name).write_bytes(content)

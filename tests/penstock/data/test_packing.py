@@ -100,7 +100,7 @@ def test_every_learned_token_is_a_target_once_after_its_own(documents, seq_len, 
     assert counts["unsupervised"] == len(nothing) + len(lost)
 
 
-def test_a_pair_of_which_a_half_teaches_nothing_is_left_out():
+def test_a_pair_with_a_half_that_teaches_nothing_is_left_out():
     documents = Listed([[(0, False), (1, learn)] for learn in (True, False, True, True)])
     sequences, _, counts = packed(documents, "pairs", 4, [3, 1, 0, 2])
     assert (sequences.segments[:, 0].tolist(), counts["documents"], counts["unsupervised"]) == ([2, 3], 4, 1)

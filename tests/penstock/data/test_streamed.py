@@ -158,7 +158,7 @@ def test_going_on_reads_no_file_that_was_read_before(tmp_path, monkeypatch):
     assert not {"0.jsonl", "1.parquet"} & set(opened)
 
 
-def test_what_changes_the_stream_has_another_fingerprint(tmp_path):
+def test_a_changed_stream_has_another_fingerprint(tmp_path):
     path = write_sets(tmp_path, [9, 9])
     before, content = stream(path).fingerprint, (path / "0.jsonl").read_bytes()
     (path / "0.jsonl").write_bytes(content.replace(b"001", b"901"))
