@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from planner.model.workload import build_workload
+from runtime.batch import Batch
 from runtime.compute.blocks import Templates
 from runtime.compute.losses import LossFunction, grpo, known_loss, top_and_rest
 from runtime.errors import PlanError
@@ -103,6 +105,19 @@ def batch_of_pairs(seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return hidden, targets, torch.randn(4, dtype=torch.float64) * 3 - 30
 
 
+def packed(batch: Batch, rows_each: int, n_each: int = 3) -> Batch:
+    """Documents in each sequence; those of a pair or a group lie in all sequences of their unit, in an order of its own."""
+    n_rows, seq_len = batch.targets.shape
+    ends = torch.linspace(0, seq_len, n_each + 1).long()
+    batch.targets[:, ends[1:] - 1] = -100
+    member, number = torch.arange(n_rows)[:, None], torch.arange(n_each)
+    first = (member + number) % rows_each * seq_len  # of the row in which it lies
+    answer, lengths = torch.stack([first + ends[:-1], first + ends[1:]], dim=2), tuple(ends.diff().tolist())
+    extras = {"answer": answer, "last": answer[..., 1] - 2, "label": (member // 2 + number) % 2.0}
+    extras["reference"] = torch.linspace(-20, -10, answer[..., 0].numel(), dtype=torch.float64).view(n_rows, -1)
+    return replace(batch, document_tokens=(lengths,) * n_rows, n_answers=n_rows * n_each, extras=extras)
+
+
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
 @pytest.mark.parametrize("name", [*NAMES, KTO, *GRPO, *DISTILL])
 def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
@@ -124,16 +139,21 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "name", ["cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "distill:16,beta=0.5,temperature=2"]
-)
-def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
-    sizes = {"compute_dtype": "fp32", "micro_batch": 4, "seq_len": 64, "loss_tile_tokens": 128}
+ALONE = ("cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "distill:16,beta=0.5,temperature=2")
+
+
+@pytest.mark.parametrize(("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])])
+def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
+    """Logits decide, or where answers share long sequences what is done to each token."""
+    tile, seq_len, vocab_size = (16, 512, 96) if n_packed else (128, 64, 4096)
+    sizes = {"compute_dtype": "fp32", "micro_batch": 4, "seq_len": seq_len, "loss_tile_tokens": tile}
     semantics = replace(semantics_of("llama", **sizes), objective=parse_objective(name))
-    templates, weights, booked = head_of(semantics, vocab_size=4096)
-    hidden, targets, reference = batch_of_pairs(64)
+    templates, weights, booked = head_of(semantics, vocab_size)
+    hidden, targets, reference = batch_of_pairs(seq_len)
     total = torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference, "old": reference}
+    if n_packed:
+        extras |= packed(Batch(targets, targets), semantics.objective.rows_each, n_packed).extras
     if (k := semantics.objective.n_top) is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * 64, 4096), k, 1.0).view(4, 64, -1)
     work = lambda: templates.head.loss(weights, hidden, targets, 4, total, extras)  # noqa: E731
@@ -141,10 +161,17 @@ def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name):
     assert peak_bytes(work) <= booked <= 1.5 * peak_bytes(work)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto:group=2", "grpo:beta=0.1", "distill:9,beta=0.5", "reward", "classify:mean=1"])
-def test_five_policies_train_the_same_bits_with_any_loss(name):
+ANY = ("dpo", "kto:group=2", "grpo:beta=0.1", "reward")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
+)
+def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
+    """Whose tiles begin in the middle of a sequence."""
     n = max((objective := parse_objective(name)).rows_each, 2)
-    semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective)
+    semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective, loss_tile_tokens=12)
     extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
     extras |= {
         "last": torch.arange(4 * n) % 9 + 3,
@@ -153,8 +180,13 @@ def test_five_policies_train_the_same_bits_with_any_loss(name):
     }
     if objective.n_top is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * n * 16, 96), objective.n_top, 1.0).view(4 * n, 16, -1)
-    extras["reference"] /= 8 if objective.of is Of.TOKENS else 1
-    batches = [replace(batch, extras=extras) for batch in batches_of(96, 4 * n, semantics.seq_len)]
+    batches = list(batches_of(96, 4 * n, semantics.seq_len))
+    if is_packed:
+        batches = [packed(batch, objective.rows_each) for batch in batches]
+        extras |= batches[0].extras
+    if objective.of is Of.TOKENS:
+        extras["reference"] = torch.full((4 * n, semantics.seq_len), -4.0)
+    batches = [replace(batch, extras=extras) for batch in batches]
     policies = [
         Policy(),
         Policy(accumulation_group=4, update=Update.DEFERRED),
