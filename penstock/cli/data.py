@@ -115,15 +115,14 @@ def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     """What became of the rows of all sets, and what their sequences hold."""
-    from penstock.data.packing import Counts, rows_of
-    from runtime.batch import UNSUPERVISED
+    from penstock.data.packing import Counts, n_targets_of
 
     of = sum((part.counts for part in parts), Counts())
     packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
-    targets = (
-        row[1]
+    learned = (
+        n_targets_of(part.documents.runs(d), start + (i == 0 or part.shape.packing != "joined"), stop)
         for part, segments in packed
-        for row in rows_of(part.documents, segments, replace(part.shape, shares=False))[:: 1 + (part.shape.packing == "answers")]
+        for i, (d, start, stop) in enumerate(segments)
     )
     return {
         "rows": sum(part.documents.n_rows for part in parts),
@@ -135,7 +134,7 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
         "split": of["split"],
         "sequences": len(packed),
         "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
-        "learned_tokens": sum(int((targets_T != UNSUPERVISED).sum()) for targets_T in targets),
+        "learned_tokens": sum(learned),
     }
 
 

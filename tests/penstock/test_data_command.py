@@ -125,6 +125,17 @@ def test_learned_tokens_are_marked_and_all_are_counted(home, given):
     assert in_json["counts"]["learned_tokens"] == int(rows[1][2]) + int(rows[2][2])
 
 
+@pytest.mark.parametrize("packing", ["documents", "one"])
+def test_learned_tokens_of_pairs_are_counted_however_they_lie(tmp_path, packing):
+    """Whose chosen answers alone are longer than the two sequences that several pairs share."""
+    pairs = [{"prompt": "tea? ", "chosen": "yes " * (2 + 6 * (n % 2)), "rejected": "no" * (1 + n % 3)} for n in range(12)]
+    (tmp_path / "pairs.jsonl").write_bytes(lines(pairs))
+    done = penstock("data", tmp_path / "pairs.jsonl", "--seq-len", 44, "--packing", packing, "--json")
+    counts = json.loads(done.stdout)["counts"]
+    assert counts["learned_tokens"] == sum(len(pair["chosen"] + pair["rejected"]) + 2 for pair in pairs)  # and what ends each
+    assert counts["sequences"] == 12 if packing == "one" else counts["sequences"] < 12
+
+
 def test_kept_tokens_serve_other_runs_and_no_run_needs_them(home, given, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
 
