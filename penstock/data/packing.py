@@ -29,9 +29,8 @@ OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fulles
 Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
 Span = tuple[int, int, int]  # the number of a document in its sample, and where it lies in a row
-Row = tuple[
-    Array, Array, tuple[int, ...], list[Span]
-]  # ids_T, targets_T, the tokens of each that attends to itself alone; documents
+Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in it
+Brought = Sequence[Sequence[npt.NDArray[np.float64]]]  # of each sample what its rows in files say
 Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
 
 
@@ -93,19 +92,20 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
     if shape.unsupervised == "refuse" and counts["unsupervised"]:
         where = documents.where(int(order[~learns].min()))
         raise DataError(f"{where}: nothing in it to learn from; leave it out, or set unsupervised to skip")
-    if shape.packing == "pairs":
-        return _pairs(documents, order, shape, counts)
-    order = order[learns]
     if shape.packing == "joined":
-        return _joined(documents, order, shape.seq_len), counts
-    pieces = list(_pieces(documents, order, shape, counts))
-    if shape.packing == "answers":
-        counts["skipped"] += len(pieces) % shape.group  # no whole group
-    n = shape.segments_each
-    return _together(documents, [pieces[i : i + n] for i in range(0, len(pieces) - n + 1, n)], shape), counts
+        return _joined(documents, order[learns], shape.seq_len), counts
+    if shape.packing == "pairs":
+        groups = _pairs(documents, order, shape, counts)
+    else:
+        pieces, n = list(_pieces(documents, order[learns], shape, counts)), shape.segments_each
+        counts["skipped"] += len(pieces) % n  # no whole group
+        groups = [pieces[i : i + n] for i in range(0, len(pieces) - n + 1, n)]
+    packed = _first_fit(documents, groups, shape) if shape.is_apart else groups
+    segments = np.array([segment for sample in packed for segment in sample], dtype=np.int64).reshape(-1, 3)
+    return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
 
 
-def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> tuple[Sequences, Counts]:
+def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> list[list[Segment]]:
     """Pairs in the order of the files, or this one where they share sequences: the two documents of a row, unless one of them has
     nothing to learn within a sequence."""
     halves, kept = np.sort(order).reshape(-1, 2), list[list[Segment]]()
@@ -114,14 +114,7 @@ def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> 
     for both in halves:
         found = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
         kept += [found] if len(found) == len(both) else []
-    return _together(documents, kept, shape), counts
-
-
-def _together(documents: Documents, groups: list[list[Segment]], shape: Shape) -> Sequences:
-    """Segments that belong together as samples: each group alone, or several."""
-    packed = _first_fit(documents, groups, shape) if shape.is_apart else groups
-    segments = np.array([segment for sample in packed for segment in sample], dtype=np.int64).reshape(-1, 3)
-    return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64))
+    return kept
 
 
 def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
@@ -230,9 +223,8 @@ def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence
                 if begin < end:
                     targets_T[begin - 1 : end - 1] = ids_T[begin:end]
             at += n
-        spans.append((number, first_at, at))
-    lengths = [stop - begin for _, begin, stop in spans] + [shape.seq_len - at] * (at < shape.seq_len)
-    return ids_T, targets_T, (shape.seq_len,) if shape.packing == "joined" else tuple(lengths), spans
+        spans.append((number, first_at, shape.seq_len if shape.packing == "joined" else at))
+    return ids_T, targets_T, spans
 
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
@@ -250,52 +242,39 @@ def _apart(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape
     """The documents that a sample's segments make, each of segments that follow each other."""
     if shape.packing == "joined":
         return [[*segments]]
-    if shape.packing != "answers":
-        return [[one] for one in segments]
-    before = [segments[i - 1 if i % shape.group else i + shape.group - 1] for i in range(len(segments))]
-    pairs = zip(segments, before, strict=True)
-    return [of for one, other in pairs for of in ([one], _mismatched(documents, one, other, shape))]
+    apart = list[list[Sequence[int]]]()
+    for i, own in enumerate(segments):
+        apart.append([own])
+        if shape.packing == "answers":  # the prompt with the answer of another, as much of it as there is room for
+            other, _, stop = segments[i - 1 if i % shape.group else i + shape.group - 1]
+            end, begin = (int(documents.runs(d)[0, 0]) for d in (own[0], other))
+            apart.append([(own[0], 0, end), (other, begin, min(stop, begin + shape.seq_len - end))])
+    return apart
 
 
-def _mismatched(documents: Documents, own: Sequence[int], other: Sequence[int], shape: Shape) -> list[Sequence[int]]:
-    """The prompt of a document with the answer of another, as much of it as there is room for."""
-    end, (d, begin, stop) = int(documents.runs(own[0])[0, 0]), (other[0], int(documents.runs(other[0])[0, 0]), other[2])
-    return [(own[0], 0, end), (d, begin, min(stop, begin + shape.seq_len - end))]
-
-
-def batch_of(rows: Iterable[Row], by_document: bool) -> Batch:
-    """The rows of a step; `by_document`: documents attend to themselves alone."""
-    ids_BT, targets_BT, lengths, _ = zip(*rows, strict=True)
-    return Batch(torch.from_numpy(np.stack(ids_BT)), torch.from_numpy(np.stack(targets_BT)), lengths if by_document else None)
-
-
-def with_extras(
-    batch: Batch,
-    rows: Sequence[Row],
-    brings: Sequence[str],
-    brought: Sequence[Sequence[npt.NDArray[np.float64]]],
-    shape: Shape,
-    n_slots: int | None,
-) -> Batch:
-    """The batch with what documents bring for its loss, by name. `brought`: of each sample what its rows in files say, of an answer
-    for its two documents. `n_slots`: answers that a row stands for, where they share sequences.
+def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: Brought, n_slots: int | None) -> Batch:
+    """The rows of a step, with what documents bring for its loss, by name. `n_slots`: answers that a row stands for, where they
+    share sequences.
 
     The last token is the last that is not padding, as transformers takes it: not one that ends a text, which sequences are filled
     up with."""
+    ids_BT, targets_BT = (torch.from_numpy(np.stack(of)) for of in list(zip(*rows, strict=True))[:2])
+    edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
+    lengths = tuple(tuple(n for n in np.diff(of).tolist() if n) for of in edges)
+    batch = Batch(ids_BT, targets_BT, lengths if shape.is_apart else None)
     if not brings:
         return batch
-    (n_rows, n_tokens), n, each = batch.targets.shape, shape.rows_each, 1 + (shape.packing == "answers")
-    slots = (n_rows, 1 if n_slots is None else n_slots)
+    (n_rows, n_tokens), n, each = ids_BT.shape, shape.rows_each, 1 + (shape.packing == "answers")
+    slots = (n_rows,) if n_slots is None else (n_rows, n_slots)
     spans_BKS, last_BK, label_BK = torch.zeros(*slots, 2).long(), torch.zeros(slots).long(), torch.zeros(slots)
     advantage_BT, old_BT = torch.zeros(n_rows, n_tokens), torch.zeros(n_rows, n_tokens)
-    for b, (ids_T, targets_T, _, spans) in enumerate(rows):
+    for b, (ids_T, targets_T, spans) in enumerate(rows):
         unit, row = divmod(b, n)
         for number, begin, stop in spans:
-            at = unit * n + number % n, number // n
+            at = (b,) if n_slots is None else (unit * n + number % n, number // n)
             first = 0 if n_slots is None else row * n_tokens  # of what places count from
             spans_BKS[at] = torch.tensor([first + begin, first + stop])
-            if LAST in brings:
-                last_BK[at] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
+            last_BK[at] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
             if not brought:
                 continue
             of = brought[unit][number // each]
@@ -306,10 +285,8 @@ def with_extras(
                 old_BT[b, begin + learned] = torch.tensor(of[1 : 1 + len(learned)], dtype=torch.float32)
                 advantage_BT[b, begin:stop] = float(of[0])
     found = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
-    if n_slots is None:
-        found |= {name: found[name].squeeze(1) for name in (LAST, "label")}
     n_answers = None if n_slots is None else sum(len(spans) for *_, spans in rows)
-    return replace(batch, n_answers=n_answers, extras={**batch.extras, **{name: found[name] for name in brings}})
+    return replace(batch, n_answers=n_answers, extras={name: found[name] for name in brings})
 
 
 def in_words(counts: Counts) -> str:

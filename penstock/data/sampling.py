@@ -27,7 +27,7 @@ from runtime.errors import CheckpointError, DataError
 from runtime.plan.objective import ANSWER
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of, with_extras
+from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of
 
 Position = dict[str, Any]  # where a step begins, as JSON can hold it
 SHARES = 1000  # samples of a round in which weights are whole numbers
@@ -101,12 +101,12 @@ class MapStyleData:
         """Some samples, each (set, sequence in it), as a batch."""
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
         rows = [row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape)]
-        batch = batch_of(rows, any(part.shape.is_apart for part in self.parts))
         n_slots = max((part.n_slots for part in self.parts if part.n_slots is not None), default=None)
         extras = {name: torch.cat([_wide(of[k][i], n_slots) for k, i in samples]) for name, of in self.references.items()}
         brings = max((part.brings for part in self.parts), key=len)
         brought = [[part.documents.brought(d) for d, _, _ in segments] for part, segments in chosen]
-        return with_extras(replace(batch, extras=extras), rows, brings, brought, self.parts[0].shape, n_slots)
+        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda of: of.is_apart), brings, brought, n_slots)
+        return replace(batch, extras={**extras, **batch.extras})
 
     def position(self, step: int) -> Position:
         """The sample with which that step begins."""
@@ -197,8 +197,7 @@ class Stream:
             of = [row for row, _ in of_batch]
             most = max((number for *_, spans in of for number, _, _ in spans), default=0)
             n_slots = 1 + most // self.shape.rows_each if ANSWER in self.brings else None
-            batch = with_extras(batch_of(of, self.shape.is_apart), of, self.brings, (), self.shape, n_slots)
-            yield batch, of_batch[-1][1]
+            yield batch_of(of, self.shape, self.brings, (), n_slots), of_batch[-1][1]
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):

@@ -1,6 +1,6 @@
 """Packing: every token to be learned is a target once, after its own document alone where that was asked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data import packing as room
-from penstock.data.packing import Shape, pack, rows_of
+from penstock.data.packing import Shape, batch_of, pack, rows_of
 from runtime.batch import UNSUPERVISED
 from runtime.errors import DataError
 
@@ -67,7 +67,8 @@ def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised
         documents, np.arange(len(documents.tokens)) if order is None else np.array(order, dtype=np.int64), shape
     )
     rows = [row for i in range(len(sequences)) for row in rows_of(documents, sequences[i], shape)]
-    return sequences, [(ids.tolist(), targets.tolist(), spans) for ids, targets, spans, _ in rows], counts
+    lengths = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
+    return sequences, [(ids.tolist(), targets.tolist(), of) for (ids, targets, _), of in zip(rows, lengths, strict=True)], counts
 
 
 def obvious_targets(pieces: list[list[tuple[int, bool]]]) -> list[int]:
