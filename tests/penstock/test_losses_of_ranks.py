@@ -43,5 +43,6 @@ def test_two_ranks_one_of_them_killed_learn_as_one_does(home, loss, rows, more):
     n = step_of(home / "out") + 1
     resumed = done(words(home, plans[1], "--resume", steps=n), is_forked=True)
     assert resumed.returncode == 0, resumed.stderr
-    succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
+    alone = succeeded(penstock(*words(home, plans[0], out="alone", steps=n)))
+    assert ("that share them" in alone.output) == (rows in (PAIRS, ANSWERS))
     assert contents(home / "out" / f"checkpoint-{n}") == contents(home / "alone" / f"checkpoint-{n}")
