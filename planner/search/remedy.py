@@ -74,9 +74,12 @@ class Request:
         return next((one for one in sizes[:-1] if one.fits()), sizes[-1])
 
     def tokens_per_s(self) -> float:
-        """About how fast it is, if it fits: by a greedy policy with these sizes, or the leanest, which a search may beat."""
+        """About how fast it is, if it fits: by the policy asked for, else by a greedy one with these sizes, or the leanest, which a
+        search may beat."""
         workload = build_workload(self.model, self.semantics)
         trial = Trial(self.model, workload, self.semantics, self.profile, None)
+        if (fixed := policy_of(self.fixed, self.semantics, workload)) is not None:
+            return self.semantics.tokens_per_step / trial.step_s(fixed)
         lean = (plan.policy for plan, needs in leanest(self.model, workload, self.semantics, self.profile) if needs.fits)
         policies = Greedy(trial.frames).policies() or list(lean)
         return self.semantics.tokens_per_step / trial.step_s(min(policies, key=trial.frames.bound_s))
@@ -103,9 +106,9 @@ def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
     The missing bytes and the change of memory are those of one policy, so that the one mends the other.
     """
     nearest = _nearest(found)
-    others = (text for text, changed in _changes(request, found) if changed.fits())
-    changes = list(islice(others, MAX_CHANGES - 1))
-    changes += islice((text for text, changed in _with_memory(request, nearest) if changed.fits()), 1)
+    every = chain(_of_same_bits(request, nearest), _changes(request, found))
+    fitting = islice((change for change in every if change[1].fits()), MAX_CHANGES)
+    changes = [_with_rate(*change) for change in fitting]
     smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
@@ -123,15 +126,27 @@ def _nearest(found: list[Footprint]) -> Footprint:
     return min(found, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
 
 
+def _with_rate(text: str, changed: Request) -> str:
+    """A change with about how fast it is."""
+    rate = f"about {changed.tokens_per_s():,.0f} tokens/s"
+    return f"{text[:-1]}, {rate})" if text.endswith(")") else f"{text} ({rate})"
+
+
+def _of_same_bits(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+    """A disk, where it helps, and the first memory that fits: with the same sizes not a bit is another."""
+    s, profile = request.semantics, request.profile
+    if request.fixed is None and profile.disk is None and not s.train.all and s.ranks == 1:
+        said = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
+        yield said, replace(request, profile=profile.with_disk(USUAL_READ_BYTES_PER_S))
+    yield from islice((larger for larger in _with_memory(request, needs) if larger[1].fits()), 1)
+
+
 def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
-    """Single changes to try, memory apart: first a size, which costs no precision, then what costs nothing but bits."""
+    """Single changes of semantics to try: first a size, which costs no precision, then what costs nothing but bits."""
     s = request.semantics
     fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
     yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
-    if request.fixed is None and request.profile.disk is None and not s.train.all and s.ranks == 1:  # no bit is another
-        said = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
-        yield said, replace(request, profile=request.profile.with_disk(USUAL_READ_BYTES_PER_S))
     yield from _leaner(request)
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # loses small updates
         yield "--master bf16", _changed(request, master_dtype="bf16")
@@ -155,8 +170,7 @@ def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
         n_bytes = of.state_bytes + ITEM_BYTES[of.gradient_dtype]
         if n_bytes < now and changed.fits():
             what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
-            what += f", about {changed.tokens_per_s():,.0f} tokens/s: docs/optimizers.md"
-            yield f"--optimizer {said} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {what})", changed
+            yield f"--optimizer {said} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {what}: docs/optimizers.md)", changed
             return
 
 

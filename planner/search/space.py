@@ -177,11 +177,14 @@ def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Pro
 def most_on_device(lean: Setup, profile: Profile) -> tuple[Setup, Footprint]:
     """The lean policy with the state of as many blocks on the device as it has room for: then least is on the host."""
     may_stay = places_to_stay(lean, profile)
+    blocks = lean.workload.blocks
 
     def of(n: int) -> tuple[Setup, Footprint]:
         plan = frame(lean.model, lean.workload, lean.semantics, staying(lean.policy, may_stay[:n]))
         return plan, footprint(plan, profile)
 
+    if of(1)[1].short_device_bytes:  # of the embeddings, say, where a layer's has room
+        may_stay.sort(key=lambda b: blocks[b].n_trained)
     return of(most(len(may_stay), lambda n: not of(n)[1].short_device_bytes))
 
 

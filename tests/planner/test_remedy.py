@@ -11,7 +11,7 @@ from planner.lower.lower import lower, plan_ops
 from planner.model.workload import build_workload, read_model
 from planner.predict.memory import footprint, frame
 from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _with_memory, does_not_fit, most_ops
+from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _of_same_bits, _with_memory, does_not_fit, most_ops
 from planner.search.space import baseline, leanest
 from runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from runtime.plan.optimizer import optimizing
@@ -69,9 +69,9 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
 @pytest.mark.parametrize(
     ("host_memory", "given", "said"),
     [
-        (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding, about "),
-        (100 * GB, "adamw:master=bf16", "adamw:moments=bf16 (10 bytes a parameter instead of 12; other rounding, about "),
-        (80 * GB, "adamw:moments=bf16", "adamw:moments=int8 (8.1 bytes a parameter instead of 10; other rounding, about "),
+        (100 * GB, "adamw", "adamw:moments=bf16 (10 bytes a parameter instead of 14; other rounding: docs/optimizers.md)"),
+        (100 * GB, "adamw:master=bf16", "adamw:moments=bf16 (10 bytes a parameter instead of 12; other rounding: docs"),
+        (80 * GB, "adamw:moments=bf16", "adamw:moments=int8 (8.1 bytes a parameter instead of 10; other rounding: docs"),
         (64 * GB, "adamw", "adamw:moments=int8,master=split24 (7.1 bytes"),
         (60 * GB, "adamw:moments=int8,master=split24", "adamw:moments=int8,master=bf16 (6.1 bytes"),
         (60 * GB, "adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16 (6 bytes"),
@@ -89,6 +89,23 @@ def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
     again = replace(request, semantics=replace(plain, **optimizing(text.split()[1], None))).resized()
     assert again.fits()
     assert again.semantics == changes[text].semantics
+
+
+@pytest.mark.parametrize("fixed", [None, "megatrain"])
+def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
+    """An 8B in 64 GB, whose 24-bit masters fit by the state of one layer that the device has room for: none of the embeddings'."""
+    model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, 64 * GB)
+    given = Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused", attention_kernel="flash")
+    semantics = Request(model, given, profile, None, SIZES).resized().semantics
+    workload = build_workload(model, semantics)
+    asked = baseline(fixed, semantics, workload) if fixed else None
+    found = [footprint(frame(model, workload, semantics, asked or Policy()), profile)]
+    error = does_not_fit(Request(model, semantics, profile, asked, SIZES), found)
+    memory, *others = error.smallest_change.split(", or ")
+    assert memory.startswith("--host-memory 1")
+    assert all(re.search(r"about [1-9],\d{3} tokens/s\)$", change) for change in (memory, *others)), others
+    if fixed is None:
+        assert others[0].startswith("--optimizer adamw:moments=int8,master=split24 (7.1 bytes")
 
 
 def test_no_change_makes_a_plan_too_long_to_write():
@@ -140,7 +157,7 @@ def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     fixed = baseline("megatrain", semantics, workload)
     needs = footprint(frame(model, workload, semantics, fixed), profile)
     error = does_not_fit(Request(model, semantics, profile, fixed, SIZES), [needs])
-    changed = re.search(r"--host-memory (\w+)(?: --micro-batch \d+)?$", error.smallest_change)
+    changed = re.search(r"--host-memory (\w+)(?: --micro-batch \d+)? \(about", error.smallest_change)
     assert changed, error
     larger = profile.with_memory(None, parse_bytes(changed[1]))
     several = sizes_of(model, semantics, larger)
@@ -174,7 +191,7 @@ def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
         request = Request(model, semantics, profile, None, SIZES).resized()
         leanest_first = [n for _, n in leanest(model, build_workload(model, request.semantics), request.semantics, profile)]
         assert not any(n.fits for n in leanest_first)
-        return {text: changed for text, changed in _changes(request, leanest_first) if "--disk-read 7GB" in text}
+        return {text: changed for text, changed in _of_same_bits(request, leanest_first[0]) if "--disk-read 7GB" in text}
 
     (changed,) = named(adapters, profile).values()
     assert changed.fits()
