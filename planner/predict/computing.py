@@ -21,6 +21,9 @@ SQUARE_KERNELS = 2  # of `runtime/host/norms.py`, besides each tensor's: zeros, 
 # anew. Of a logit: bf16 and fp32, its log-softmax, and the gradients of the three. No probe measures it: on a virtual machine of
 # two AMD EPYC cores a byte so took 0.44 ns, as long as ten that are moved (docs/log.md).
 FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10, 2.5
+# A probe times library calls one after the other. A step's come from Python's modules and autograd, which no probe measures: on the
+# lane of computing of two models, 64 and 256 wide, all that was not predicted is calls that take 9 times as long (docs/log.md).
+CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's time from call to call, much of a model so small", 9.0, 0.1
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
@@ -46,18 +49,20 @@ class Computing:
 
     def forward_s(self, block: Block, of: Semantics) -> float:
         """Seconds of one forward of a block on one micro-batch."""
-        return self._once_s(block, block.matmuls, block.attention, of)
+        return self._once_s(block, block, block.matmuls, block.attention, of)
 
     def recompute_s(self, block: Block, again: Tier, of: Semantics) -> float:
         """Seconds of what one backward of a block computes again."""
-        return self._once_s(again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, of)
+        return self._once_s(block, again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, of)
 
-    def _once_s(self, work: Block | Tier, matmuls: Sequence[Matmul], attention: Attention | None, of: Semantics) -> float:
+    def _once_s(
+        self, block: Block, work: Block | Tier, matmuls: Sequence[Matmul], attention: Attention | None, of: Semantics
+    ) -> float:
         return (
             sum(self._matmul(of.compute_dtype, m) for m in matmuls)
             + self._attention(of, attention, backward=False)
             + self._pointwise_s(work, of)
-            + work.n_kernels * self.profile.device.kernel_overhead_s.value
+            + self._calls_s(work.n_kernels, block, of)
         )
 
     def backward_s(self, block: Block, of: Semantics) -> float:
@@ -67,8 +72,16 @@ class Computing:
             + self._attention(of, block.attention, backward=True)
             + self._pointwise_s(block, of, backward=True)
             + block.tile_sum_bytes / self._memory_bytes_per_s
-            + BACKWARD_MATMULS * block.n_kernels * self.profile.device.kernel_overhead_s.value
+            + self._calls_s(BACKWARD_MATMULS * block.n_kernels, block, of)
         )
+
+    def _calls_s(self, n_calls: int, block: Block, of: Semantics) -> float:
+        """Seconds of calls of a library. Beside a block's products they may be too little to speak of."""
+        calls_s = n_calls * self.profile.device.kernel_overhead_s.value
+        if self.profile.device.kind != "cpu":
+            return calls_s
+        products_s = sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+        return self._off(CALLS, CALLS_OFF_BY, calls_s) if 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s else calls_s
 
     def square_s(self, block: Block, n_bytes: int) -> float:
         """Seconds of summing the squares of a block's gradient on the device."""
@@ -97,7 +110,7 @@ class Computing:
             + self._pointwise_s(head, of, backward=True)
             + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
             + self._faults_s(head, of)
-            + (1 + BACKWARD_MATMULS) * head.n_kernels * self.profile.device.kernel_overhead_s.value
+            + self._calls_s((1 + BACKWARD_MATMULS) * head.n_kernels, head, of)
         )
 
     def _faults_s(self, head: Block, of: Semantics) -> float:

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.computing import FAULTED_BYTES, FAULTS_OFF_BY
+from planner.predict.computing import CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from planner.predict.cost import CostModel
 from planner.predict.faster import Group, group_of, with_quantities
 from planner.predict.uncertainty import interval, off_by
 from planner.show.waterfall import RESOURCES
 from runtime.host import slabs
 from runtime.plan import Policy, Semantics
+from runtime.plan.workload import Model
 from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
+from tests.tiny import tiny_config
 
 MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth percentile of one group
 
@@ -125,6 +127,19 @@ def test_large_logits_on_a_cpu_take_new_pages_and_widen():
     pages_s = 64 * 151_936 * 20 * 10 / profile.device.memory_bytes_per_s.value
     assert found[64, 1.0] - found[64, 0.0] == pytest.approx(pages_s)
     assert found[64, FAULTS_OFF_BY] - found[64, 1.0] == pytest.approx((FAULTS_OFF_BY - 1) * pages_s)
+
+
+@pytest.mark.parametrize(
+    ("machine", "hidden_size", "is_wide"), [("cpu-2core", 64, True), ("cpu-2core", 1024, False), ("h100-sxm", 64, False)]
+)
+def test_of_small_models_on_a_cpu_pythons_time_widens(machine, hidden_size, is_wide):
+    config = tiny_config("qwen3", vocab_size=32 * hidden_size, hidden_size=hidden_size, intermediate_size=4 * hidden_size)
+    model, profile = Model(config), spread(read_profile(machine), 0.0)
+    semantics, cost = Semantics(seq_len=128, batch_size=4, micro_batch=4), CostModel(profile)
+    plan = lower(model, build_workload(model, semantics), semantics, Policy(), profile.to_json())
+    cost.demands(plan)
+    assert (CALLS in cost.outside) == is_wide
+    assert not is_wide or interval(plan, profile).p90_step_s > 2 * predicted(plan, profile).step_s
 
 
 @pytest.mark.parametrize("machine", ["h100-sxm", "cpu-2core"])
