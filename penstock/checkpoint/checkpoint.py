@@ -152,7 +152,9 @@ def sum_of(fields: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {problem}; move its folder elsewhere, and --resume goes on from the checkpoint before")
+    return CheckpointError(
+        f"{path}: {problem}; move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
+    )
 
 
 # -- writing one --------------------------------------------------------------------------------------------------------------

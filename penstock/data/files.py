@@ -56,7 +56,7 @@ class DataFiles:
 
     path: Path
     files: tuple[DataFile, ...]
-    n_left_out: int = 0  # links out of the folder, and text files in a set of rows
+    n_left_out: int = 0  # text files in a set of rows
     about: str = ""  # for the user: which split was chosen, and what was left out for that
 
     def where(self, number: int, row: int) -> str:
@@ -88,10 +88,10 @@ class DataFiles:
 
 
 def find_files(path: Path, run: Path, split: str | None = None, preferred: tuple[str, ...] = TRAIN) -> DataFiles:
-    """The files to read: without hidden ones, links out of the folder, pipes, and what is in `run`, the folder of the run itself.
+    """The files to read: without hidden ones, pipes, and what is in `run`, the folder of the run itself.
 
     Of a folder of several splits: those that begin with `split`, else with the first of `preferred` there is. DataError where
-    there is no such file or split, or where the choice is not clear.
+    there is no such file or split, where the choice is not clear, or a link leads out of the folder.
     """
     try:
         root = path.resolve(strict=True)
@@ -117,16 +117,16 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
         raise unreadable(Path(error.filename), error)
 
     found: list[DataFile] = []
-    n_outside = 0
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and Path(os.path.realpath(Path(folder, name))) != run]
-        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+        for file in (Path(folder, name) for name in (*folders, *names) if not name.startswith(".")):
             target = Path(os.path.realpath(file))
             if not target.is_relative_to(root):
-                n_outside += 1
-            elif target.is_file():  # no sockets, pipes, broken or circular links
+                advice = "copy what it leads to, or give that a --data of its own"
+                raise DataError(f"{file}: a link out of the folder, which is not followed; {advice}")
+            if target.is_file():  # no sockets, pipes, broken or circular links
                 found.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))
-    return DataFiles(path, tuple(sorted(found, key=lambda file: Path(file.name).parts)), n_outside)
+    return DataFiles(path, tuple(sorted(found, key=lambda file: Path(file.name).parts)))
 
 
 def _of_split(found: DataFiles, asked: str | None, preferred: tuple[str, ...]) -> DataFiles:
@@ -145,7 +145,7 @@ def _of_split(found: DataFiles, asked: str | None, preferred: tuple[str, ...]) -
         raise DataError(f"{found.path}: no split {asked or preferred[0]!r} in it; {listed}; choose one {how}, or name the files")
     kept = tuple(file for file, split in split_of.items() if split in chosen)
     others = [split for split in there if split not in chosen]
-    others += [f"{n:,} files of no split"] if (n := list(split_of.values()).count(None)) else []
+    others += [f"{n:,} file{'s' * (n != 1)} of no split"] if (n := list(split_of.values()).count(None)) else []
     return replace(found, files=kept, about=f"of {', '.join(chosen)}" + (f", leaving out {', '.join(others)}" if others else ""))
 
 

@@ -267,6 +267,8 @@ def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
 
 def _turn(turn: Any, i: int) -> Message:
     if not isinstance(turn, dict) or turn.get("from") not in list(_ROLES):
+        if isinstance(turn, dict) and turn.get("from") == "function_call":
+            raise ValueError(f'turn {i} is a "function_call": write it as "messages", whose assistant has "tool_calls"')
         raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}; if it has a "role": --columns messages=conversations')
     return {"role": _ROLES[turn["from"]], "content": turn.get("value"), "weight": turn.get("weight")}
 

@@ -291,4 +291,4 @@ def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: 
 
 def in_words(counts: Counts) -> str:
     """What became of documents, for the user."""
-    return ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
+    return ", ".join(f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in counts.items() if n)

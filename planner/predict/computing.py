@@ -81,7 +81,9 @@ class Computing:
         if self.profile.device.kind != "cpu":
             return calls_s
         products_s = sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
-        return self._off(CALLS, CALLS_OFF_BY, calls_s) if 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s else calls_s
+        return (
+            self._off(CALLS, CALLS_OFF_BY, calls_s) if 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s else calls_s
+        )
 
     def square_s(self, block: Block, n_bytes: int) -> float:
         """Seconds of summing the squares of a block's gradient on the device."""

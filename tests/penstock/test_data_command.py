@@ -64,7 +64,7 @@ def test_a_run_learns_from_data_of_every_kind(home, given, way):
     assert [line["step"] for line in trained] == [1, 2]
     assert all(0 < line["supervised_tokens"] < line["tokens"] for line in trained)
     if way == "hub":
-        assert "of train_sft, leaving out test_sft, 1 files of no split" in done.stderr
+        assert "of train_sft, leaving out test_sft, 1 file of no split" in done.stderr
         assert "8 documents" in done.stderr
         assert lines_of(home, f"run-{way}")[-1]["eval_tokens"] == sum(len(a) + 1 for _, a in PAIRS[8:])
 

@@ -116,12 +116,12 @@ def test_a_data_set_with_a_loading_script_is_read_as_files(house):
     (folder / "a.jsonl").write_text('{"text": "To be, or not to be."}\n' * 9)
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: ../../outside/*.jsonl\n---\n# A card\n")
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {"builder_name": "evil", "download_checksums": {}}}))
-    (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
     (folder / "state.pkl").write_bytes(pickle.dumps(print))
     assert judged(house, ["data", "dataset"]) == 0
     said = penstock("data", "dataset", "--samples", 20).stdout
     assert "To be" in said
-    assert "secret" not in said
+    (folder / "link.jsonl").symlink_to(house.parent / "outside" / "secret.jsonl")
+    assert judged(house, ["data", "dataset"]) == 2
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])

@@ -114,21 +114,28 @@ def test_a_mapped_column_is_not_read_under_its_own_name_too(tmp_path):
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
-    """Without hidden files, pipes, and links out of it; what is no text teaches nothing."""
+    """Without hidden files and pipes; what is no text teaches nothing."""
     texts = {"b.txt": "B", "a/z.py": "Z", "a/b/c.md": "\ufeffC\r\n", "a.txt": "", "Ω": "ω", ".hidden": "no", ".git/config": "no"}
     for name, text in texts.items():
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_bytes(text.encode())
     write_lines(tmp_path / "data" / "c.jsonl", [{"text": "J"}, {"text": "K", "source": 1}])
     (tmp_path / "data" / "b.bin").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "secret.txt").write_text("secret")
-    (tmp_path / "data" / "link").symlink_to(tmp_path / "secret.txt")
     (tmp_path / "data" / "circle").symlink_to(tmp_path / "data" / "circle")
     os.mkfifo(tmp_path / "data" / "pipe.jsonl")
     data = read(tmp_path / "data")
     assert texts_of(data) == ["C\r\n", "Z", "", "", "B", "J", "K", "ω"]
-    assert data.words()["data"].endswith("text, 1 files left out")
+    assert data.words()["data"].endswith("text")
     assert data.words()["rows"] == "8 documents, 2 unsupervised"
+
+
+@pytest.mark.parametrize("target", ["secret.txt", "elsewhere", "nowhere"])
+def test_a_link_out_of_a_folder_is_refused(tmp_path, target):
+    path = write_lines(tmp_path / "data" / "a.jsonl", ROWS).parent
+    (tmp_path / "secret.txt").write_text("secret")
+    (tmp_path / "elsewhere").mkdir()
+    (path / "link.jsonl").symlink_to(tmp_path / target)
+    assert "link.jsonl: a link out of the folder, which is not followed; copy what it leads to" in refused(path)
 
 
 def test_texts_of_a_set_of_chats_are_left_out_and_counted(tmp_path):
@@ -180,10 +187,10 @@ HUB = ["README.md", *(f"data/{s}-0000{i}-of-00002-9a.parquet" for s in ("train_s
 @pytest.mark.parametrize(
     ("names", "split", "read_from", "words"),
     [
-        (HUB, None, HUB[1:3], "of train_sft, leaving out test_sft, 1 files of no split"),
+        (HUB, None, HUB[1:3], "of train_sft, leaving out test_sft, 1 file of no split"),
         (["train.jsonl", "validation.jsonl", "test.jsonl"], None, ["train.jsonl"], "leaving out test, validation"),
         (["dev/a.jsonl", *IN_FOLDERS], None, IN_FOLDERS, "leaving out dev"),
-        (["train.txt", "test.txt", "notes.txt"], None, ["train.txt"], "1 files of no split"),
+        (["train.txt", "test.txt", "notes.txt"], None, ["train.txt"], "1 file of no split"),
         # Where nothing is to be told apart, nothing is left out.
         (["test_me.py", "train.py", "a test.md", "training.jsonl", "attest.jsonl"], None, None, ""),
     ],

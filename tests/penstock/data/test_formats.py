@@ -109,7 +109,7 @@ def test_too_long_and_unsupervised_samples_are_counted(tmp_path):
     assert "warning" not in said
     assert read(write_lines(path, rows[2:3])).words()["warning"].startswith("data: many documents are cut, and the rest")
     long = {"messages": [{"role": "user", "content": "x" * 90}, SAID]}
-    assert "nothing to learn in it (1 documents, 1 unsupervised, 1 cut)" in refused(write_lines(path, [long]))
+    assert "nothing to learn in it (1 document, 1 unsupervised, 1 cut)" in refused(write_lines(path, [long]))
 
 
 def test_packing_by_document_is_for_models_that_can(tmp_path):
