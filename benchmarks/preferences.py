@@ -209,7 +209,7 @@ Made with `python -m benchmarks.preferences`, torch {torch.__version__}, transfo
 ## A run
 
 {N_PAIRS} pairs of polite and rude answers, {N_HELD_OUT} others held out; a byte-level Llama of 0.8 M parameters that had learned
-both manners, of all their prompts, for {N_BEFORE} steps; adapters of rank 8 by `dpo:beta=0.1`, 4 pairs a step, in fp32.
+both manners, of all their prompts, for {N_BEFORE} steps; adapters of rank 8 by `dpo:beta=0.1`, 8 sequences a step, in fp32.
 """)
     with tempfile.TemporaryDirectory() as home:
         print(*learned(Path(home)), sep="\n")
