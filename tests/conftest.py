@@ -19,8 +19,10 @@ from .soak import long_lane, share
 # Shared machines are slow at times, which proves nothing; and a build must not depend on which examples were drawn.
 settings.register_profile("house", deadline=None, derandomize=os.environ.get("CI") == "true")
 settings.load_profile("house")
-# A shell has its background jobs ignore interrupts, and whatever they start inherits that: no test of an interrupt could pass.
+# A shell has its background jobs ignore interrupts, as nohup does hang-ups, and whatever they start inherits that: no test of these
+# could pass.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if is_in_memory(Path(tempfile.gettempdir())):  # as some systems' /tmp is, from which no disk can be read
     on_disk = Path(__file__).parents[1] / ".pytest_cache" / "tmp"
     on_disk.mkdir(parents=True, exist_ok=True)

@@ -152,9 +152,8 @@ def sum_of(fields: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {problem}; move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
-    )
+    how = "move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
+    return CheckpointError(f"{path}: {problem}; {how}")
 
 
 # -- writing one --------------------------------------------------------------------------------------------------------------

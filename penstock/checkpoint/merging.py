@@ -99,7 +99,7 @@ def merge(
 
 
 def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], heads: Mapping[str, tuple[int, ...]]) -> None:
-    """Outline the head in the place of what a model has after its last layer's norm, in the dtype of the last file."""
+    """Outline the head in the place of what a model has after its last layer's norm, in the last file."""
     dropped = conversion_of(config).of_head([name for shard in shards.values() for name in shard])
     for file, shard in shards.items():
         shards[file] = {name: outline for name, outline in shard.items() if name not in dropped}
@@ -131,7 +131,7 @@ def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, st
 
 
 def _changed(
-    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, of_config: Mapping[str, Any], is_packed: bool
+    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, of_config: Mapping[str, Any], stays_packed: bool
 ) -> bytes:
     """The content of a model's file, where its experts are bf16 and were packed, or it has a head of its own."""
     if path.name == INDEX_FILE:
@@ -139,8 +139,8 @@ def _changed(
         return json.dumps({"metadata": {"total_size": n_bytes}, "weight_map": weight_map}, indent=2).encode()
     if path.name != "config.json":
         return path.read_bytes()
-    said = {key: value for key, value in read_json(path).items() if is_packed or key != "quantization_config"}
-    return json.dumps({**said, **of_config}, indent=2).encode()
+    said = {key: value for key, value in read_json(path).items() if stays_packed or key != "quantization_config"}
+    return json.dumps(said | dict(of_config), indent=2).encode()
 
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:

@@ -221,6 +221,5 @@ def _about(reader: Reader) -> str:
     """What the data is and how it is read."""
     files, way = reader.files, "by the model's chat template" if reader.template.tokenizer.has_template else "as <|role|> and text"
     said = [f"{files.path}: {reader.format}", "" if reader.is_text else f"conversations {way}", files.about]
-    return ", ".join(
-        filter(None, [*said, f"{(n := files.n_left_out):,} file{'s' * (n != 1)} left out" if files.n_left_out else ""])
-    )
+    left_out = f"{n:,} file{'s' * (n != 1)} left out" if (n := files.n_left_out) else ""
+    return ", ".join(filter(None, [*said, left_out]))

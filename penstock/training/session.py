@@ -360,6 +360,8 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
 def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
     """The settings with a learning rate and a beta2: where none is given, those of what the plan trains, and by what."""
     of, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
+    if is_lion and of.eps != AdamW().eps:
+        raise RunConfigError("optimizer.eps: the plan's optimizer is Lion, which has none; leave it out")
     usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * (LION["lr_fraction"] if is_lion else 1)
     beta2 = of.beta2 if of.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
     return replace(settings, optimizer=replace(of, lr=of.lr or usual, beta2=beta2))

@@ -331,7 +331,7 @@ def until_each_block_s(
 
 def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int]]:
     """The loads that are spared at turns of the walk over the layers, up and down for each group: at each turn at most as many as
-    there are slots, of the heaviest layers for safety, which copies within the device are not."""
+    there are slots, of the layers that take longest for safety, which copies within the device are not."""
     on_device = {b for b in plan.policy.device_blocks if not plan.is_apart(b)}
     layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1

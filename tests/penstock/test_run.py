@@ -67,6 +67,12 @@ def test_less_optimizer_state_is_compiled_or_refused(home, optimizer, numba, sai
     assert (numba == "hidden", 2 * is_refused) == (is_refused, done.returncode)
 
 
+def test_lion_has_no_eps(home):
+    (home / "eps.yaml").write_text("optimizer: {eps: 1e-6}\n")
+    plan = plan_in(home, "--optimizer", "lion")
+    one_line(train(home, plan, "--config", home / "eps.yaml", steps=1), 2, "optimizer.eps: the plan's optimizer is Lion")
+
+
 def real_model(home, **config):
     """A folder as transformers publishes one, with weights and a tokenizer, of what `home/model` describes in few words."""
     folder = home / "real"
