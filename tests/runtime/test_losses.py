@@ -109,13 +109,13 @@ def packed(batch: Batch, rows_each: int, n_each: int = 3) -> Batch:
     """Documents in each sequence; those of a pair or a group lie in all sequences of their unit, in an order of its own."""
     n_rows, seq_len = batch.targets.shape
     ends = torch.linspace(0, seq_len, n_each + 1).long()
-    batch.targets[:, ends[1:] - 1] = -100
+    targets = batch.targets.index_fill(1, ends[1:] - 1, -100)
     member, number = torch.arange(n_rows)[:, None], torch.arange(n_each)
     first = (member + number) % rows_each * seq_len  # of the row in which it lies
     answer, lengths = torch.stack([first + ends[:-1], first + ends[1:]], dim=2), tuple(ends.diff().tolist())
     extras = {"answer": answer, "last": answer[..., 1] - 2, "label": (member // 2 + number) % 2.0}
     extras["reference"] = torch.linspace(-20, -10, answer[..., 0].numel(), dtype=torch.float64).view(n_rows, -1)
-    return replace(batch, document_tokens=(lengths,) * n_rows, n_answers=n_rows * n_each, extras=extras)
+    return replace(batch, targets=targets, document_tokens=(lengths,) * n_rows, n_answers=n_rows * n_each, extras=extras)
 
 
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
@@ -153,7 +153,8 @@ def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
     total = torch.zeros_like(weights[templates.head.weight])
     extras = EXTRAS | {"reference": reference, "old": reference}
     if n_packed:
-        extras |= packed(Batch(targets, targets), semantics.objective.rows_each, n_packed).extras
+        of = packed(Batch(targets, targets), semantics.objective.rows_each, n_packed)
+        targets, extras = of.targets, extras | of.extras
     if (k := semantics.objective.n_top) is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * 64, 4096), k, 1.0).view(4, 64, -1)
     work = lambda: templates.head.loss(weights, hidden, targets, 4, total, extras)  # noqa: E731
