@@ -58,9 +58,7 @@ def update_params_per_s(profile: Profile, of: Semantics) -> float:
 
 def loaded_bytes(plan: Setup, block: int) -> int:
     """What a load carries over the link: all that the block uses, but for what is trained of it on the device."""
-    item = ITEM_BYTES[plan.semantics.compute_dtype]
-    all_bytes = plan.uploaded(block)[1] if plan.unpacks(block) else plan.slot_elements(block) * item
-    return all_bytes - plan.elsewhere_bytes(block)
+    return sum(n_bytes for *_, n_bytes in plan.loaded(block))
 
 
 _OfMicroBatch = tuple[bool, int, bool]

@@ -71,8 +71,7 @@ class HostState:
             self._frozen_at |= plan.frozen_on_host(b)[0] if self.frozen[b] else {}
         self._n_elements = [plan.part_elements(b) for b in range(len(self.owned))]
         # Bytes between the weights of what is trained and the rest of its state
-        alone = [plan.is_apart(b) or b in self._on_disk for b in range(len(self.frozen))]
-        self._between = [0 if is_alone else plan.frozen_bytes(b) for b, is_alone in enumerate(alone)]
+        self._between = [0 if plan.is_alone(b) else plan.frozen_bytes(b) for b in range(len(self.frozen))]
         self._stored, self._bytes = plan.stored(), [plan.state_bytes(n) for n in self._n_elements]  # of each block and part
         # Bytes of the block before each part
         self._begin = [dict(zip(of, accumulate(of.values(), initial=0), strict=False)) for of in self._bytes]

@@ -16,7 +16,7 @@ DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "
 DTYPE |= {"int8": torch.uint8}  # groups of codes and scales
 ON_DISK = "on_disk"  # frozen weights in a file, a slot for each block, besides the arenas
 FRONTS, BASE = "fronts", "base"  # slabs of what is apart from the rest of its slot: uploaded of what is trained; frozen
-Make = Callable[[int], torch.Tensor]  # a slab of so many bytes
+Make = Callable[[int], torch.Tensor]  # a slab, given its bytes
 
 
 class Arenas:

@@ -93,7 +93,7 @@ class Setup:
         return {**({"weight": "bf16", "remainder": lacks} if lacks else {"master": of.master_dtype}), **of.optimizer.moments}
 
     def state_bytes(self, n_elements: int) -> dict[str, int]:
-        """Bytes of each of these of so many elements, a multiple of ALIGN_ELEMENTS; the last up to where a slot may end."""
+        """Bytes of each of these for `n_elements`, a multiple of ALIGN_ELEMENTS; the last up to where a slot may end."""
         found = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}
         found[next(reversed(found))] += -sum(found.values()) % SLOT_ALIGN_BYTES
         return found
@@ -131,18 +131,18 @@ class Setup:
     # -- frozen weights -----------------------------------------------------------------------------------------------
 
     def frozen_bytes(self, block: int) -> int:
-        """What the frozen weights that a block owns take of the host's memory, of which the ranks of a host have one copy."""
+        """Bytes of the frozen weights that a block owns, in the host's memory. The ranks of a host have one copy."""
         return sum(self.stored_bytes(p) for p in self.workload.blocks[block].parameters if p.frozen and p.tied_to is None)
 
     def read_bytes(self, block: int) -> int:
-        """What a read brings of them, where they are on a disk."""
+        """Bytes of them that a read brings from a disk, in whole pages."""
         return -(-self.frozen_bytes(block) // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
 
     def uploaded(self, block: int) -> tuple[dict[str, int], int]:
         """Byte at which each weight begins that a block owns, in a slot it is uploaded to, by name; and how many bytes all of them
         take. What is trained comes first, of several ranks as much as all of them have."""
         of, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
-        at = item * (of.state_elements if self.semantics.ranks == 1 else self.gradient_elements(block))
+        at = item * self.gradient_elements(block)
         for p in of.parameters:
             if p.frozen and p.tied_to is None:
                 places[p.name] = at
@@ -150,16 +150,31 @@ class Setup:
         trained = of.offsets(owned_only=True)[0]
         return {p.name: item * trained[p.name] for p in of.trained if p.tied_to is None} | places, at
 
-    def elsewhere_bytes(self, block: int) -> int:
-        """Of these bytes, how many no load brings: weights that are trained on the device, or by other ranks."""
-        item, n, ranks = ITEM_BYTES[self.semantics.compute_dtype], self.gradient_elements(block), self.semantics.ranks
-        return item * (n - n // ranks if ranks > 1 else self.part_elements(block) * self.is_apart(block))
+    def loaded(self, block: int, rank: int = 0) -> list[tuple[str, int, int, int]]:
+        """What a load of the block copies: of each run of bytes the operand that has it, the first one there and in `weights`, and
+        how many. Not what is trained on the device; and of what several ranks train, the rank's part."""
+        of, item, ranks = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], self.semantics.ranks
+        if ranks > 1:
+            cut = zip(("state", "tied"), self.regions(block), strict=False)
+            runs = [(name, 0, item * (at + rank * (n // ranks)), item * (n // ranks)) for name, (at, n) in cut]
+        else:
+            runs = [] if self.is_apart(block) else [("state", 0, 0, item * of.state_elements)]
+        if n_bytes := self.frozen_bytes(block):
+            name = "frozen" if block in self.policy.disk_blocks else "state"
+            first, to = self.frozen_on_host(block)[1], self.uploaded(block)[1] - n_bytes
+            if runs == [(name, 0, 0, first)] and to == first:  # one copy brings both
+                runs, first, to, n_bytes = [], 0, 0, first + n_bytes
+            runs.append((name, first, to, n_bytes))
+        for p in of.parameters:
+            if p.tied_to is not None and (p.frozen or ranks == 1):
+                at = self.frozen_on_host(0)[0][p.tied_to] if p.frozen else item * self.offsets[0][p.tied_to]
+                runs.append(("tied", at, item * self.offsets[block][p.name], item * aligned_elements(p)))
+        return [run for run in runs if run[-1]]
 
     def frozen_on_host(self, block: int) -> tuple[dict[str, int], int]:
         """Byte of a block's slot of `state`, or of `frozen`, at which each frozen weight that it owns begins, and the first one."""
         places, n_bytes = self.uploaded(block)
-        is_alone = self.is_apart(block) or block in self.policy.disk_blocks
-        first = 0 if is_alone else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
+        first = 0 if self.is_alone(block) else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
         shift_bytes, names = first - n_bytes + self.frozen_bytes(block), {p.name for p in self.workload.blocks[block].trained}
         return {name: at + shift_bytes for name, at in places.items() if name not in names}, first
 
@@ -179,6 +194,10 @@ class Setup:
     def is_apart(self, block: int) -> bool:
         """Whether the device holds what is trained of the block, with its gradient's fp32 sum, and the host what is frozen."""
         return block in self.policy.device_blocks and self.workload.blocks[block].is_mixed
+
+    def is_alone(self, block: int) -> bool:
+        """Whether what is frozen of the block has a slot of the host's without what is trained."""
+        return self.is_apart(block) or block in self.policy.disk_blocks
 
     def stays_loaded(self, block: int) -> bool:
         """Whether what a load of the block brings is there already, from the first step of a run on: it stays, and is frozen."""
@@ -200,14 +219,11 @@ class Setup:
     @cached_property
     def offsets(self) -> list[dict[str, int]]:
         """Of each block the first element of each parameter, by name, in a slot on the device."""
-        several = self.semantics.ranks > 1
-        found = [block.offsets(owned_only=several)[0] for block in self.workload.blocks]
-        for b, block in enumerate(self.workload.blocks if several else ()):
+        blocks, found = self.workload.blocks, [block.offsets()[0] for block in self.workload.blocks]
+        for b, block in enumerate(blocks if self.semantics.ranks > 1 else ()):  # the parts are longer
             found[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
-            at = self.gradient_elements(b)
-            for p in sorted(filter(lambda p: p.frozen, block.parameters), key=lambda p: p.tied_to is not None):
-                found[b][p.name] = at
-                at += aligned_elements(p)
+            longer = self.gradient_elements(b) - block.trained_elements
+            found[b] |= {p.name: found[b][p.name] + longer for p in block.parameters if p.frozen}
         return found
 
     # -- the global gradient norm -------------------------------------------------------------------------------------

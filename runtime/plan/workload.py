@@ -169,11 +169,12 @@ class Block:
     def offsets(self, owned_only: bool = False) -> tuple[dict[str, int], int]:
         """Element offset of each parameter in a slot, by name, and the slot's element count; the same for every dtype.
 
-        What is trained comes first: where there is nothing else, in gradients and moments, the offsets are these, too.
+        What is trained comes first, and of that what the block owns: where there is nothing else, in gradients and moments, the
+        offsets are these, too.
         """
         offsets: dict[str, int] = {}
         at = 0
-        for p in sorted(self.parameters, key=lambda p: p.frozen):
+        for p in sorted(self.parameters, key=lambda p: (p.frozen, p.tied_to is not None)):
             if owned_only and p.tied_to is not None:
                 continue
             offsets[p.name] = at
