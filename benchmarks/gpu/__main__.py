@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do
     python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
 
-Give stages, or `first`, `second`, `third` and `fourth` for those of one call of ten minutes; all of them otherwise. Each is a
+Give stages, or `first` to `fifth` for those of one call of ten minutes; all of them otherwise. Each is a
 process of its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed
 is tried again.
 """

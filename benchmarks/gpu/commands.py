@@ -84,7 +84,7 @@ def plan_of(asked: Asked, note: Note) -> Path:
 
 def make_plan(asked: Asked, name: str, case: Case, machine: str, path: Path) -> Path:
     words = ["plan", str(model_of(asked, name, case)), "--machine", machine, "--seq-len", str(asked.sizes.seq_len)]
-    words += ["--batch-size", str(case.batch_size), *asked.sizes.plan_words]
+    words += ["--batch-size", str(case.batch_size), *asked.sizes.plan_words, *case.plan_words]
     if not asked.tiny:
         words += ["--host-memory", f"{host_bytes(asked)}B"]
     if asked.device_memory is not None and machine != str(asked.profile):  # a probed one knows its own
@@ -105,7 +105,7 @@ def model_of(asked: Asked, name: str, case: Case) -> Path:
     """The model of a case, with as many layers as it is to have."""
     from planner.model.workload import read_model
 
-    config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model).config)
+    config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else case.model or asked.sizes.model).config)
     path = asked.plans / f"{name}.model.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config | ({} if case.n_layers is None else {"num_hidden_layers": case.n_layers})))
@@ -220,13 +220,15 @@ def tests(asked: Asked, note: Note) -> None:
     """Those that need a GPU, several at a time where pytest-xdist is installed."""
     files = TESTS[1:2] if asked.tiny else TESTS
     words = [sys.executable, "-m", "pytest", "-v", "-ra", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    n_cores = len(os.sched_getaffinity(0))
     if not asked.tiny and importlib.util.find_spec("xdist"):
-        words += ["-n", str(max(1, min(12, len(os.sched_getaffinity(0)) * 3 // 4)))]
+        # Two cores for each of them, by a plugin: the lanes of all would else be pinned to the same first ones
+        words += ["-n", str(max(1, min(12, n_cores // 2))), "--maxschedchunk", "1", "-p", "benchmarks.gpu.cores"]
     if importlib.util.find_spec("pytest_timeout"):
         words += ["--timeout", str(int(asked.stage_limit_s * 0.8))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT)
+        done = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         with suppress(subprocess.TimeoutExpired):
             done.wait(max(1.0, asked.stage_limit_s - ENDED_S))
         if done.poll() is None:  # the names and reasons of what has failed are told as it ends

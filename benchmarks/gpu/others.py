@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.model.workload import build_workload, read_model
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.plan import Semantics
+from runtime.plan.train import ALL, Train, parse_train
 from runtime.plan.workload import Model
 
 from .stages import Asked, Note, SkippedError
@@ -63,7 +64,7 @@ class Trial:
         """A line for each batch. The fastest micro-batch is tried once more in a larger batch, if gradients can be accumulated."""
         speed: dict[int, float] = {}
         for micro_batch in self.asked.sizes.micro_batches:
-            tokens_per_s = self._tried(take_step, micro_batch, micro_batch)
+            tokens_per_s = self.tried(take_step, micro_batch, micro_batch)
             if tokens_per_s is None:
                 break
             speed[micro_batch] = tokens_per_s
@@ -71,9 +72,9 @@ class Trial:
             raise RuntimeError("not even the smallest batch was trained")
         largest, best = self.asked.sizes.largest_batch, max(speed, key=lambda size: speed[size])
         if accumulates and best < largest:
-            self._tried(take_step, largest, best)
+            self.tried(take_step, largest, best)
 
-    def _tried(self, take_step: Step, batch_size: int, micro_batch: int) -> float | None:
+    def tried(self, take_step: Step, batch_size: int, micro_batch: int) -> float | None:
         """Tokens per second; None where it does not fit, or not in the time that is left."""
         seq_len, sizes = self.asked.sizes.seq_len, {"batch_size": batch_size, "micro_batch": micro_batch}
         batches, times_s, losses = random_batches(self.config["vocab_size"], batch_size, seq_len), list[float](), list[float]()
@@ -103,10 +104,11 @@ class Trial:
         return tokens_per_s if time.monotonic() < self.ends_s else None
 
 
-def _flop_per_token(config: dict[str, Any], seq_len: int) -> float:
-    """Of the model's own work, as a plan's claim counts it: forward and twice that, attention's causal half, nothing recomputed."""
-    blocks = build_workload(Model(config), Semantics(seq_len, 1, 1)).blocks
-    return 3 * sum(block.forward_flop for block in blocks) / seq_len
+def _flop_per_token(config: dict[str, Any], seq_len: int, train: Train = ALL) -> float:
+    """Of the model's own work, as a plan's claim counts it: forward and twice that, attention's causal half, nothing recomputed; of
+    frozen weights no gradient."""
+    blocks = build_workload(Model(config), Semantics(seq_len, 1, 1, train=train)).blocks
+    return sum(3 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen) for block in blocks) / seq_len
 
 
 def _config_of(asked: Asked) -> dict[str, Any]:
@@ -236,6 +238,43 @@ def zero3(asked: Asked, note: Note) -> None:
             return float(loss.item())
 
         trial.run(take_step, accumulates=False)
+
+
+def peft(asked: Asked, note: Note) -> None:
+    """PEFT's adapters beside a base of bf16, all of it on the device: what needs no streaming, where it fits."""
+    import peft as of_peft
+
+    case, device = asked.sizes.cases["lora"], asked.device
+    model_name = str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model
+    config = dict(read_model(model_name).config)
+    said = {"system": f"PEFT {of_peft.__version__}, all on the device", "optimizer": "torch's, fused, fp32 moments"}
+    trial = Trial(asked, note, config, **said)
+    trial.flop_per_token = _flop_per_token(config, asked.sizes.seq_len, parse_train(case.plan_words[1]))
+    model = _on_meta(config, torch.bfloat16).to_empty(device=device)
+    numbers = pattern().to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            fill(parameter, numbers)
+    model.model.rotary_emb = _rotary(model, device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = of_peft.get_peft_model(model, of_peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")).base_model.model
+    whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
+    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, fused=True)
+
+    def take_step(micro_batches: list[Batch]) -> float:
+        n_supervised, total = sum(batch.n_supervised for batch in micro_batches), torch.zeros((), device=device)
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            loss = whole(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
+        optimizer.step()
+        return total.item()
+
+    for micro_batch in sorted({case.batch_size, case.batch_size // 2 or 1, case.batch_size // 4 or 1}):
+        trial.tried(take_step, case.batch_size, micro_batch)
 
 
 class _NoMask:

@@ -41,7 +41,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         "system | layers | sequences (micro-batch) x tokens | step, s | tokens/s | TFLOP/s | device peak, GB | host peak, GB",
         _their_rows(last),
     )
-    yield "Ours, of the same layers and tokens, is `eight-layers` above."
+    yield "Ours, of the same layers and tokens, are `eight-layers` and `lora` above."
     yield from _section("Host and link")
     yield from _table("what | size | rate", _host_rows(last.get("host", [])))
     yield from _section("Kernels")

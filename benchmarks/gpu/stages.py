@@ -37,9 +37,8 @@ class Stage:
 STAGES = (
     Stage("facts", 1, 20, "facts:facts"),
     Stage("smoke-llama", 1, 100, "smoke:smoke"),
-    Stage("resumed", 1, 110, "commands:resumed", ("datasets",)),
     Stage("probe", 1, 90, "commands:probe"),
-    Stage("tests", 1, 190, "commands:tests", ("pytest", "hypothesis")),
+    Stage("tests", 1, 300, "commands:tests", ("pytest", "hypothesis")),
     Stage("kernels", 3, 80, "kernels:kernels"),
     Stage("batch-16", 2, 150, "training:planned"),
     Stage("eight-layers", 2, 110, "training:planned"),
@@ -49,13 +48,18 @@ STAGES = (
     Stage("batch-4", 3, 110, "training:planned"),
     Stage("batch-64", 3, 170, "training:planned"),
     Stage("zero3", 3, 120, "others:zero3", ("deepspeed",)),
-    Stage("smoke-qwen2", 4, 100, "smoke:smoke", in_tiny=False),
-    Stage("smoke-qwen3_moe", 4, 100, "smoke:smoke", in_tiny=False),
+    Stage("smoke-qwen2", 4, 80, "smoke:smoke", in_tiny=False),
+    Stage("smoke-qwen3_moe", 4, 80, "smoke:smoke", in_tiny=False),
+    Stage("resumed", 4, 110, "commands:resumed", ("datasets",)),
     Stage("resumed-lion", 4, 110, "commands:resumed", ("datasets",), in_tiny=False),
-    Stage("resumed-pairs", 4, 170, "commands:resumed", ("datasets",), in_tiny=False),
+    Stage("resumed-pairs", 4, 160, "commands:resumed", ("datasets",), in_tiny=False),
+    Stage("lora", 5, 80, "training:planned"),
+    Stage("peft", 5, 80, "others:peft", ("peft",)),
+    Stage("lora-72b", 5, 160, "training:planned", in_tiny=False),
+    Stage("whole-14b", 5, 150, "training:planned", in_tiny=False),
 )
 PAGE = Stage("page", 0, 10, "page:page")  # after the others of any call, every time
-CALLS = {"first": 1, "second": 2, "third": 3, "fourth": 4}
+CALLS = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5}
 
 # What every stage needs, by the name under which it is imported; what pydantic needs too, as its wheels are carried one by one.
 NEEDED = (
@@ -66,12 +70,14 @@ NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run of our own: the model with `n_layers` (None: all), `batch_size` sequences a step."""
+    """A run of our own: `batch_size` sequences a step of a model, or of its first `n_layers`."""
 
     batch_size: int
     n_steps: int
     n_layers: int | None = None
     is_probed: bool = False  # planned with the profile that was measured here, where there is one
+    model: str | None = None  # another than that of most
+    plan_words: tuple[str, ...] = ()  # for `penstock plan`
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,7 @@ class Sizes:
     plan_words: tuple[str, ...] = ()  # for `penstock plan`
 
 
+LORA = ("--train", "lora:r=16")  # beside every linear layer, as PEFT's `target_modules="all-linear"`
 # MegaTrain's own configuration for this model takes 158 sequences of 1024 tokens a step: about as many tokens as 64 of 2048.
 FULL = Sizes(
     "qwen2.5-7b",
@@ -97,6 +104,9 @@ FULL = Sizes(
         "batch-4": Case(4, 8, is_probed=True),
         "batch-16": Case(16, 6, is_probed=True),
         "batch-64": Case(64, 4, is_probed=True),
+        "lora": Case(16, 6, is_probed=True, plan_words=LORA),
+        "lora-72b": Case(4, 5, is_probed=True, model="qwen2.5-72b", plan_words=(*LORA, "--base", "int8")),
+        "whole-14b": Case(16, 5, is_probed=True, model="qwen2.5-14b"),  # whose state is more than either memory
     },
     8,
     (16, 64),
@@ -111,6 +121,7 @@ TINY = Sizes(
         "batch-4": Case(2, 3, is_probed=True),
         "batch-16": Case(4, 3, is_probed=True),
         "batch-64": Case(8, 3),
+        "lora": Case(4, 3, is_probed=True, plan_words=LORA),
     },
     2,
     (1, 2),

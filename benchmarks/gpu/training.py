@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
+from functools import cache
 from statistics import median
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from planner.predict.settled import WARM_UP_STEPS
 from runtime.batch import UNSUPERVISED, Batch
 from runtime.executor import Execution
+from runtime.host.memory import DTYPE
+from runtime.layers.packed_weights import pack
 from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
 from runtime.plan import Plan, PlanFile
 from runtime.plan.optimizer import AdamW
@@ -110,14 +113,28 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[
 
 
 def fill_all(machine: TorchMachine) -> None:
-    """Several at a time, but the largest, whose copies would fill what the plan leaves of the host."""
-    numbers, owned = pattern(), [p for block in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[block]]
+    """Several at a time, but the largest, whose copies would fill what the plan leaves of the host. What is packed is packed once
+    for each shape."""
+    host, plan, numbers = machine.host, machine.plan, pattern()
+    owned = [p for block in range(len(plan.workload.blocks)) for p in (*host.owned[block], *host.frozen[block])]
+
+    def filled(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        weight = torch.empty(shape, dtype=dtype)
+        fill(weight, numbers)
+        return weight
+
+    @cache
+    def packed(shape: tuple[int, ...]) -> torch.Tensor:
+        return pack(filled(shape, torch.bfloat16), plan.semantics.base)
 
     def task(p) -> None:  # type: ignore[no-untyped-def]
-        weight = torch.empty(p.shape)
-        fill(weight, numbers)
-        machine.host.set_weight(p, weight)
+        if plan.is_packed(p):
+            host.set_weight(p, packed(p.shape))
+        else:
+            host.set_weight(p, filled(p.shape, DTYPE[plan.semantics.compute_dtype] if p.frozen else torch.float32))
 
+    for shape in {p.shape for p in owned if plan.is_packed(p)}:
+        packed(shape)
     for p in owned:
         if p.n_elements >= ALONE_ELEMENTS:
             task(p)

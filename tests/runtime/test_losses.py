@@ -165,12 +165,8 @@ def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
 ANY = ("dpo", "kto:group=2", "grpo:beta=0.1", "reward")
 
 
-@pytest.mark.parametrize(
-    ("name", "is_packed"),
-    [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
-)
-def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
-    """Whose tiles begin in the middle of a sequence."""
+def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
+    """Semantics of four micro-batches with a loss, and batches with all that it asks for."""
     n = max((objective := parse_objective(name)).rows_each, 2)
     semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective, loss_tile_tokens=12)
     extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
@@ -188,6 +184,16 @@ def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
     if objective.of is Of.TOKENS:
         extras["reference"] = torch.full((4 * n, semantics.seq_len), -4.0)
     batches = [replace(batch, extras=extras) for batch in batches]
+    return semantics, batches
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
+)
+def test_five_policies_train_the_same_bits_with_any_loss(name, is_packed):
+    """Whose tiles begin in the middle of a sequence."""
+    semantics, batches = with_loss(name, is_packed)
     policies = [
         Policy(),
         Policy(accumulation_group=4, update=Update.DEFERRED),

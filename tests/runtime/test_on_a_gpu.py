@@ -6,6 +6,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -23,12 +25,14 @@ from runtime.layers.recompute import FUSED_ATTENTION, Replay
 from runtime.machines.streams import CudaStreams, use_same_kernels
 from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved
 from tests import reference
+from tests.every_type import tiny
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
 from tests.penstock.training.test_generation import PROMPTS, said_by_transformers
 from tests.strategies import policies
-from tests.tiny import MODEL_TYPES, tiny_config
+from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.tour import ROOT
 from tests.training import (
     EVERYTHING,
@@ -37,11 +41,13 @@ from tests.training import (
     as_expected,
     batches_of,
     differences,
+    frozen_of,
     initial_masters,
     machine_for,
     plan_of,
     poison,
     released_slots,
+    same_bits,
     semantics_of,
     settings_of_torch,
     state_of,
@@ -49,6 +55,8 @@ from tests.training import (
 )
 
 from .test_documents import CUTS, OTHERS, POLICIES, config_of, packed_batches
+from .test_frozen import LORA, PACKED
+from .test_losses import with_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when it is first used
@@ -56,6 +64,18 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks when
 LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 LONGEST_SLEEP_CYCLES = 2_000_000  # about a millisecond
+# Models that are recorded, not retold, and how they attend
+RECORDED = {
+    "gemma3n_text": "sdpa",
+    "deepseek_v3": "sdpa",
+    "qwen3_next": "sdpa",
+    "glm4_moe": "sdpa",
+    "olmo2": "sdpa",
+    "phi3": "sdpa",
+    "gpt2": "sdpa",
+    "bloom": "eager",
+    "mamba2": "eager",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +124,7 @@ def run(config, semantics: Semantics, policy: Policy, machine_type=Remembering, 
     return trained(plan_of(config, semantics, policy), machine_type, n_steps, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @LAW
 @given(data=st.data())
@@ -137,6 +158,55 @@ def test_a_gpu_trains_as_the_plain_loop_there_within_rounding(model_type):
     for name, master in state_of(machine)[0].items():
         off = (master - expected.masters[name].cpu()).abs()
         assert float((off > 1e-5).float().mean()) < 0.01, name  # where a gradient is next to nothing, AdamW magnifies its rounding
+
+
+@pytest.mark.parametrize(("model_type", "base", "on_device", "policy"), PACKED)
+def test_adapters_beside_packed_weights_keep_their_bits(model_type, base, on_device, policy):
+    """Whose state the host has, or the device."""
+    train = Train(lora=Lora(rank=8, targets=("q_proj", "experts"))) if model_type in EXPERT_TYPES else LORA
+    semantics = semantics_of(model_type, train=train, base=base, gradient_dtype="fp32" if on_device else "bf16")
+    config = tiny_config(model_type, num_hidden_layers=3)
+    of_state = {"device_blocks": build_workload(Model(config), semantics).mixed} if on_device else {}
+    sleepy = run(config, semantics, replace(policy, **of_state), Sleepy)
+    kept = run(config, semantics, Policy(save=saves(all=(1, 2, 3)), accumulation_group=4))
+    assert differences(sleepy, as_expected(kept)) == []
+    before, on_cpu = initial_masters(config, semantics), trained(plan_of(config, semantics, Policy()))
+    assert all(same_bits(before[name], weight) for name, weight in frozen_of(sleepy).items())
+    for step in range(N_STEPS):
+        assert kept.results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=2e-2)
+
+
+@pytest.mark.parametrize("policy", [EVERYTHING, Policy(boundary_stride=2)])
+@pytest.mark.parametrize("model_type", RECORDED)
+def test_recorded_models_keep_their_bits_on_a_gpu(model_type, policy):
+    """Of which nothing was told by hand: side inputs, several streams, hybrid attention, experts of all sorts."""
+    config = tiny(model_type)
+    config |= {"num_hidden_layers": 4} if "layer_types" not in config else {}
+    n_layers = len(build_workload(Model(config), of := semantics_of(model_type, attention=RECORDED[model_type])).blocks) - 2
+    if n_layers < 4:
+        policy = Policy(save=saves(products=(1,)), offload_blocks=(1,), accumulation_group=2)
+    kept = run(config, of, Policy(save=saves(all=tuple(range(1, n_layers + 1))), accumulation_group=4))
+    assert differences(run(config, of, policy, Sleepy), as_expected(kept)) == []
+    on_cpu = trained(plan_of(config, of, Policy()), n_steps=1)
+    assert kept.results[0].loss == pytest.approx(on_cpu.results[0].loss, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_packed"),
+    [
+        *product(("dpo", "orpo", "kto:group=2", "grpo", "distill:9"), [False]),
+        *product(("dpo", "grpo", "classify"), [True]),
+    ],
+)
+def test_any_loss_keeps_its_bits_on_a_gpu(name, is_packed):
+    semantics, batches = with_loss(name, is_packed)
+    machines = [
+        trained(plan_of(tiny_config("llama"), semantics, policy), machine_type, batches=batches)
+        for policy, machine_type in ((Policy(save=saves(all=(1, 2))), Remembering), (Policy(spill_blocks=(0, 1)), Sleepy))
+    ]
+    assert differences(machines[1], as_expected(machines[0])) == []
+    on_cpu = trained(machines[0].plan, batches=batches, n_steps=1)
+    assert machines[0].results[0].loss == pytest.approx(on_cpu.results[0].loss, rel=2e-2, abs=1e-2)
 
 
 class SleepyForBoth(OfAnyPlan, Sleepy):
