@@ -6,7 +6,7 @@ those that hold weights and input by then.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +77,13 @@ class Replay:
             for noted, _ in self.results:
                 tree_map(self.shelf.found, noted)
 
+    def notes(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether the results of a call are saved: attention's only of queries as wide as values, as every kernel takes them. Others
+        are spelled out on a processor, and so in a plan; a GPU's kernel that takes them computes them again."""
+        name = func.overloadpacket.__name__
+        is_odd = name in FUSED_ATTENTION and args[0].shape[-1] != args[2].shape[-1]
+        return name in self.calls and not is_odd
+
     def _mode(self, mode: "type[_Recording | _Replaying]") -> AbstractContextManager[object]:
         return mode(self) if self.calls else nullcontext()
 
@@ -124,7 +131,7 @@ class _Recording(TorchDispatchMode):
         self.replay = replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in self.replay.calls:
+        if not self.replay.notes(func, args):
             return func(*args, **(kwargs or {}))
         if (shelf := self.replay.shelf) is None:
             out, before_bytes = func(*args, **(kwargs or {})), 0
@@ -140,7 +147,7 @@ class _Replaying(_Recording):
     """Answers those calls with the noted results, in the same order, instead of computing them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in self.replay.calls:
+        if not self.replay.notes(func, args):
             return func(*args, **(kwargs or {}))
         noted, _ = self.replay.results.popleft()
         return noted if self.replay.shelf is None else tree_map(self.replay.shelf.found, noted)

@@ -279,3 +279,13 @@ def n_tensors() -> int:
     gc.collect()
     of_type = Counter(map(type, gc.get_objects()))
     return sum(n for kind, n in of_type.items() if issubclass(kind, torch.Tensor))
+
+
+@pytest.mark.parametrize(("width_of_values", "n_saved"), [(24, 1), (16, 0)])
+def test_attention_is_saved_where_a_plan_counts_it(width_of_values: int, n_saved: int) -> None:
+    """By the kernel of a GPU, which takes values of another width; a plan spells such attention out, and books no result of it."""
+    q, v = (torch.randn(1, 4, 32, width, device="meta", requires_grad=True) for width in (24, width_of_values))
+    replay = Replay(Saved.PRODUCTS, lambda: None)
+    with replay.recording():
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, v, None, True)[0].square()
+    assert len(replay.results) == n_saved
