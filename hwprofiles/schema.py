@@ -161,6 +161,7 @@ class Device(Part):
     context_bytes: Share
     memory_bytes_per_s: Quantity
     eager_bytes_per_s: Quantity | None = None  # of unfused pointwise modules, each call's bytes counted; None: the memory's
+    fused_bytes_per_s: Quantity | None = None  # of a layer's activation and rotations, a kernel each; None: the memory's
     loss_bytes_per_s: Quantity | None = None  # of the fused loss's passes over logits; None: the memory's
     sustained_fraction: Quantity | None = None  # of a burst's rate that products keep in a step; None: rates are a step's
     kernel_overhead_s: Quantity

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hwprofiles.probe import works
 from hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
+from hwprofiles.probe.measurements import CLOCKED
 from hwprofiles.probe.works import Work
 from runtime.plan import Lane
 
@@ -28,6 +30,7 @@ class Truth:
     norm_fractions: tuple[float, float] = (0.8, 0.4)  # of that, forward and backward
     eager_fraction: float = 0.6
     loss_fraction: float = 0.5
+    fused_fraction: float = 0.4
     load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock and watts while it works
     made_s: float = 1.2  # that the first run of a shape by cuDNN takes besides
     kernel_s: float = 4e-6
@@ -146,8 +149,10 @@ class FakeGpu(Device):
                 return work.amount / rates[dtype] / (0.8 if way else 1.0) / clock
             case "memory traffic":
                 fractions = {"norm": t.norm_fractions[way], "eager": t.eager_fraction, "loss": t.loss_fraction}
+                fractions["activation"] = t.fused_fraction
                 fraction = next((of for name, of in fractions.items() if name in work.name), 1.0)
-                return work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
+                before_s = self.seconds(works.product("bf16", *CLOCKED)) if "activation" in work.name else 0.0
+                return before_s + work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
             case "calls":
                 return t.kernel_s
             case "hand-over":

@@ -25,7 +25,7 @@ from runtime.plan import Lane
 from runtime.units import MiB, show_bytes
 
 from .device import Device, Facts, Ready, Run
-from .works import COLD_BYTES, HANDOVER, Call, Work, copying
+from .works import COLD_BYTES, HANDOVER, Call, Work, cold_bytes, copying
 
 CPU = torch.device("cpu")
 DEVICE_SHARE = 0.25  # of the free memory, for the arena that stands in for a device
@@ -47,7 +47,7 @@ class CpuDevice(Device):
         self._pools: dict[Sequence[int], Executor] = {}
         self._beside: list[Work] = []  # what is repeated now
         self._tasks = lru_cache(maxsize=1)(lambda work: work.tasks())  # the optimizer's state is large
-        needed_bytes = (4 + len(self.all_cores)) * COLD_BYTES  # half of it on each core for copies, half for optimizer state
+        needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * cold_bytes()  # for copies on each core, and for optimizer state
         if self.free_bytes < needed_bytes:
             free, needed = show_bytes(self.free_bytes), show_bytes(needed_bytes)
             raise ProfileError(f"{free} of memory are free, and the probe needs {needed}; end other programs")

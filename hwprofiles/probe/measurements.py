@@ -17,11 +17,12 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 HEAD_DIMS = (64, 128)
 LARGE_BYTES = 768 * MiB  # that one kernel of a GPU reads and writes: far above a cache
+CLOCKED = 4096, 4096, 4096  # m, k, n of the product that fused activations are behind
 LOGITS = 1024, 131_072  # of a tile of tokens: rows that no multiprocessor holds
 SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
 ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
 QUICKER = {"point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # of an effort
-REFERENCE, NODES = f"{SEEN}reference.", f"{SEEN}nodes."
+REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,4 +218,8 @@ def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterato
     yield Measurement("device.eager_bytes_per_s", eager_calls, less=call_s)
     for way, work in works.norm(*effort.layer[:2]).items():
         yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)
+    before = works.product("bf16", *CLOCKED)
+    yield Measurement(CLOCK, before)
+    fused = works.activation(effort.layer[0], effort.layer[2], before)
+    yield Measurement("device.fused_bytes_per_s", fused, less=CLOCK, is_optional=True)
     yield Measurement("device.loss_bytes_per_s", works.loss(*LOGITS), is_optional=True)

@@ -9,9 +9,11 @@ for zeros draw less power, and rotate through more memory than a cache holds: in
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,7 @@ from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, D
 from runtime.compute.losses import row_losses_and_gradients
 from runtime.host import chunks, norms, optimizer
 from runtime.host.memory import DTYPE
+from runtime.layers.pointwise import fastest
 from runtime.plan import Lane
 from runtime.plan.optimizer import AdamW
 from runtime.units import KiB, MiB
@@ -34,7 +37,8 @@ Place = Literal["pinned", "pageable"]
 
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
 CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
-COLD_BYTES = 256 * MiB  # of host memory, far above a cache
+COLD_BYTES = 256 * MiB  # of host memory, far above a core's caches
+CACHES, LARGEST_COLD_BYTES = Path("/sys/devices/system/cpu"), 4096 * MiB
 TRAFFIC_BYTES = 8 * MiB  # of one copy within host memory
 STRIDE_BYTES = 64 * KiB  # at least, from one copy's place to the next one's
 TASKS_PER_THREAD = 16  # enough that the uneven end of them matters little
@@ -125,6 +129,28 @@ def norm(n_tokens: int, width: int) -> dict[str, Work]:
         return F.rms_norm(x, (width,), w, 1e-6)
 
     return _passes("memory traffic", "fused norm", operands, call, 2 * n_tokens * width * ITEM_BYTES["bf16"], 2.0)
+
+
+def activation(n_tokens: int, inner: int, before: Work) -> Work:
+    """The gated activation of an MLP as a run compiles it, in bf16, forward and backward, behind a product, whose clock it has
+    then, as in a step. The backward counts twice the forward, as in the planner's cost model."""
+
+    def make(device: torch.device, working_bytes: int) -> Call:
+        assert before.make is not None
+        product, kernels = before.make(device, working_bytes), fastest(device, torch.bfloat16)
+        tensors = [torch.randn(n_tokens, inner, device=device).bfloat16() for _ in range(3)]
+        turns = cycle(in_turn(tensors, working_bytes))
+
+        def call() -> None:
+            gate_TI, up_TI, d_TI = next(turns)
+            product()
+            kernels.swiglu(gate_TI, up_TI)
+            kernels.swiglu_gradients(d_TI, gate_TI, up_TI)
+
+        return call
+
+    n_bytes = 3 * n_tokens * inner * ITEM_BYTES["bf16"]
+    return Work("memory traffic", f"fused activation of {n_tokens} tokens", make, amount=3 * n_bytes, n_bytes=2 * n_bytes)
 
 
 def loss(n_tokens: int, vocab: int) -> Work:
@@ -232,33 +258,37 @@ def updates(n_threads: int) -> Work:
     """AdamW on split masters and bf16 gradients."""
 
     def tasks() -> list[Task]:
-        gradient, values, moment = (_cold_elements(n_threads) for _ in range(3))
+        gradient, values, moment = (_elements(n_tasks, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float32))
         master = optimizer.Master(torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16))
         master.put(slice(None), values)
         state = optimizer.ParamState(master, (moment * 1e-3, moment.square() * 1e-6))
-        return [*optimizer.Step(state, optimizer.summed(gradient.bfloat16()), CLIP_FACTOR, 10, SETTINGS).tasks()]
+        return [*optimizer.Step(state, optimizer.summed(gradient), CLIP_FACTOR, 10, SETTINGS).tasks()]
 
-    return _of_threads("optimizer", "optimizer", tasks, optimizer.TASK_ELEMENTS, n_threads)
+    n_tasks = _cold_tasks(n_threads, 14)  # bytes of a parameter's weight, remainder, moments and gradient
+    return _of_threads("optimizer", "optimizer", tasks, optimizer.TASK_ELEMENTS, n_threads, n_tasks)
 
 
 def squares(n_threads: int) -> Work:
     """The sum of squares of the gradient norm, over bf16 gradients."""
 
     def tasks() -> list[Task]:
-        return [*norms.squares_tasks(optimizer.summed(_cold_elements(n_threads).bfloat16()))]
+        return [*norms.squares_tasks(optimizer.summed(_elements(n_tasks, torch.bfloat16)))]
 
-    return _of_threads("host memory", "sum of squares", tasks, optimizer.TASK_ELEMENTS * ITEM_BYTES["bf16"], n_threads)
+    item_bytes = ITEM_BYTES["bf16"]
+    n_tasks = _cold_tasks(n_threads, item_bytes)
+    return _of_threads("host memory", "sum of squares", tasks, optimizer.TASK_ELEMENTS * item_bytes, n_threads, n_tasks)
 
 
 def traffic(n_cores: int) -> Work:
     """Copies within host memory by all cores; each byte is read and written."""
 
     def tasks() -> list[Task]:
-        pieces = filled(max(COLD_BYTES, 8 * n_cores * TRAFFIC_BYTES)).split(TRAFFIC_BYTES)
+        pieces = filled(max(cold_bytes(), 8 * n_cores * TRAFFIC_BYTES)).split(TRAFFIC_BYTES)
         calls = [partial(to.copy_, source) for to, source in zip(pieces[::2], pieces[1::2], strict=True)]
         return [lambda _, call=call: call() for call in calls]  # type: ignore[misc]
 
-    return replace(_of_threads("host memory", "host copies", tasks, 2 * TRAFFIC_BYTES, n_cores), is_on_all_cores=True)
+    n_tasks = cold_bytes() // (2 * TRAFFIC_BYTES)
+    return replace(_of_threads("host memory", "host copies", tasks, 2 * TRAFFIC_BYTES, n_cores, n_tasks), is_on_all_cores=True)
 
 
 def first_touch() -> Work:
@@ -267,16 +297,34 @@ def first_touch() -> Work:
     return Work("host memory", "first touch", lane=Lane.CPU, amount=n_bytes, tasks=lambda: [lambda _: filled(n_bytes)])
 
 
-def _of_threads(kind: str, name: str, tasks: Callable[[], list[Task]], amount: float, n_threads: int) -> Work:
-    """`amount`: of each task. They are repeated until each thread has `TASKS_PER_THREAD`."""
-    n_tasks, name = TASKS_PER_THREAD * n_threads, f"{name} on {n_threads} threads"
+def _of_threads(kind: str, name: str, tasks: Callable[[], list[Task]], amount: float, n_threads: int, n_tasks: int) -> Work:
+    """`amount`: of each of `n_tasks`, which are repeated until each thread has `TASKS_PER_THREAD`."""
+    n_tasks = max(n_tasks, TASKS_PER_THREAD * n_threads)
     common: dict[str, Any] = {"amount": n_tasks * amount, "point": {"threads": n_threads}, "n_threads": n_threads}
-    return Work(kind, name, lane=Lane.CPU, tasks=lambda: list(islice(cycle(tasks()), n_tasks)), **common)
+    return Work(
+        kind, f"{name} on {n_threads} threads", lane=Lane.CPU, tasks=lambda: list(islice(cycle(tasks()), n_tasks)), **common
+    )
 
 
-def _cold_elements(n_threads: int) -> torch.Tensor:
-    """Normal random numbers for `n_threads` threads: together far above a cache, and a few tasks for each."""
-    return torch.randn(optimizer.TASK_ELEMENTS).repeat(max(COLD_BYTES // 32 // optimizer.TASK_ELEMENTS, 4 * n_threads))
+def _cold_tasks(n_threads: int, element_bytes: int) -> int:
+    """So many tasks that no cache holds what they work on, and a few for each thread."""
+    return max(4 * n_threads, cold_bytes() // element_bytes // optimizer.TASK_ELEMENTS)
+
+
+@lru_cache
+def cold_bytes() -> int:
+    """More memory than this machine's caches of the last level hold together. A server's had 300 MiB, and sums that were probed
+    in it were 1.7 times as fast as in any step."""
+    last: dict[str, int] = {}
+    for at in CACHES.glob("cpu[0-9]*/cache/index3"):
+        with suppress(OSError, ValueError):
+            last[(at / "shared_cpu_list").read_text()] = int((at / "size").read_text().removesuffix("K\n")) * KiB
+    return min(max(COLD_BYTES, 2 * sum(last.values())), LARGEST_COLD_BYTES)
+
+
+def _elements(n_tasks: int, dtype: torch.dtype) -> torch.Tensor:
+    """Normal random numbers for so many tasks."""
+    return torch.randn(optimizer.TASK_ELEMENTS).to(dtype).repeat(n_tasks)
 
 
 def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[torch.Tensor]]:

@@ -140,7 +140,7 @@ class Computing:
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
         is_loss = of.loss == "fused" and isinstance(work, Block) and work.kind is BlockKind.HEAD
-        fused = (device.loss_bytes_per_s if is_loss else None) or device.memory_bytes_per_s
+        fused = (device.loss_bytes_per_s if is_loss else device.fused_bytes_per_s) or device.memory_bytes_per_s
         once_s = (
             (work.pointwise_bytes - work.fused_bytes) / eager.value
             + (work.fused_bytes - work.norm_bytes) / fused.value

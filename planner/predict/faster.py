@@ -39,6 +39,7 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "attention": (Group.ATTENTION, ("device.attention.",)),
     "fused norms": (Group.DEVICE_MEMORY, ("device.norms.",)),
     "eager modules": (Group.DEVICE_MEMORY, ("device.eager_bytes_per_s",)),
+    "fused activations": (Group.DEVICE_MEMORY, ("device.fused_bytes_per_s",)),
     "the fused loss": (Group.DEVICE_MEMORY, ("device.loss_bytes_per_s",)),
     "device memory": (Group.DEVICE_MEMORY, ("device.memory_bytes_per_s",)),
     "kernels' overhead": (Group.LAUNCH, ("device.kernel_overhead_s",)),

@@ -41,6 +41,7 @@ RESOURCES: dict[str, tuple[str, ...]] = {
     "matrix products, {dtype}": ("device.matmul.{dtype}.",),
     "attention, {dtype}": ("device.attention.{attention}.{dtype}.",),
     "device memory": ("device.memory_bytes_per_s", "device.eager_bytes_per_s", "device.norms."),
+    "fused activations": ("device.fused_bytes_per_s",),
     "the fused loss": ("device.loss_bytes_per_s",),
     "kernels' overhead": ("device.kernel_overhead_s",),
     "ops' overhead": ("device.op_overhead_s",),

@@ -78,8 +78,8 @@ class Replay:
                 tree_map(self.shelf.found, noted)
 
     def notes(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether the results of a call are saved: attention's only of queries as wide as values, as every kernel takes them. Others
-        are spelled out on a processor, and so in a plan; a GPU's kernel that takes them computes them again."""
+        """Whether the results of a call are saved: attention's only of queries as wide as values, as every kernel takes them.
+        Others are spelled out on a processor, and so in a plan; a GPU's kernel that takes them computes them again."""
         name = func.overloadpacket.__name__
         is_odd = name in FUSED_ATTENTION and args[0].shape[-1] != args[2].shape[-1]
         return name in self.calls and not is_odd

@@ -282,3 +282,14 @@ def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.Monk
     monkeypatch.setattr(cpu, "available_host_bytes", lambda: 10**8)
     with pytest.raises(ProfileError, match="100 MB of memory are free"):
         CpuDevice()
+
+
+def test_cold_is_what_all_caches_together_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for core, (shared, size) in enumerate([("0-1", "307200K"), ("0-1", "307200K"), ("2", "307200K"), ("3", "none")]):
+        (at := tmp_path / f"cpu{core}" / "cache" / "index3").mkdir(parents=True)
+        (at / "shared_cpu_list").write_text(shared + "\n")
+        (at / "size").write_text(size + "\n")
+    monkeypatch.setattr(works, "CACHES", tmp_path)
+    assert works.cold_bytes.__wrapped__() == 4 * 300 * 2**20
+    monkeypatch.setattr(works, "CACHES", tmp_path / "nowhere")
+    assert works.cold_bytes.__wrapped__() == works.COLD_BYTES

@@ -58,12 +58,14 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     norms, eager = device.norms["torch-fused"], device.eager_bytes_per_s
     assert eager is not None
     assert device.loss_bytes_per_s is not None
+    assert device.fused_bytes_per_s is not None
     assert device.sustained_fraction is None, "what was soaked is a step's rate"
     found = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
         norms.forward_bytes_per_s.value: truth.norm_fractions[0] * truth.memory_bytes_per_s,
         norms.backward_bytes_per_s.value: truth.norm_fractions[1] * truth.memory_bytes_per_s,
         eager.value: truth.eager_fraction * truth.memory_bytes_per_s,
+        device.fused_bytes_per_s.value: truth.fused_fraction * truth.memory_bytes_per_s,
         device.loss_bytes_per_s.value: truth.loss_fraction * truth.memory_bytes_per_s,
         device.kernel_overhead_s.value: truth.kernel_s,
         device.op_overhead_s.value: truth.handover_s,

@@ -11,14 +11,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.training.validation import evaluate
+from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload
 from runtime.batch import Batch
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import execute
-from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
+from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, _adapted_linear, adapt, initial_factors
 from runtime.plan import Policy, Semantics, saves
 from runtime.plan.train import TARGETS, Lora, Train
 from runtime.plan.workload import Model, Saved
@@ -292,3 +294,28 @@ def test_a_frozen_weight_keeps_the_bits_of_its_file() -> None:
     assert frozen_of(machine)[p.name].view(-1)[0] == 1.0
     names = [p.name for p in machine.host.all_owned()]
     assert names == [p.name for block in machine.plan.workload.blocks for p in block.parameters]
+
+
+class Narrow(TorchDispatchMode):
+    """Bytes that products with a factor of an adapter read and write, of what is as wide as a layer."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.n_bytes = rank, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm_"):
+            there = tensors((args, out))
+            self.n_bytes += sum(t.nbytes for t in there if self.rank not in t.shape) * any(self.rank in t.shape for t in there)
+        return out
+
+
+def test_an_adapter_moves_the_bytes_that_are_booked():
+    """Its products have few FLOP for each number they read and write: an H200 took 18 % longer than without these bytes."""
+    x, weight, a, b = (torch.randn(*shape) for shape in ((20, 32), (48, 32), (4, 32), (48, 4)))
+    with Narrow(4) as narrow:
+        _adapted_linear(x, x, weight, None, a, b, 2.0)
+    tape = Tape(4)
+    tape.linear(Tensor(20 * 32, 4), 20, 32, 48, 4 * 80, frozen=True, rank=4)
+    assert tape.work.pointwise_bytes == narrow.n_bytes > 0
