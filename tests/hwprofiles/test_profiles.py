@@ -16,7 +16,7 @@ from runtime.errors import ProfileError
 
 NAMES = shipped_profiles()
 PROBED = "cpu-2core"
-ON_REAL_MACHINES = (PROBED, "h100-16core")
+ON_REAL_MACHINES = (PROBED, "h100-16core", "h200-16core")
 ANY_PROFILE = pytest.mark.parametrize("name", NAMES)
 profiles = st.sampled_from([read_profile(name) for name in NAMES])
 dtypes = st.sampled_from(["bf16", "fp32"])

@@ -27,7 +27,7 @@ from runtime.layers.kernels import (
     use_kernels,
     use_own_calls,
 )
-from runtime.layers.pointwise import _OneKernel, compiled, probes, swiglu
+from runtime.layers.pointwise import _OneKernel, compiled, fastest, probes, swiglu
 from runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
@@ -297,3 +297,12 @@ def test_other_models_of_transformers_keep_their_kernels() -> None:
     for model in (other, hf_model(config)):
         assert not any("forward" in vars(part) for part in model.model.layers[0].modules())  # type: ignore[union-attr]
         assert len(layer_calls(model, 96, 1, 8)) == 2
+
+
+@pytest.mark.parametrize("pointwise", ["eager", "fused"])
+def test_activations_are_compiled_for_fused_layers_alone(pointwise, monkeypatch):
+    asked = []
+    monkeypatch.setattr("runtime.compute.blocks.fastest", lambda *of: asked.append(of) or fastest(*of))
+    semantics, config = semantics_of("llama", pointwise=pointwise), tiny_config("llama")
+    Templates(config, build_workload(Model(config), semantics), semantics)
+    assert len(asked) == (pointwise == "fused")
