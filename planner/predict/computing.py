@@ -24,6 +24,8 @@ FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10
 # A probe times library calls one after the other. A step's come from Python's modules and autograd, which no probe measures: on the
 # lane of computing of two models, 64 and 256 wide, all that was not predicted is calls that take 9 times as long (docs/log.md).
 CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's time from call to call, much of a model so small", 9.0, 0.1
+# Where no probe timed them: a third of the memory's rate on an H200 (docs/benchmarks/gpu_2026-11-27.md)
+ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
@@ -139,13 +141,13 @@ class Computing:
         device = self.profile.device
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
-        is_loss = of.loss == "fused" and isinstance(work, Block) and work.kind is BlockKind.HEAD
-        fused = (device.loss_bytes_per_s if is_loss else device.fused_bytes_per_s) or device.memory_bytes_per_s
-        once_s = (
-            (work.pointwise_bytes - work.fused_bytes) / eager.value
-            + (work.fused_bytes - work.norm_bytes) / fused.value
-            + work.norm_bytes / norm.value
-        )
+        is_head = isinstance(work, Block) and work.kind is BlockKind.HEAD
+        is_compiled = of.pointwise == "fused" and not is_head
+        own = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_head and of.loss == "fused" else None
+        fused_s = (work.fused_bytes - work.norm_bytes) / (own or device.memory_bytes_per_s).value
+        if fused_s and is_compiled and own is None and device.kind != "cpu":
+            fused_s = self._off(ACTIVATIONS, ACTIVATIONS_OFF_BY, fused_s)
+        once_s = (work.pointwise_bytes - work.fused_bytes) / eager.value + fused_s + work.norm_bytes / norm.value
         return BACKWARD_POINTWISE * once_s if backward else once_s
 
     @property

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     # What is timed is the runtime's own work, on the cores that it would use.
     "hwprofiles.probe": {
         *("hwprofiles.schema", "hwprofiles.quantity", "runtime.host", "runtime.machines", "runtime.compute", "runtime.plan"),
-        *("runtime.errors", "runtime.units"),
+        *("runtime.errors", "runtime.layers", "runtime.units"),
     },
     "runtime": set[str](),
     "penstock": {"planner", "runtime", "hwprofiles"},

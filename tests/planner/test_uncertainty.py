@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hwprofiles.schema import Profile, read_profile
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
-from planner.predict.computing import CALLS, FAULTED_BYTES, FAULTS_OFF_BY
+from planner.predict.computing import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from planner.predict.cost import CostModel
 from planner.predict.faster import Group, group_of, with_quantities
 from planner.predict.uncertainty import interval, off_by
@@ -39,8 +39,8 @@ def width_s(found):
     return found.p90_step_s - found.p10_step_s
 
 
-def small_plan(machine="h200-pcie5", update="deferred"):
-    model, semantics = read_model("qwen2.5-0.5b"), Semantics(seq_len=512, batch_size=8, micro_batch=8)
+def small_plan(machine="h200-pcie5", update="deferred", pointwise="eager"):
+    model, semantics = read_model("qwen2.5-0.5b"), Semantics(seq_len=512, batch_size=8, micro_batch=8, pointwise=pointwise)
     profile = read_profile(machine)
     return lower(model, build_workload(model, semantics), semantics, Policy(update=update), profile.to_json()), profile
 
@@ -97,7 +97,24 @@ def gridded(lowest, highest):
         product | {"m": m, "k": k, "n": k, "flop_per_s": product["flop_per_s"] | rates[m]} for m, k in corners
     ]
     fields["device"]["attention"]["flash"]["bf16"] = [attention | {"head_dim": h, "seq_len": n} for h, n in corners]
+    fields["device"]["fused_bytes_per_s"] = fields["device"]["memory_bytes_per_s"]
     return spread(Profile.from_json(fields), 0.0)
+
+
+def test_compiled_activations_that_no_probe_timed_widen():
+    """By three times what they take, on a GPU: their own seconds are the rest of a layer's, where all else is as sure as can be."""
+    plan, _ = small_plan(pointwise="fused")
+    timed = gridded(1, 2**20)
+    fields = timed.to_json()
+    del fields["device"]["fused_bytes_per_s"]
+    untimed, block, of = Profile.from_json(fields), plan.workload.blocks[1], plan.semantics
+    assert width_s(interval(plan, timed, MANY)) == 0 < width_s(interval(plan, untimed, MANY))
+    slower = CostModel(untimed, longer_outside={ACTIVATIONS: ACTIVATIONS_OFF_BY})
+    seconds = [cost.forward_s(block, of) for cost in (CostModel(timed), CostModel(untimed), slower)]
+    fused_s = (block.fused_bytes - block.norm_bytes) / timed.device.memory_bytes_per_s.value
+    assert fused_s > 0
+    assert [s - seconds[0] for s in seconds] == pytest.approx([0, 0, (ACTIVATIONS_OFF_BY - 1) * fused_s])
+    assert [*slower.outside] == [ACTIVATIONS]
 
 
 def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
