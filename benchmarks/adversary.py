@@ -1,11 +1,12 @@
 """Random attack on the bounds: thousands of drawn policies against every lower bound, and how near they come.
 
-Prints a page in markdown: `python -m benchmarks.adversary` from the root of the repository, some twenty minutes on two cores;
-`--cases 500` for fewer. A case is a policy in a cell (model, machine, memory, step) with all bounds that say something of it.
+Prints a page in markdown: `python -m benchmarks.adversary` from the root of the repository, some twenty minutes of a core;
+`--cases 500` for fewer. A case is a policy in a cell (model, machine, memory, step) with all bounds that say something of it. Two
+cells of three are hard ones (`hard_cells.py`).
 """
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -15,16 +16,19 @@ import click
 
 from planner.predict.resident import resident
 from planner.search.search import search
-from runtime.plan import Update
+from runtime.plan import Policy, Update
 from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of, with_state_on_device
+
+from .hard_cells import hard_cell, kinds_of, repeats
 
 FAULT_FRACTION = 0.01  # a bound that is higher by that is to be caught
 N_TRIES = 8  # of a climb
 N_STAYING = 2  # policies drawn that keep state on the device
+DRAWN_CELLS = 3  # one cell in three is drawn without regard to what is hard
 SEARCHED_CELLS = 10  # one cell in ten is searched, too
 N_NEIGHBOURS = 100
 LEAST_GAIN_FRACTION = 0.005  # by which a climb is not to improve what a search found
-MOST_SEARCHED_OPS = 400  # of a plan, where the search is attacked
+MOST_SEARCHED_OPS = 800  # of a plan, where the search is attacked
 
 
 @dataclass(slots=True)
@@ -53,6 +57,8 @@ class Tally:
     n_cases: int = 0
     n_empty: int = 0  # cells in which nothing fits
     rows: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
+    kinds: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))  # of what is hard
+    n_of_kind: Counter[str] = field(default_factory=Counter)  # cases
     gaps: list[float] = field(default_factory=list)  # of certificates
     gains: list[float] = field(default_factory=list)  # of a climb from what the search found
 
@@ -61,33 +67,45 @@ class Tally:
         self.n_empty += other.n_empty
         self.gaps += other.gaps
         self.gains += other.gains
-        for name, row in other.rows.items():
-            mine = self.rows[name]
-            mine.n_cases, mine.n_near = mine.n_cases + row.n_cases, mine.n_near + row.n_near
-            mine.tightest_fraction = min(mine.tightest_fraction, row.tightest_fraction)
-            mine.broken += row.broken
+        self.n_of_kind += other.n_of_kind
+        for rows, others in ((self.rows, other.rows), (self.kinds, other.kinds)):
+            for name, row in others.items():
+                mine = rows[name]
+                mine.n_cases, mine.n_near = mine.n_cases + row.n_cases, mine.n_near + row.n_near
+                mine.tightest_fraction = min(mine.tightest_fraction, row.tightest_fraction)
+                mine.broken += row.broken
 
 
 def attacked(number: int) -> Tally:
     """One cell: policies of a climb against their bounds; of some cells, the search against a climb."""
-    of, rng, tally = cell(number), random.Random(~number), Tally()
+    of, rng, tally = cell(number) if number % DRAWN_CELLS == 0 else hard_cell(number), random.Random(~number), Tally()
     start = start_of(rng, of)
     if start is None:
         tally.n_empty = 1
         return tally
-    relaxation, fastest = relaxation_of(of), climbed(rng, of, start, N_TRIES)[0]
+    kinds, relaxation = kinds_of(of), relaxation_of(of)
+    fastest = climbed(rng, of, start, N_TRIES)[0]
     staying = with_state_on_device(rng, of, N_STAYING)
-    policies = dict.fromkeys((start, fastest, neighbour(rng, of, start), neighbour(rng, of, fastest), *staying))
+    policies = dict.fromkeys((start, fastest, _near(rng, of, start), _near(rng, of, fastest), *staying))
     for policy in (policy for policy in policies if of.needs(policy).fits):
         found = held(of, policy, relaxation)
         tally.n_cases += bool(found)
         groups = "one group" if policy.accumulation_group == of.semantics.n_micro_batches else "groups"
         kept = ", state on the device" if policy.device_blocks else ""
+        of_case = [*kinds, *(["plan with `repeat`"] if repeats(of, policy) else [])] if found else []
+        tally.n_of_kind.update(of_case)
         for one in found:
-            tally.rows[f"{one.name} | {policy.update}, {groups}{kept}"].add(one, number)
+            for row in (tally.rows[f"{one.name} | {policy.update}, {groups}{kept}"], *(tally.kinds[kind] for kind in of_case)):
+                row.add(one, number)
     if number % SEARCHED_CELLS == 0 and 8 * of.semantics.n_micro_batches * (of.workload.n_layers + 2) <= MOST_SEARCHED_OPS:
         _attack_search(of, rng, tally)
     return tally
+
+
+def _near(rng: random.Random, of: Cell, policy: Policy) -> Policy:
+    """A neighbour, one that fits if any of those drawn does."""
+    near = (neighbour(rng, of, policy) for _ in range(N_TRIES))
+    return next((other for other in near if of.needs(other).fits), policy)
 
 
 def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
@@ -107,7 +125,11 @@ def page(tally: Tally, n_cells: int) -> Iterator[str]:
     yield f"{n_cells} cells, in {tally.n_empty} of which nothing drawn fits; {tally.n_cases} cases; {len(broken)} below a bound.\n"
     yield from (f"- WRONG: {said}" for said in broken)
     yield f"{len(tight)} of {len(tally.rows)} planted faults are caught: a bound, in one situation, {FAULT_FRACTION:.0%} higher.\n"
-    yield "| bound | situation | cases | a fault is caught by | nearest step above |\n|---|---|---:|---:|---:|"
+    yield "| what is hard | cases | bounds | below | a fault is caught by | nearest step above |\n|---|---:|---:|---:|---:|---:|"
+    for name, row in sorted(tally.kinds.items()):
+        counts = f"{tally.n_of_kind[name]} | {row.n_cases} | {len(row.broken)} | {row.n_near}"
+        yield f"| {name} | {counts} | {row.tightest_fraction:.2%} |"
+    yield "\n| bound | situation | cases | a fault is caught by | nearest step above |\n|---|---|---:|---:|---:|"
     for name, row in sorted(tally.rows.items()):
         yield f"| {name} | {row.n_cases} | {row.n_near} | {row.tightest_fraction:.2%} |"
     if tally.gaps:

@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, get_args
 
 from benchmarks.any_memory import with_any_memory
 from hwprofiles.schema import Collective, Profile, read_profile
-from planner.bounds.bounds import places_to_stay, policy_bounds
+from planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
 from planner.bounds.machine import machine_bound
 from planner.bounds.work import Works
-from planner.lower.lower import lower
+from planner.lower.lower import FEWEST_FOLDED, FEWEST_FOLDED_GROUPS, lower
 from planner.model.workload import build_workload, read_model
 from planner.predict.cost import CostModel, region_of
 from planner.predict.faster import Group, faster
@@ -24,9 +25,9 @@ from planner.predict.memory import Footprint, footprint, frame
 from planner.predict.simulate import simulate
 from planner.search.frames import Frames
 from planner.search.relax import Relaxation
-from planner.search.space import LEAST_SAVED_SLOTS, WAYS, eager_is_legal, family_of, places_of_mixed, staying, with_ways
+from planner.search.space import LEAST_SAVED_SLOTS, WAYS, eager_is_legal, family_of, leanest, places_of_mixed, staying, with_ways
 from runtime.errors import PlanError
-from runtime.plan import Policy, Semantics, Update
+from runtime.plan import Lane, Policy, Semantics, Update
 from runtime.plan.legality import refuse_illegal
 from runtime.plan.train import parse_train
 from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
@@ -57,7 +58,8 @@ class Cell:
     def largest_group(self) -> int:
         """Micro-batches: of a long step only plans that repeat are drawn."""
         n = self.semantics.n_micro_batches
-        return n if n < LONG_STEPS[0] else LARGEST_REPEATED_GROUP
+        is_short = n * len(self.workload.blocks) < FEWEST_FOLDED
+        return n if is_short else max(1, min(LARGEST_REPEATED_GROUP, n // FEWEST_FOLDED_GROUPS))
 
     def needs(self, policy: Policy) -> Footprint:
         return footprint(frame(self.model, self.workload, self.semantics, policy), self.profile)
@@ -68,6 +70,13 @@ class Cell:
         demands = CostModel(self.profile, clipped=clipped).demands(plan)
         found = simulate(plan, demands, region_of(self.profile), MAX_STEPS)
         return found.step_s if found.periodic else None
+
+    def busy_s(self, policy: Policy) -> dict[Lane, float]:
+        """Seconds of the plan's ops on each lane, were they alone there."""
+        plan, found = lower(self.model, self.workload, self.semantics, policy, {}), dict.fromkeys(Lane, 0.0)
+        for i, (op, demand) in enumerate(zip(plan.ops, CostModel(self.profile).demands(plan), strict=True)):
+            found[op.lane] += plan.often(i) * demand.uncontended_s
+        return found
 
     def mean_step_s(self, policy: Policy) -> float | None:
         """The mean over clipped steps and others."""
@@ -358,6 +367,8 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
         return []
     bounds = [*policy_bounds(plan, Works(cost)), machine_bound(plan, cost)]
     found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
+    there_s = of.busy_s(policy)
+    found += [Held(f"ops on {lane}", counted_s, there_s[lane], policy) for lane, counted_s in busy_s(plan, cost).items()]
     if relaxation is not None:
         family = family_of(policy, of.semantics)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
@@ -406,6 +417,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
 
 
 def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:
-    """A policy that fits, if any of those drawn does."""
+    """A policy that fits, if any of those drawn does, or of the leanest."""
     drawn = (drawn_policy(rng, of) for _ in range(n_tries))
-    return next((policy for policy in drawn if of.needs(policy).fits), None)
+    lean = (plan.policy for plan, _ in leanest(of.model, of.workload, of.semantics, of.profile))
+    return next((policy for policy in chain(drawn, lean) if of.needs(policy).fits), None)

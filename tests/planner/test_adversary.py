@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.any_memory import with_any_memory
+from benchmarks.hard_cells import hard_cell
 from hwprofiles.schema import read_profile
 from planner.bounds import work as of_blocks
 from planner.bounds.bounds import policy_bound
@@ -20,6 +21,7 @@ from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_
 N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds, and
 # Cells, and seeds of policies, for which a bound was once above a step
 CAUGHT = [(10_607, ~10_607), (11_064, ~11_064), (11_359, ~11_359), (700_640, 700_640)]
+CAUGHT_HARD = [15, 53, 82]  # and hard cells
 N_STAYING = 2  # policies that keep state on the device, where they fit
 # Groups smaller than the step, where bounds were once above steps: model, machine, tokens a sequence, sequences, sizes of groups
 GROUPED = [
@@ -51,6 +53,12 @@ def test_no_plan_is_faster_than_a_bound(first):
     assert [said for number in range(first, first + N_PER_TEST) for said in broken(cell(number), number, N_TRIES)] == []
 
 
+@pytest.mark.soak_cases("10", "20", "30")
+@pytest.mark.parametrize("first", range(0, 4 * N_PER_TEST, N_PER_TEST))
+def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
+    assert [said for number in range(first, first + N_PER_TEST) for said in broken(hard_cell(number), number, N_TRIES)] == []
+
+
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("number", range(900_000, 900_008))
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
@@ -68,6 +76,12 @@ def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
 @pytest.mark.parametrize(("number", "seed"), CAUGHT)
 def test_bounds_hold_in_cells_where_they_once_did_not(number, seed):
     assert broken(cell(number), seed, N_TRIES) == []
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("number", CAUGHT_HARD)
+def test_bounds_hold_in_hard_cells_where_they_once_did_not(number):
+    assert broken(hard_cell(number), ~number, N_TRIES) == []
 
 
 def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
