@@ -8,15 +8,15 @@ deterministic.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from math import inf
 
 from planner.bounds.bounds import busy_s
-from runtime.plan import Lane, Policy
+from runtime.plan import Lane, Policy, Setup
 
-from .climb import OMISSIONS, Omission, neighbours
+from .climb import MOVES, OMISSIONS, Omission, early, fewer_leaving, neighbours, single_blocks
 from .remedy import too_long
 from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
 from .trial import Trial
@@ -132,7 +132,9 @@ class Tree:
             one = replace(family, largest_group=family.accumulation_group)
             for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
                 suggested = (policy for buffers in several for policy in self._suggested(one, *buffers, slots))
-                yield from islice(filter(self._may_try, suggested), 1)
+                for policy in islice(filter(self._may_try, suggested), 1):
+                    fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_leaving,))
+                    yield from (policy, *filter(self._may_try, (other for _, other in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""
@@ -247,25 +249,27 @@ class Tree:
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """Go from neighbour to faster neighbour, until none is faster or so many ops have been simulated."""
         best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
-        climbing = True
+        speculates, climbing = self.trial.clipped_fraction is not None, True
+        tried = [*[self._refilled] * (lacking is None), *[early] * speculates, *MOVES, *[single_blocks] * fine]
         while climbing and self.trial.step_s(best) > self.bound_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            near = neighbours(self.trial.frames.of(best), self.trial.profile, self.trial.clipped_fraction is not None, fine)
-            for policy in near if lacking else chain(self._refilled(best), near):
+            for move, policy in neighbours(self.trial.frames.of(best), self.trial.profile, tried):
                 if self.trial.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
                 if self.trial.beats(policy, best, LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
+                    tried = [move, *(other for other in tried if other is not move)]  # what gained is tried first
                     break
         return best
 
     def _may_try(self, policy: Policy) -> bool:
         return not self.trial.is_too_long(policy) and self.trial.fits(policy)
 
-    def _refilled(self, best: Policy) -> Iterator[Policy]:
+    def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
+        best = plan.policy
         n, size = self.trial.semantics.n_micro_batches, best.accumulation_group
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
         saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)

@@ -22,7 +22,10 @@ from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, even
 STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
 SAVED_STEPS = (1, -1, 2)
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
+LEAVING_SHARES = (0.8, 0.7, 0.9)  # shares of the layers whose activations leave
 MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them
+
+Move = Callable[[Setup, Sequence[int]], Iterator[Policy]]  # a policy's neighbours of one sort, given what may stay on the device
 
 
 class Omission(NamedTuple):
@@ -43,36 +46,36 @@ OMISSIONS = (  # those that gained anything, of eight (docs/log.md)
 )
 
 
-def neighbours(plan: Setup, profile: Profile, speculates: bool = False, fine: bool = True) -> Iterator[Policy]:
-    """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at.
-    `speculates`: how often steps are clipped is known, so that blocks may be updated early."""
-    seen = {plan.policy}
-    for policy in _near(plan, profile, speculates, fine):
+def neighbours(plan: Setup, profile: Profile, moves: Iterable[Move]) -> Iterator[tuple[Move, Policy]]:
+    """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at."""
+    seen, may_stay = {plan.policy}, places_to_stay(plan, profile)
+    for move, policy in ((of, policy) for of in moves for policy in of(plan, may_stay)):
         if policy not in seen:
             seen.add(policy)
             try:
                 refuse_illegal(plan.workload, plan.semantics, policy)
             except PlanError:
                 continue
-            yield policy
+            yield move, policy
 
 
-def _near(plan: Setup, profile: Profile, speculates: bool, fine: bool) -> Iterator[Policy]:
-    if speculates:
-        yield from _early(plan.policy, len(plan.workload.blocks))
-    yield from _buffers(plan.policy)
-    yield from _groups(plan)
-    may_stay = places_to_stay(plan, profile)
-    yield from _wholes(plan, may_stay)
-    yield from _moved(plan)
-    yield from _more_or_fewer(plan, may_stay)
-    if fine:
-        yield from _blocks(plan, may_stay)
+def fewer_leaving(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+    """What leaves leaves of fewer layers, but of all that are not loaded: fetches have the link to themselves there, and a
+    relaxation forgets that elsewhere loads wait for them."""
+    policy, away = plan.policy, plan.policy.offload_blocks
+    here, saved = {*policy.device_blocks, *policy.resident_blocks}, [policy.saved(b) for b in away]
+    first = [b for b in sorted(here) if b in away or (0 < b <= plan.workload.n_layers and policy.saved(b) is Saved.INPUT)]
+    others = [b for b in away if b not in here]
+    for n in [round(share * len(away)) for share in LEAVING_SHARES] if first and away else ():
+        stays = evenly(others, max(0, len(first) + len(others) - n)) if n > len(first) else others
+        kept = [*first[:n], *(b for b in others if b not in stays)]
+        yield _saving(_saving(policy, away, Way(Saved.INPUT)), kept, Way(max(saved, key=saved.count), away=True))
 
 
-def _early(policy: Policy, n_blocks: int) -> Iterator[Policy]:
+def early(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Other numbers of early updates: a relaxation forgets the order of host work. The more there are, the more the host gains
     from norms that it need not make."""
+    policy, n_blocks = plan.policy, len(plan.workload.blocks)
     of_host, n = [b for b in range(n_blocks) if b not in policy.device_blocks], len(policy.speculate_blocks)
     for square in (policy.square_on_device, not policy.square_on_device):
         for n_early in dict.fromkeys((*(n + more for more in EARLY_STEPS if n), *(round(of * n_blocks) for of in EARLY_SHARES))):
@@ -81,8 +84,9 @@ def _early(policy: Policy, n_blocks: int) -> Iterator[Policy]:
                 yield replace(policy, update=Update.DEFERRED, speculate_blocks=early, square_on_device=square)
 
 
-def _buffers(policy: Policy) -> Iterator[Policy]:
+def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Other numbers of slots."""
+    policy = plan.policy
     for more in STEPS:
         yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
         yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
@@ -90,7 +94,7 @@ def _buffers(policy: Policy) -> Iterator[Policy]:
         yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + more))
 
 
-def _groups(plan: Setup) -> Iterator[Policy]:
+def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Groups of other sizes: as many of them, or a few more or fewer."""
     policy, n = plan.policy, plan.semantics.n_micro_batches
     size = policy.accumulation_group
@@ -119,7 +123,7 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         yield replace(policy, update=Update.EAGER if policy.update is Update.DEFERRED else Update.DEFERRED, speculate_blocks=())
 
 
-def _moved(plan: Setup) -> Iterator[Policy]:
+def _moved(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Layers that save in one way save in another: some of them, evenly spaced; and with them as many that saved their input alone,
     for what one layer no longer keeps may be room for two."""
     policy, layers = plan.policy, range(max(1, plan.workload.first_trained), plan.workload.n_layers + 1)
@@ -164,7 +168,7 @@ def _changed(blocks: Sequence[int], of: Sequence[int], more: int) -> Iterator[tu
         yield tuple(sorted({*blocks} ^ {*evenly(others, abs(more))}))
 
 
-def _blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+def single_blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """One block done otherwise."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):
@@ -189,3 +193,6 @@ def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:
     """The policy in which these layers save so."""
     policy = with_ways(policy, dict.fromkeys(layers, way))
     return replace(policy, spill_blocks=tuple(b for b in policy.spill_blocks if policy.saved(b + 1) is not Saved.ALL))
+
+
+MOVES: tuple[Move, ...] = (fewer_leaving, _buffers, _groups, _wholes, _moved, _more_or_fewer)  # most likely ones first
