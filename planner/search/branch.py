@@ -269,21 +269,18 @@ class Tree:
 
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         """The policy with other buffers or groups, and memory used as the relaxation would with these."""
-        best = plan.policy
-        n, size = self.trial.semantics.n_micro_batches, best.accumulation_group
+        best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
         saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)
         buffers = [(depth, n_slots + more, saved_slots) for more in REFILLED_STEPS]
         buffers += [(depth + more, n_slots, saved_slots) for more in REFILLED_STEPS]
         buffers += [(depth, n_slots, saved_slots + more) for more in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
-        for of, d, slots, saved in [(size, *b) for b in buffers] + [
-            (g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)
-        ]:
+        others = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
+        for of, d, slots, saved in [*((size, *b) for b in buffers), *others]:
             if min(d, slots) >= 1 and saved >= LEAST_SAVED_SLOTS:
-                yield from self._suggested(
-                    replace(family, accumulation_group=of, largest_group=of), d, slots, saved, below_s=below_s
-                )
+                one = replace(family, accumulation_group=of, largest_group=of)
+                yield from self._suggested(one, d, slots, saved, below_s=below_s)
 
     def _prefetch_less(self) -> None:
         """Of plans that are as fast, the one with the fewest slots for weights."""

@@ -19,8 +19,7 @@ from runtime.plan.workload import Saved
 
 from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 
-STEPS = (1, -1, 2, -2, 4)  # slots more, or fewer
-SAVED_STEPS = (1, -1, 2)
+STEPS, SAVED_STEPS = (1, -1, 2, -2, 4), (1, -1, 2)  # slots more, or fewer
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
 LEAVING_SHARES = (0.8, 0.7, 0.9)  # shares of the layers whose activations leave
 MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them
@@ -80,8 +79,8 @@ def early(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     for square in (policy.square_on_device, not policy.square_on_device):
         for n_early in dict.fromkeys((*(n + more for more in EARLY_STEPS if n), *(round(of * n_blocks) for of in EARLY_SHARES))):
             if 0 <= n_early <= len(of_host):
-                early = speculated(n_early, of_host)
-                yield replace(policy, update=Update.DEFERRED, speculate_blocks=early, square_on_device=square)
+                speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
+                yield replace(speculating, square_on_device=square)
 
 
 def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
@@ -96,8 +95,7 @@ def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Groups of other sizes: as many of them, or a few more or fewer."""
-    policy, n = plan.policy, plan.semantics.n_micro_batches
-    size = policy.accumulation_group
+    policy, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
     alike = groups_alike(size, n)
     one_group = {"square_on_device": False, "device_blocks": ()} if plan.workload.trains_all else {}
     for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
@@ -144,19 +142,16 @@ def _moved(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """More blocks, or fewer, of those that stay loaded, spill, or have their state on the device."""
-    policy, n_blocks = plan.policy, len(plan.workload.blocks)
+    policy = plan.policy
     spilling = [b for b in can_spill(plan.workload) if policy.saved(b + 1) is not Saved.ALL]
     read = can_read(plan.workload, plan.semantics) if policy.disk_blocks else []
-    for n in MOVED:
-        for sign in (1, -1):
-            for blocks in _changed(policy.resident_blocks, range(n_blocks), sign * n):
-                yield replace(policy, resident_blocks=blocks)
-            for blocks in _changed(policy.spill_blocks, spilling, sign * n):
-                yield replace(policy, spill_blocks=blocks)
-            for blocks in _changed(policy.disk_blocks, read, sign * n):
-                yield replace(policy, disk_blocks=blocks)
-            for blocks in _changed(policy.device_blocks, may_stay, sign * n):
-                yield staying(policy, blocks)
+    choices = {"resident_blocks": range(len(plan.workload.blocks)), "spill_blocks": spilling, "disk_blocks": read}
+    for more in (sign * n for n in MOVED for sign in (1, -1)):
+        for name, among in choices.items():
+            for blocks in _changed(getattr(policy, name), among, more):
+                yield replace(policy, **{name: blocks})  # type: ignore[arg-type]
+        for blocks in _changed(policy.device_blocks, may_stay, more):
+            yield staying(policy, blocks)
     if policy.spill_blocks:
         yield replace(policy, spill_blocks=tuple(evenly(spilling, len(policy.spill_blocks))))
 
@@ -174,13 +169,10 @@ def single_blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     for b in range(1, n_layers + 1):
         for way in (*map(Way, RICHER), *WAYS):
             yield _saving(policy, (b,), way)
-    choices = {"resident_blocks": range(n_layers + 2), "spill_blocks": range(n_layers)}
-    for name, blocks in choices.items():
-        for b in blocks:
-            changed = {*getattr(policy, name)} ^ {b}
+    for name, blocks in {"resident_blocks": range(n_layers + 2), "spill_blocks": range(n_layers)}.items():
+        for changed in ({*getattr(policy, name)} ^ {b} for b in blocks):
             yield replace(policy, **{name: tuple(sorted(changed))})  # type: ignore[arg-type]
-    for b in may_stay:
-        changed = {*policy.device_blocks} ^ {b}
+    for changed in ({*policy.device_blocks} ^ {b} for b in may_stay):
         yield from (staying(policy, changed), staying(_bare(policy), changed))
 
 
