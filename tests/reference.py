@@ -8,6 +8,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from unittest import mock
 
 import torch
@@ -27,12 +28,17 @@ def half_up(x: torch.Tensor) -> torch.Tensor:
     return ((x.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def random_16(key: int, n: int) -> torch.Tensor:
-    """The number of each element of a parameter of n, by docs/optimizers.md, element by element."""
+@cache
+def mixed_16() -> torch.Tensor:
+    """A permutation of all numbers of 16 bits."""
     mixed = torch.arange(2**16)
     mixed = ((mixed ^ mixed >> 8) * 0x88B5) % 2**16
     mixed = ((mixed ^ mixed >> 7) * 0xDB2D) % 2**16
-    mixed ^= mixed >> 9
+    return mixed ^ mixed >> 9
+
+
+def random_16(key: int, n: int) -> torch.Tensor:
+    """The number of each element of a parameter of n, by docs/optimizers.md."""
     begins = []
     for turn in range(-(-n // 2**16)):
         x = (key + turn) % 2**32
@@ -40,26 +46,23 @@ def random_16(key: int, n: int) -> torch.Tensor:
         x = (x ^ x >> 15) * 0x2C1B3C6D % 2**32
         begins.append((x ^ x >> 16) % 2**16)
     i = torch.arange(n)
-    return mixed[(torch.tensor(begins)[i // 2**16] + i) % 2**16].to(torch.int32)
+    return mixed_16()[(torch.tensor(begins)[i // 2**16] + i) % 2**16].to(torch.int32)
 
 
 def in_int8(x: torch.Tensor, key: int, is_root: bool) -> torch.Tensor:
-    """What is left of fp32 numbers in groups of int8 codes, group by group."""
-    flat, numbers, found = x.flatten(), random_16(key, x.numel()), []
-    n_codes = torch.tensor(255.0)  # of Python's numbers torch takes the reciprocal
-    flat = flat.double().sqrt().float() if is_root else flat
-    for at in range(0, len(flat), 32):
-        of, most = flat[at : at + 32], flat[at : at + 32].abs().max()
-        scale = (((most / n_codes if is_root else most).view(torch.int32) + numbers[at]) & ~0xFFFF).view(torch.float32)
-        if scale <= 2.0**-58:
-            found.append(torch.zeros_like(of))
-        elif is_root:
-            root = scale * torch.round(of * (n_codes / most))
-            found.append(root * root)
-        else:
-            code = torch.round(254 * of / (most + of.abs())).char().float()  # no zero with a sign
-            found.append(scale * code / (254 - code.abs()))
-    return torch.cat(found).view(x.shape)
+    """What is left of fp32 numbers in groups of int8 codes: a row is a group."""
+    groups, numbers = F.pad(x.flatten(), (0, -x.numel() % 32)).view(-1, 32), random_16(key, x.numel())[::32, None]
+    groups = groups.double().sqrt().float() if is_root else groups
+    most = groups.abs().amax(dim=1, keepdim=True)
+    n_codes = torch.full_like(most, 255.0)  # of Python's numbers torch takes the reciprocal
+    scale = (((most / n_codes if is_root else most).view(torch.int32) + numbers) & ~0xFFFF).view(torch.float32)
+    if is_root:
+        root = scale * torch.round(groups * (n_codes / most))
+        found = root * root
+    else:
+        code = torch.round(254 * groups / (most + groups.abs())).char().float()  # no zero with a sign
+        found = scale * code / (254 - code.abs())
+    return torch.where(scale <= 2.0**-58, 0.0, found).flatten()[: x.numel()].view(x.shape)
 
 
 def at_random(x: torch.Tensor, key: int, is_root: bool = False) -> torch.Tensor:
