@@ -18,6 +18,7 @@ from penstock.ranks import start
 from runtime.plan import PlanFile
 from runtime.plan.footprint import host_needs
 from tests.bytes_of_files import write_lines
+from tests.forks import Forked
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.rank_runs import (
     BATCH,
@@ -118,8 +119,8 @@ def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
     assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
     references = {(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}
     assert len(references) == 1
-    alone = subprocess.run([*program, *words], env=os.environ | QUIET, capture_output=True, text=True, check=False)
-    assert "or a program with torchrun --nproc-per-node 2" in alone.stderr
+    alone = Forked([*program, *words], env=os.environ | QUIET, stderr=subprocess.PIPE)
+    assert "or a program with torchrun --nproc-per-node 2" in alone.communicate(timeout=60)[1]
 
 
 @pytest.mark.soak
