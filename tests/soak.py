@@ -18,7 +18,7 @@ import pytest
 
 from .tiny import ALIKE
 
-SHARE = 7  # a prime, so that no value of a product of parameters is the one that is always taken
+SHARE = 13  # a prime, so that no value of a product of parameters is the one that is always taken
 FEWEST = 2
 
 

@@ -26,6 +26,7 @@ def planned(home, *extra):
     return plan_in(home, *LORA, "--disk-read", "1GB", "--policy", home / "policy.json", *extra, name="disk.json")
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_checkpoints_are_those_of_a_run_in_memory(home, base):
     in_memory = trained(home, plan_in(home, *LORA, "--base", base), "--save-every", 2)

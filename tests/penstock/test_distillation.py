@@ -89,6 +89,7 @@ def plain_divergence(student, teacher, targets, beta, temperature):
     return beta * kl(p, m) + (1 - beta) * kl(q, m)
 
 
+@pytest.mark.soak_cases("0", "1")
 @pytest.mark.parametrize("beta", [0, 0.4, 1])
 def test_a_student_of_all_logits_learns_as_by_a_plain_loop(school, beta):
     """Loss, gradient's norm and held-out divergence, of whole logits by transformers; the file's fp16 is in the tolerance."""

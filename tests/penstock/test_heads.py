@@ -30,6 +30,7 @@ def loaded(folder):
     return model.eval()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("loss", "rows"), [("classify", TEXTS), ("reward:center=0.01", PAIRS), ("reward:mean=1", PAIRS)])
 def test_transformers_loads_a_head_and_scores_as_the_run_does(home, loss, rows):
     shutil.rmtree(home / "data")
@@ -114,6 +115,7 @@ def test_a_plan_that_trains_no_head_is_refused(home):
     one_line(penstock(*asked), 2, "nothing would train its new head")
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
     succeeded(train(home, plan_in(home, name="tokens.json"), out="base", steps=1))

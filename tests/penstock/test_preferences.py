@@ -261,6 +261,7 @@ def test_a_run_of_pairs_begins_at_its_reference_and_resumes(tea):
     assert (tea / "ref").read_bytes() == (tea / "out" / "reference.safetensors").read_bytes()
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("loss", ["dpo", "orpo", "reward"])
 def test_pairs_that_share_sequences_are_the_same_pairs(tea, loss):
     """All pairs in one step, each in sequences of its own or not: a step is the mean of the same, and so are its gradients."""

@@ -128,6 +128,7 @@ def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.Mon
     assert search(SMALL, sizes, profile).plan.semantics == last
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("host_bytes", [512 * GB, 2000 * GB])
 def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -> None:
     """24 GB, where memory for activations decides: each size with a policy of its own against the one that was chosen."""

@@ -66,6 +66,7 @@ def test_missing_bytes_are_those_of_the_nearest_policy(device, host, fixed):
     assert refusal(DESKTOP.with_memory(named.get("device", device), named.get("host", host)), fixed=fixed) is None
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("host_memory", "given", "said"),
     [

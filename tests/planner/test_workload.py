@@ -135,7 +135,7 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
 # ---- what one forward reads, writes and keeps
 
 
-@pytest.mark.fast("pairs")
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
     """Calls and traffic are those of the layer, too, and its backward stays within the transient bytes, and not far below."""

@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(
     ("fields", "n_sequences"),
     [
@@ -48,6 +49,7 @@ def test_the_kernel_of_a_gpu_gives_the_hosts_bits_in_cpp_too(kind: str, fused: b
     assert in_cpp_gives_the_hosts_bits(Kept(weight, kind == "split", weight), tmp_path, fused) == fused
 
 
+@pytest.mark.fast("values")
 @NEEDS_A_COMPILER
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)
 def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moments, tmp_path) -> None:

@@ -40,6 +40,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base_file, "PIECE_BYTES", 4096)
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 @pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
 def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_pieces: None) -> None:

@@ -124,7 +124,7 @@ def each_alone(config, semantics, batch: Batch) -> tuple[float, dict[str, torch.
     return loss.item(), {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
-@pytest.mark.fast("values")
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
 def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
     """The first moment after one step is a tenth of the gradient, or as much as beta1 leaves of it."""
@@ -150,7 +150,7 @@ def logits_of(machine, batch: Batch) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.fast("values")
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *FURTHER])
 def test_other_documents_change_nothing_of_a_documents_logits(model_type):
     """To the bit; but experts see the others' tokens too, and round otherwise."""

@@ -187,6 +187,7 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     return semantics, batches
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize(
     ("name", "is_packed"),
     [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],

@@ -112,6 +112,7 @@ LEAN_KINDS = [*product(("adamw", "lion"), ("split", "bf16", "split24"), ("fp32",
 LEAN_KINDS += [("lion", "fp32", "bf16")]
 
 
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("n", [1, 300, 2 * rounding.TURN + 65])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in place", "into a shadow"])
 @pytest.mark.parametrize(("rule", "kind", "moments"), LEAN_KINDS)

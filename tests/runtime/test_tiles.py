@@ -151,6 +151,7 @@ def test_one_tile_for_all_tokens_is_none_and_smaller_ones_round(model_type: str,
             assert torch.dist(m, whole[name]) <= tolerance * whole[name].norm(), (tile, name)
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", DENSE_TYPES)
 def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
     """One tile of all tokens is no tile. A second MLP width adds what weights and one tile add, however long the sequence."""

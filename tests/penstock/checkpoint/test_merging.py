@@ -57,6 +57,7 @@ def plainly_merged(base: Path, adapter: Path, scale: float) -> dict[str, Tensor]
     return weights
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *ELSEWHERE])
 def test_a_merged_model_is_what_peft_merges(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:

@@ -55,6 +55,7 @@ def by_text(batch, value):
     return found
 
 
+@pytest.mark.soak_cases("ipo", "orpo", "simpo", "dapo", "dr-grpo")
 @pytest.mark.parametrize(
     "loss", ["dpo", "ipo", "orpo", "simpo", "kto:group=3", "grpo", "dapo", "dr-grpo", "reward:center=0.1", "classify"]
 )
