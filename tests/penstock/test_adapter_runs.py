@@ -66,6 +66,7 @@ def test_adapters_have_a_default_learning_rate_of_their_own(home, trains, lr):
     assert [line["lr"] for line in lines_of(home, "out")] == [lr]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_an_adapter_resumes_to_the_same_bits_and_merges(home, base):
     plan = plan_in(home, *LORA, "--base", base)

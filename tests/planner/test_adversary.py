@@ -47,7 +47,7 @@ def broken(of: Cell, seed: int, n_tries: int) -> list[str]:
     return [f"cell {of.number}, {h.name}: {h.bound_s} above {h.step_s}, {h.policy}" for h in found if h.is_broken]
 
 
-@pytest.mark.soak_cases("0", "10", "20", "30", "50", "70", "80", "90")
+@pytest.mark.soak_cases("0", "10", "20", "30", "50", "60", "70", "80", "90")
 @pytest.mark.parametrize("first", range(0, N_CELLS, N_PER_TEST))
 def test_no_plan_is_faster_than_a_bound(first):
     assert [said for number in range(first, first + N_PER_TEST) for said in broken(cell(number), number, N_TRIES)] == []

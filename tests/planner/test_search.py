@@ -352,6 +352,7 @@ def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
     search(model, [(semantics, workload)], DESKTOP, policy)  # which asserts the same
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("train", ["names:model.norm.weight", "names:lm_head.weight", "layers:7"])
 def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     of = asked("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)

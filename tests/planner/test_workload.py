@@ -66,11 +66,13 @@ def parameters_agree(config: dict[str, Any]) -> None:
     assert head.shape == ours.blocks[0].parameters[0].shape
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize(("model_type", "overrides"), [variant for variant in VARIANTS if variant[0] in MODEL_TYPES])
 def test_weights_have_the_names_shapes_and_order_of_transformers(model_type: str, overrides: dict[str, Any]) -> None:
     parameters_agree({k: v for k, v in tiny_config(model_type, **overrides).items() if v is not ...})
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("name", [name for name in shipped_models() if read_model(name).config["model_type"] in MODEL_TYPES])
 def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
     parameters_agree(read_model(name).config)
@@ -79,6 +81,7 @@ def test_every_shipped_model_has_the_weights_of_the_real_one(name: str) -> None:
 # ---- work
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_matmul_work_is_what_the_flop_counter_counts(model_type: str) -> None:
     """Eager attention computes the full square of scores; the plan's convention is the causal half, cut to the window."""
@@ -209,6 +212,7 @@ def test_the_bound_holds_at_a_width_of_real_models() -> None:
 # ---- vocabulary blocks
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "gemma2"])
 def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:

@@ -63,6 +63,7 @@ def test_ranks_train_with_it_to_the_bits_of_one(tmp_path):
     assert trained_by(2, [case], tmp_path / "digests") == {case: trained_alone(case)}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["keep", "boundaries"])
 def test_memory_of_the_router_loss_is_booked(way):
     semantics = semantics_of("qwen3_moe", seq_len=96, batch_size=2, compute_dtype="fp32", loss_tile_tokens=16, router_loss=0.1)

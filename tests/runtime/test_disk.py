@@ -50,6 +50,7 @@ def test_the_bits_are_those_of_the_plain_loop(policy: Policy, base: str, small_p
     assert differences(machine, plain("llama", semantics, LAYERS)) == []
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("seed", range(3))
 def test_reads_wait_for_the_loads_of_streams_that_are_late(seed: int) -> None:
     """And without what tells them that a load is done, bits differ."""

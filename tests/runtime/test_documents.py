@@ -224,6 +224,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_model_that_lets_documents_meet_is_refused_with_why(model_type):
     """One whose rotary embedding depends on the longest document too, where a sequence is longer than its tables."""

@@ -96,7 +96,7 @@ SHIPPED = {name: t for name, of in CONFIGS.items() if (t := of["model_type"]) in
 ONE_OF_EACH = {*{t: name for name, t in SHIPPED.items()}.values()}
 
 
-@pytest.mark.soak_cases(*SHIPPED.keys() - ONE_OF_EACH)
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     model = read_model(name)

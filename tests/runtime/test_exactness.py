@@ -40,7 +40,7 @@ from tests.training import (
 LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.soak_cases("gemma", "mixtral")
+@pytest.mark.soak_cases("gemma", "mixtral", *{"smollm3", "internlm3"} & {*MODEL_TYPES})
 @pytest.mark.drawn
 @pytest.mark.parametrize("family", families(MODEL_TYPES), ids=lambda family: family[0])
 @LAW

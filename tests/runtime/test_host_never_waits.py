@@ -102,7 +102,7 @@ def test_layers_are_passed_inputs_that_change_each_time(monkeypatch):
     assert differences(machine) == []
 
 
-@pytest.mark.fast("values")
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_a_model_is_asked_for_masks_and_positions_twice(model_type, monkeypatch):
     calls = []

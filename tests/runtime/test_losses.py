@@ -142,6 +142,7 @@ def test_a_loss_by_tiles_is_its_definition_on_whole_logits(name, kernels):
 ALONE = ("cross-entropy", "dpo", "label-smoothing", "z-loss", "dapo:beta=0.1", "distill:16,beta=0.5,temperature=2")
 
 
+@pytest.mark.soak_cases("grpo-256")
 @pytest.mark.parametrize(("name", "n_packed"), [*product(ALONE, [0]), *product(("dpo", "grpo", "reward"), [256])])
 def test_the_head_takes_no_more_memory_than_its_loss_is_booked(name, n_packed):
     """Logits decide, or where answers share long sequences what is done to each token."""

@@ -24,6 +24,7 @@ def shapes_of(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.fast("some")
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_peft_loads_what_we_write_and_computes_the_same(tmp_path: Path, model_type: str) -> None:

@@ -174,6 +174,7 @@ def test_a_run_resumes_on_another_plan_and_machine_exactly(tmp_path, monkeypatch
     assert files_of(tmp_path) == drained("barrier")[0]
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("way", ["deferred, one group", "on speculation, taken", "eager"])
 def test_with_memory_for_copies_at_most_one_update_waits(tmp_path, monkeypatch, drained, way):
     snapshots, may_write = noticed(monkeypatch), held_writer(monkeypatch)

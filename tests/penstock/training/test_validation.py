@@ -28,6 +28,7 @@ from tests.training import EVERYTHING, N_STEPS, batches_of, clip_some_steps, dif
 LAW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.fast("some")
 @pytest.mark.parametrize("model_type", STRUCTURES)
 def test_the_loss_is_that_of_transformers_without_dropout(model_type):
     """Nine sequences on arenas for two micro-batches of two: a micro-batch that is half padding, and one that is nothing else."""
