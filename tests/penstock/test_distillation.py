@@ -20,7 +20,7 @@ from planner.predict.forward_pass import forward_pass
 from runtime.plan import PlanFile
 from tests.rank_runs import contents, done
 from tests.rank_runs import words as run_words
-from tests.running import lines_of, one_line, plan_in, succeeded, train, weights_sha
+from tests.running import lines_of, make_home, one_line, plan_in, succeeded, train, weights_sha
 from tests.running import penstock as command
 from tests.tiny import tiny_config
 
@@ -28,14 +28,20 @@ BYTES = ["--tokenizer", "bytes"]
 LOSS = ("--loss", "distill:k=5,temperature=2", "--compute", "fp32")
 
 
-@pytest.fixture
-def school(home):
-    """A teacher that was trained, and a smaller student that knows nothing."""
-    (home / "teacher").mkdir()
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A teacher that was trained."""
+    home = make_home(tmp_path_factory.mktemp("taught"))
     config = tiny_config("llama", vocab_size=272, num_hidden_layers=2, hidden_size=64)
-    (home / "teacher" / "config.json").write_text(json.dumps(config))
-    succeeded(train(home, plan_in(home, model="teacher", name="first.json"), out="taught", steps=2))
-    shutil.copytree(home / "taught" / "checkpoint-2", home / "teacher", dirs_exist_ok=True)
+    (home / "model" / "config.json").write_text(json.dumps(config))
+    succeeded(train(home, plan_in(home), steps=2))
+    return home / "out" / "checkpoint-2"
+
+
+@pytest.fixture
+def school(home, taught):
+    """The teacher, and a smaller student that knows nothing."""
+    shutil.copytree(taught, home / "teacher")
     plan_in(home, *LOSS, model="teacher", name="teacher.json")
     return home
 
