@@ -257,10 +257,7 @@ def small_workload(n_layers: int, tied: bool, saving: bool = False, train: Train
         Block(
             f"layer {i}",
             BlockKind.LAYER,
-            (
-                Parameter(f"model.layers.{i}.up_proj.weight", (8, 100 + 50 * i)),
-                Parameter(f"model.layers.{i}.norm.weight", (8,)),
-            ),
+            (Parameter(f"model.layers.{i}.up_proj.weight", (8, 100 + 50 * i)), Parameter(f"model.layers.{i}.norm.weight", (8,))),
             matmuls=(Matmul(4, 8, 100 + 50 * i),),
             n_kernels=2,
             boundary_bytes=64,

@@ -244,12 +244,7 @@ def test_what_torch_raises_becomes_one_line(raised: Exception, kind: type[Device
 
 
 @pytest.mark.parametrize(
-    ("texts", "found"),
-    [
-        ({}, PciLink(4, 8, 5, 16)),
-        ({"current_link_speed": "Unknown"}, None),
-        ({"max_link_width": "255"}, None),
-    ],
+    ("texts", "found"), [({}, PciLink(4, 8, 5, 16)), ({"current_link_speed": "Unknown"}, None), ({"max_link_width": "255"}, None)]
 )
 def test_the_link_is_read_as_the_kernel_tells_it(tmp_path: Path, texts: dict[str, str], found: PciLink | None) -> None:
     folder = tmp_path / "0000:1a:00.0"

@@ -134,22 +134,17 @@ def test_a_teacher_of_something_else_is_refused(school):
     succeeded(written(school))
     plan, top = plan_in(school, *LOSS), school / "top"
     one_line(train(school, plan), 2, "learns from a teacher's file", "--reference FILE")
-    one_line(
-        command("plan", school / "model", "--machine", "cpu-2core", "--loss", "distill:k=273"), 2, "the model has 272 token ids"
-    )
+    one_line(command("plan", school / "model", "--machine", "cpu-2core", "--loss", "distill:k=273"), 2, "model has 272 token ids")
     one_line(train(school, plan, "--reference", top, "--packing", "one"), 2, "another --seq-len, --packing or --seed")
     other = plan_in(school, "--loss", "distill:k=6", name="other.json")
-    one_line(
-        train(school, other, "--reference", top), 2, "another kind (the 5 likeliest ids at temperature 2, and here it is the 6"
-    )
+    one_line(train(school, other, "--reference", top), 2, "another kind (the 5 likeliest ids at temperature 2, and here", "the 6")
     (school / "data" / "c.txt").write_text("Another text.")
     one_line(train(school, plan, "--reference", top), 2, "holds nothing of this data")
     (school / "data" / "c.txt").unlink()
     (school / "small").mkdir()
     (school / "small" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=258)))
-    one_line(
-        train(school, plan_in(school, *LOSS, model="small", name="small.json"), "--reference", top), 2, "this model has 258 ids"
-    )
+    small = plan_in(school, *LOSS, model="small", name="small.json")
+    one_line(train(school, small, "--reference", top), 2, "this model has 258 ids")
     whole = top.read_bytes()
     top.write_bytes(whole[:-9])
     one_line(train(school, plan, "--reference", top), 2, "not a whole safetensors file")

@@ -22,15 +22,7 @@ from planner.search.answer import Answer
 from planner.search.branch import Tree
 from planner.search.estimate import Greedy
 from planner.search.frames import Frames
-from planner.search.micro_batch import (
-    LEAST_LOSS_TILE,
-    MORE_PARTS,
-    MOST_MICRO_BATCHES,
-    N_PARTS,
-    SIZES,
-    candidates,
-    sizes_of,
-)
+from planner.search.micro_batch import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, SIZES, candidates, sizes_of
 from planner.search.micro_batch import LOSS_TILE as LOSS_TILES
 from planner.search.remedy import Request
 from planner.search.search import NEAR_FRACTION, search

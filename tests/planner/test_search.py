@@ -310,10 +310,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("model", "machine", "device", "host", "batch"),
-    [
-        ("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16),
-        ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8),
-    ],
+    [("gpt-oss-120b", "h200-pcie5", None, int(1.5e12), 16), ("qwen2.5-7b", "rtx4090-server", 3 * 10**9, None, 8)],
 )
 def test_every_change_that_is_named_makes_it_fit(model, machine, device, host, batch):
     """The changes are options of `plan`: give them, and ask again."""

@@ -30,8 +30,7 @@ def spread(profile, fraction, *groups):
     """The profile with this spread in the groups (in all of them, if none is named), and none elsewhere."""
     inside = groups or tuple(Group)
     return with_quantities(
-        profile,
-        lambda place, q: q.model_copy(update={"spread_fraction": fraction if group_of(place) in inside else 0.0}),
+        profile, lambda place, q: q.model_copy(update={"spread_fraction": fraction if group_of(place) in inside else 0.0})
     )
 
 

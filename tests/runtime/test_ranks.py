@@ -41,10 +41,7 @@ def test_two_processes_train_to_the_bits_of_one(by_memory, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("ranks", "hosts", "by_memory", "groups", "batch"),
-    [(4, 1, True, 4, 4), (4, 2, False, 8, 8)],
-)
+@pytest.mark.parametrize(("ranks", "hosts", "by_memory", "groups", "batch"), [(4, 1, True, 4, 4), (4, 2, False, 8, 8)])
 def test_processes_train_types_to_the_bits_of_one(ranks, hosts, by_memory, groups, batch, tmp_path):
     cases = every_case(groups, batch, hosts - 1)
     assert trained_by(ranks, cases, tmp_path / "found.json", hosts, by_memory) == {case: trained_alone(case) for case in cases}

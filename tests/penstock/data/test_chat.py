@@ -114,10 +114,7 @@ APART = {  # what is learned of each answer
     "reasoning, and a question without an answer": (
         "qwen 3",
         (ASKED, {**SAID, "reasoning_content": "Who asks?"}, AGAIN, THEN, ASKED),
-        [
-            "<think>\nWho asks?\n</think>\n\nFine, thanks! 20 €<|im_end|>",
-            "<think>\n\n</think>\n\nIt is four.<|im_end|>",
-        ],
+        ["<think>\nWho asks?\n</think>\n\nFine, thanks! 20 €<|im_end|>", "<think>\n\n</think>\n\nIt is four.<|im_end|>"],
     ),
     "a call without reasoning": (
         "qwen 3",

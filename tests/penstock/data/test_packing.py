@@ -126,11 +126,7 @@ def obvious_first_fit(lengths: list[int], seq_len: int, n_open: int) -> list[lis
     return sequences
 
 
-@given(
-    ns=st.lists(st.integers(2, 12), max_size=60),
-    seq_len=st.integers(12, 40),
-    n_open=st.integers(1, 5),
-)
+@given(ns=st.lists(st.integers(2, 12), max_size=60), seq_len=st.integers(12, 40), n_open=st.integers(1, 5))
 def test_documents_are_packed_as_the_obvious_packer_does(ns, seq_len, n_open):
     documents = Listed([[(i, True) for i in range(n)] for n in ns])
     kept, room.OPEN_SEQUENCES = room.OPEN_SEQUENCES, n_open

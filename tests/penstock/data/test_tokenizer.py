@@ -55,11 +55,7 @@ def test_bytes_are_the_bytes_of_the_text(text):
 
 @pytest.mark.parametrize(
     ("tokenizer_config", "config", "ends"),
-    [
-        ({}, {"eos_token_id": 1}, {1}),
-        ({}, {"eos_token_id": [1, 2]}, {1, 2}),
-        ({"eos_token": "</s>"}, {"eos_token_id": 2}, {1, 2}),
-    ],
+    [({}, {"eos_token_id": 1}, {1}), ({}, {"eos_token_id": [1, 2]}, {1, 2}), ({"eos_token": "</s>"}, {"eos_token_id": 2}, {1, 2})],
 )
 def test_the_end_is_the_tokenizers_own_or_else_the_models(tmp_path, tokenizer_config, config, ends):
     write_tokenizer(tmp_path, tokenizer_config)
