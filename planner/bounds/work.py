@@ -156,6 +156,7 @@ class Works:
         self._known: dict[object, Work] = {}
         self._uses: dict[object, frozenset[tuple[Kind, Uses]]] = {}
         self._facets: dict[object, Facets] = {}
+        self._loads: dict[object, list[tuple[Kind, Demand, int, Array]]] = {}
 
     def facets(self, plans: Sequence[Setup]) -> Facets:
         """The facets of the first plan, valid for all of them: plans of one workload and semantics, ops not needed."""
@@ -174,19 +175,29 @@ class Works:
     def of(self, plan: Setup, facets: Facets, block: int, groups: Groups) -> Work:
         key = facets.uses, groups, _treated(plan, block)
         if key not in self._known:
-            self._known[key] = work_of(plan, self.cost, facets, block, groups)
+            self._known[key] = work_of(plan, self, facets, block, groups)
         return self._known[key]
+
+    def loads(self, plan: Setup, facets: Facets, block: int) -> Iterator[tuple[Kind, Demand, int, Array]]:
+        """What a block has of ops, with what one costs on each facet: the same for groups of any size, but for how often weights
+        are brought."""
+        key = facets.uses, plan.reduced, plan.policy.square_on_device, plan.treatment(block)
+        if key not in self._loads:
+            ops = ops_of(plan, self.cost, block)
+            self._loads[key] = [(kind, demand, count, facets.of(kind, demand)) for kind, demand, count in ops]
+        for kind, demand, count, load in self._loads[key]:
+            yield kind, demand, plan.n_ops(kind, block) if OPS[kind].often is Often.USE else count, load
 
 
 def _treated(plan: Setup, block: int) -> tuple[object, ...]:
     """All of the policy that a block's work depends on."""
     policy = plan.policy
-    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatments[block]
+    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatment(block)
 
 
-def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Groups) -> Work:
+def work_of(plan: Setup, works: Works, facets: Facets, block: int, groups: Groups) -> Work:
     """Of one block."""
-    work, of = Work(len(facets.keys)), plan.workload.blocks[block]
+    cost, work, of = works.cost, Work(len(facets.keys)), plan.workload.blocks[block]
     is_layer, is_resident = of.kind is BlockKind.LAYER, block in plan.policy.resident_blocks
     comes_back = block >= plan.workload.first_trained
     n_left = dict.fromkeys((Kind.FORWARD, *LEAVING), groups.largest)  # of the first group, not yet counted
@@ -198,8 +209,8 @@ def work_of(plan: Setup, cost: CostModel, facets: Facets, block: int, groups: Gr
     def take(name: str, load: Array) -> None:
         np.maximum(work.largest[name], load, out=work.largest[name])
 
-    for kind, demand, count in ops_of(plan, cost, block):
-        load, seconds = facets.of(kind, demand), demand.uncontended_s
+    for kind, demand, count, load in works.loads(plan, facets, block):
+        seconds = demand.uncontended_s
         of_kind.setdefault(kind, []).append((seconds, count))
         add("total", load, count)
         if kind in _ARRIVING:
@@ -333,7 +344,7 @@ def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int
     """The loads that are spared at turns of the walk over the layers, up and down for each group: at each turn at most as many as
     there are slots, of the layers that take longest for safety, which copies within the device are not."""
     on_device = {b for b in plan.policy.device_blocks if not plan.is_apart(b)}
-    layers = [b for b in range(1, plan.workload.n_layers + 1) if b not in plan.policy.resident_blocks]
+    layers = {b: len(alike) for b, alike in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers}
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
     n_unpacked = min(n_slots, plan.n_streaming)
@@ -342,7 +353,7 @@ def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int
         n_left = n_turns * n_held
         demands = {b: cost.demand(plan, Op(kind, b)) for b in layers if plan.n_ops(kind, b) > 1}
         for b in sorted(demands, key=lambda b: (b in on_device, -demands[b].uncontended_s, b)):
-            n_spared = min(n_left, plan.n_ops(kind, b) - 1)
+            n_spared = min(n_left, layers[b] * (plan.n_ops(kind, b) - 1))
             if n_spared > 0:
                 n_left -= n_spared
                 yield kind, demands[b], n_spared

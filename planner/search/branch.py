@@ -10,6 +10,7 @@ deterministic.
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import chain, islice
 from math import inf
 
@@ -35,6 +36,14 @@ SAVED_SLOTS = 3  # of each kind, in what is suggested; a climb sees to others
 REFILLED_STEPS = (1, 3, -1)  # slots more or fewer, where a climb fills memory anew
 
 
+class _By(IntEnum):
+    """What bounds a part of the space, each nearer than the one before."""
+
+    ANY_CHOICE = 0  # what all of its policies do alike
+    LINEAR = 1  # program
+    INTEGER = 2  # program, or the policy's own bound
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class _Node:
     """A part of the space, and a bound for all of it. Ordered by bound, then by when it was found."""
@@ -44,12 +53,12 @@ class _Node:
     family: Family = field(compare=False)
     n_slots: int | None = field(compare=False, default=None)  # for gradients
     policy: Policy | None = field(compare=False, default=None)
-    relaxed: bool = field(compare=False, default=True)  # whether the bound is that of the relaxation
+    by: _By = field(compare=False, default=_By.INTEGER)
 
     @property
     def can_be_simulated(self) -> bool:
         """Whether it is one policy, or so small a part that its policies are next."""
-        return self.policy is not None or (self.n_slots is not None and self.relaxed)
+        return self.policy is not None or (self.n_slots is not None and self.by is _By.INTEGER)
 
 
 class Tree:
@@ -69,15 +78,12 @@ class Tree:
         self.too_long: list[Policy] = []  # to simulate; of these the one with the lowest bound
 
     def relax(self) -> float:
-        """Bound every family by its linear program; asked again, what is lowest by its integer program. Infinite: nothing fits."""
-        while self.open and not self.open[0].relaxed:
-            self._expand(heapq.heappop(self.open))
+        """Bound the families that may be lowest by their linear programs; asked again, by integer programs. Infinite: nothing fits."""
+        least = _By.INTEGER if self.n_nodes else _By.LINEAR
         for family in () if self.n_nodes else self.families:
-            if family.boundary_stride == 1:
-                self._relax(family, 0.0)
-            else:
-                lean = self.trial.frames.of(family.policy())  # layers that share boundaries save nothing else
-                self._push(busy_s(lean, self.trial.cost)[Lane.GPU], family, relaxed=False)
+            self._push(self.relaxation.least_s(family), family, by=_By.ANY_CHOICE)
+        while self.open and self.open[0].by < least:
+            self._expand(heapq.heappop(self.open))
         return self.open[0].bound_s if self.open else inf
 
     @property
@@ -140,7 +146,7 @@ class Tree:
         """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""
         bound_s = self.relaxation.linear_bound_s(family, n_slots)
         if bound_s < inf:
-            self._push(max(bound_s, least_s), family, n_slots, relaxed=False)
+            self._push(max(bound_s, least_s), family, n_slots, by=_By.LINEAR)
 
     def _close_to_best(self, bound_s: float) -> bool:
         """Whether what has such a bound can hardly be better than the best of this size. That of another size closes nothing: what
@@ -148,9 +154,9 @@ class Tree:
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
-        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, relaxed: bool = True
+        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, by: _By = _By.INTEGER
     ) -> None:
-        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, relaxed))
+        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, by))
         self.n_nodes += 1
 
     def _expand(self, node: _Node) -> None:
@@ -161,7 +167,9 @@ class Tree:
             self.too_long = self.too_long or [node.policy]
         elif node.policy is not None:
             self._take(node.policy)
-        elif not node.relaxed:
+        elif node.by is _By.ANY_CHOICE:
+            self._relax(family, node.bound_s)
+        elif node.by is _By.LINEAR:
             if (relaxed := self.relaxation.solve(family, None, n_slots)) is not None:
                 self._push(max(relaxed.bound_s, node.bound_s), family, n_slots)
         elif len(family.groups) > 1:

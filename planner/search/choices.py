@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
+from typing import Any
+
+import numpy as np
 
 from planner.bounds.bounds import SLACK, places_to_stay
 from planner.bounds.integer import Program
@@ -23,6 +26,7 @@ from .frames import Frames
 from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, places_on_disk, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,10 @@ class Choices:
                 self.staying[i] = self._choice(blocks, _stay, instead=_squared)
 
         self.leaving = {saved: [of for (_, way), of in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
+        self.read = [*self.on_disk.values(), *self.read_once.values()]
+        several = [*self.leaving.values(), [*self.spilled.values()], self.read]
+        apart = {choice.count for choice in chain(*several, self.squared.values())}
+        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in apart)]  # choices whose blocks share slots
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
@@ -199,30 +207,17 @@ class Choices:
             p.at_most({room: -1.0}, -least_bytes / has[place])
             rows[place][room] = 1.0
 
-        def more(policy: Policy, than: Policy) -> list[int]:
-            return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
-
-        per_slot = more(replace(self.lean, prefetch_depth=self.lean.prefetch_depth + 1), self.lean)
+        (lean_bytes, per_slot, per_square), *of_choices = self._bytes()
         add(self.depth, per_slot)
-        add(self.squares, more(_squared(self.lean, ()), self.lean))
-        read = [*self.on_disk.values(), *self.read_once.values()]
-        sharing = [*self.leaving.values(), [*self.spilled.values()], read]  # choices whose blocks share slots
-        sharing += [[choice] for choice in self.all() if choice not in chain(*sharing, self.squared.values())]
-        for group in sharing:
+        add(self.squares, per_square)
+        for group, of_group in zip(self.sharing, of_choices, strict=True):
             slots, on_host = list[tuple[int, float]](), list[tuple[int, float]]()
-            for choice in group:
-                lean, first = choice.instead(self.lean, choice.blocks[:1]), choice.blocks[:1]
-                there, then = choice.treated(lean, first), choice.blocks[1:2]  # slots are there, and one more block needs no more
-                if not then:
-                    there, then = lean, first
-                    for other in group:
-                        there = other.treated(there, other.blocks[:1]) if other.blocks != choice.blocks else there
-                each = more(choice.treated(there, then), there)
+            for choice, each, first in zip(group, of_group[::2], of_group[1::2], strict=True):
                 add(choice.count, each)
-                slots.append((choice.used, more(choice.treated(lean, first), lean)[0] - each[0]))
-                on_host.append((choice.used, more(choice.treated(lean, first), lean)[1] - each[1]))
+                slots.append((choice.used, first[0] - each[0]))
+                on_host.append((choice.used, first[1] - each[1]))
             largest(slots)
-            if group is read and group:
+            if group is self.read and group:
                 largest(on_host, place=1)
             for number in [self.more_slots[saved] for saved, leaving in self.leaving.items() if leaving is group and slots]:
                 add(number, (min(n_bytes for _, n_bytes in slots) / self.lean.saved_slots, 0.0))
@@ -235,8 +230,42 @@ class Choices:
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
-        for row, n_bytes, of_slot, of in zip(rows, self.frames.peaks(self.lean), per_slot, has, strict=True):
+        for row, n_bytes, of_slot, of in zip(rows, lean_bytes, per_slot, has, strict=True):
             p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / of + SLACK)
+
+    def _bytes(self) -> list[list[list[int]]]:
+        """What `_asked_bytes` finds: memory is affine in the size of groups, where there are several."""
+        lean, known, n = replace(self.lean, gradient_slots=1), self.frames.asked_bytes, self.lean.accumulation_group
+        sizes = (n,) if n < 3 or self.plan.reduced else (1, 2)
+        of_sizes = [replace(lean, accumulation_group=size) for size in sizes]
+        for policy in of_sizes:
+            if policy not in known:
+                known[policy] = self._asked_bytes(policy)
+        first, last = known[of_sizes[0]], known[of_sizes[-1]]
+        return [(a + (n - sizes[0]) * (b - a)).tolist() for a, b in zip(first, last, strict=True)]
+
+    def _asked_bytes(self, lean: Policy) -> list[Counts]:
+        """Memory of device and host: of the lean policy, what one more slot for weights asks for, and squares on the device; and of
+        choices that share slots what each asks for one more block, and for the first."""
+
+        def more(policy: Policy, than: Policy) -> list[int]:
+            return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
+
+        per_slot = more(replace(lean, prefetch_depth=lean.prefetch_depth + 1), lean)
+        found = [[[*self.frames.peaks(lean)], per_slot, more(_squared(lean, ()), lean)]]
+        for group in self.sharing:
+            of_group = list[list[int]]()
+            for choice in group:
+                instead, first = choice.instead(lean, choice.blocks[:1]), choice.blocks[:1]
+                one = choice.treated(instead, first)
+                there, then = one, choice.blocks[1:2]  # slots are there, and one more block needs no more
+                if not then:
+                    there, then = instead, first
+                    for other in group:
+                        there = other.treated(there, other.blocks[:1]) if other.blocks != choice.blocks else there
+                of_group += [more(choice.treated(there, then), there), more(one, instead)]
+            found.append(of_group)
+        return [np.array(numbers, dtype=np.int64).reshape(-1, 2) for numbers in found]
 
     def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:
         """What the slots need through which gradients of layers, or of the vocabulary, leave: by class, unless all of it stay."""

@@ -25,6 +25,7 @@ class Frames:
         # Seconds below which no step of the policy is
         self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.of(policy), self.works)))
         self.of_family: dict[Family, list[Work]] = {}  # work of the last that was asked for: of steps not clipped, and clipped
+        self.asked_bytes: dict[Policy, list[Array]] = {}  # by lean policies, of what a family may choose (`choices.py`)
         self._peaks = cache(self._peaks_of)
 
     def forget(self) -> None:

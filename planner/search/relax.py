@@ -12,13 +12,13 @@ from math import inf
 
 import numpy as np
 
-from planner.bounds.bounds import SLACK, places_to_stay
+from planner.bounds.bounds import SLACK, busy_s, places_to_stay
 from planner.bounds.facets import Array, Facets
 from planner.bounds.integer import Rows
 from planner.bounds.reasons import Subject, reasons
 from planner.bounds.work import Buffers, Groups, Work, Works, least_slots, n_passing, until_each_block_s
 from planner.predict.cost import CostModel
-from runtime.plan import Kind, Policy, Setup, Update
+from runtime.plan import Kind, Lane, Policy, Setup, Update
 
 from .choices import Choices
 from .climb import Omission
@@ -76,6 +76,20 @@ class Relaxation:
                 bound, x = found
                 self.known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
         return self.known[key]
+
+    def least_s(self, family: Family) -> float:
+        """A lower bound than that of any program: what every member does. Where layers share boundaries, these save nothing else, so
+        all compute as much; where the host sums micro-batches, no choice spares what is done with gradients."""
+        lean = family.policy()
+        plan, facets = self._frames.bare(lean), self._facets_of(lean)
+        computing_s = busy_s(plan, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
+        if plan.reduced:
+            return computing_s
+        groups = Groups.of(plan, family.groups)
+        arriving = (
+            len(alike) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, alike in plan.blocks_alike.items()
+        )
+        return max(computing_s, float(sum(arriving).max()))
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
         """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""

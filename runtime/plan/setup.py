@@ -279,10 +279,18 @@ class Setup:
     @cached_property
     def treatments(self) -> list[tuple[object, ...]]:
         """What each block is but for names, and all that the policy says of it alone."""
-        blocks, again = range(len(self.workload.blocks)), OPS[Kind.RECOMPUTE].where
-        is_again = [self.policy.boundary_stride > 1 and again(self, b) for b in blocks]
+        blocks = range(len(self.workload.blocks))
+        is_again = map(self._is_again, blocks)
         is_listed = (map(frozenset(getattr(self.policy, name)).__contains__, blocks) for name in BLOCK_LISTS)
         return list(zip(self.workload.first_alike, map(self.policy.saved, blocks), is_again, *is_listed, strict=True))
+
+    def treatment(self, block: int) -> tuple[object, ...]:
+        """The same of one block."""
+        is_listed = (block in getattr(self.policy, name) for name in BLOCK_LISTS)
+        return self.workload.first_alike[block], self.policy.saved(block), self._is_again(block), *is_listed
+
+    def _is_again(self, block: int) -> bool:
+        return self.policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, block)
 
     def uses(self, block: int) -> int:
         """How many runs of micro-batches compute with a block's weights: each group's forward, and a layer's backward."""
