@@ -181,7 +181,7 @@ class Works:
     def loads(self, plan: Setup, facets: Facets, block: int) -> Iterator[tuple[Kind, Demand, int, Array]]:
         """What a block has of ops, with what one costs on each facet: the same for groups of any size, but for how often weights
         are brought."""
-        key = facets.uses, plan.reduced, plan.policy.square_on_device, plan.treatment(block)
+        key = facets.uses, plan.reduced, plan.policy.square_on_device, plan.treatments[block]
         if key not in self._loads:
             ops = ops_of(plan, self.cost, block)
             self._loads[key] = [(kind, demand, count, facets.of(kind, demand)) for kind, demand, count in ops]
@@ -192,7 +192,7 @@ class Works:
 def _treated(plan: Setup, block: int) -> tuple[object, ...]:
     """All of the policy that a block's work depends on."""
     policy = plan.policy
-    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatment(block)
+    return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatments[block]
 
 
 def work_of(plan: Setup, works: Works, facets: Facets, block: int, groups: Groups) -> Work:
@@ -331,13 +331,17 @@ def until_each_block_s(
 ) -> Iterator[float]:
     """Of each block updates up to it and its load, less first forwards of earlier blocks. The load of one whose state may be on the
     device is nothing, for safety."""
-    loads = [(blocks, cost.demand(plan, Op(Kind.LOAD, b)).uncontended_s) for b, blocks in plan.blocks_alike.items()]
-    load_s = {b: seconds * (b not in may_stay) for blocks, seconds in loads for b in blocks}
+    of = dict[int, tuple[float, ...]]()  # update, load, forwards
+    for first, alike in plan.blocks_alike.items():
+        update_s, forwards_s = (float(of_block[first].scalars[name][0]) for name in ("update", "forwards"))
+        load_s = cost.demand(plan, Op(Kind.LOAD, first)).uncontended_s
+        of |= {b: (update_s, load_s * (b not in may_stay), forwards_s) for b in alike}
     updates_s = forwards_s = 0.0
     for b in range(len(plan.workload.blocks)):
-        updates_s += float(of_block[b].scalars["update"][0])
-        yield updates_s - forwards_s + load_s[b]
-        forwards_s += float(of_block[b].scalars["forwards"][0])
+        update_s, load_s, forward_s = of[b]
+        updates_s += update_s
+        yield updates_s - forwards_s + load_s
+        forwards_s += forward_s
 
 
 def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int]]:

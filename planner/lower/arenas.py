@@ -77,7 +77,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
         activations += [max(activation_bytes[b] for b in policy.spill_blocks)] * spill_ring_slots(group)
     activations += [max(activation_bytes)] * (policy.boundary_stride - 1) * group
     yield Arena("activations", Place.DEVICE, tuple(activations))
-    rings = [max(plan.recompute(b).slot_bytes for b in blocks) for blocks in leaving_alike(policy)]
+    rings = [max(plan.of_tiers(blocks, "slot_bytes")) for blocks in leaving_alike(policy)]
     if rings:
         yield Arena("saved", Place.DEVICE, tuple(_aligned(n_bytes) for n_bytes in rings for _ in range(policy.saved_slots)))
     leaving, on_device = _of_blocks(plan, partial(leaving_bytes, plan)), {*policy.device_blocks}
@@ -149,7 +149,7 @@ def _host_arenas(plan: Setup) -> Iterator[Arena]:
         staging = (layer_elements * ITEM_BYTES[plan.gradient_dtype(1)],) * N_STAGING_SLOTS
         yield Arena("staging", Place.HOST, (*staging, vocab_elements * ITEM_BYTES["fp32"]))
     if policy.offload_blocks:
-        saved = [_aligned(plan.recompute(b).slot_bytes) for b in policy.offload_blocks]
+        saved = map(_aligned, plan.of_tiers(policy.offload_blocks, "slot_bytes"))
         yield Arena("offloaded", Place.HOST, tuple([n_bytes for n_bytes in saved for _ in range(policy.accumulation_group)]))
     if policy.spill_blocks:
         sizes = _activation_bytes(plan)

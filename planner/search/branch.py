@@ -101,7 +101,8 @@ class Tree:
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
         """The step of the best of what the relaxation of the most promising family suggests and of these policies; infinite if none
         fits. `known_s`: a step with other sizes; what is far above it is not tried."""
-        for policy in chain(self._first_of(self.open[:1], FIRST_BUFFERS[1:2]), start):
+        first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
+        for policy in chain(self._first_of(self.open[:1], first), start):
             if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.trial.step_s(self.best)
@@ -110,8 +111,9 @@ class Tree:
         """Find the best policy; `bound_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
         a climb goes."""
         self.known_s = known_s
-        for policy in self._first_of(sorted(self.open)[:FIRST_FAMILIES], FIRST_BUFFERS):
-            self._take(policy)
+        for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
+            for policy in self._first_of(sorted(self.open)[:FIRST_FAMILIES], [(*of, slots) for of in FIRST_BUFFERS]):
+                self._take(policy)
         self.trial.n_ops = 0  # what was tried first is not counted
         while self.open:
             node = heapq.heappop(self.open)
@@ -131,16 +133,15 @@ class Tree:
             self._climb_all()
             self._prefetch_less()
 
-    def _first_of(self, parts: Iterable[_Node], several: Iterable[tuple[int, int]]) -> Iterator[Policy]:
+    def _first_of(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
         """Of each part the first policy of its smallest groups that fits, of those that the relaxation suggests with one of these
-        buffers: with few slots for what leaves, and with more."""
+        buffers."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
-            for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
-                suggested = (policy for buffers in several for policy in self._suggested(one, *buffers, slots))
-                for policy in islice(filter(self._may_try, suggested), 1):
-                    fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_leaving,))
-                    yield from (policy, *filter(self._may_try, (other for _, other in fewer)))
+            suggested = (policy for of in several for policy in self._suggested(one, *of))
+            for policy in islice(filter(self._may_try, suggested), 1):
+                fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_leaving,))
+                yield from (policy, *filter(self._may_try, (other for _, other in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""

@@ -1,6 +1,7 @@
 """A plan without its ops: model, semantics, policy, arenas, and the sizes that follow."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -279,18 +280,11 @@ class Setup:
     @cached_property
     def treatments(self) -> list[tuple[object, ...]]:
         """What each block is but for names, and all that the policy says of it alone."""
-        blocks = range(len(self.workload.blocks))
-        is_again = map(self._is_again, blocks)
-        is_listed = (map(frozenset(getattr(self.policy, name)).__contains__, blocks) for name in BLOCK_LISTS)
-        return list(zip(self.workload.first_alike, map(self.policy.saved, blocks), is_again, *is_listed, strict=True))
-
-    def treatment(self, block: int) -> tuple[object, ...]:
-        """The same of one block."""
-        is_listed = (block in getattr(self.policy, name) for name in BLOCK_LISTS)
-        return self.workload.first_alike[block], self.policy.saved(block), self._is_again(block), *is_listed
-
-    def _is_again(self, block: int) -> bool:
-        return self.policy.boundary_stride > 1 and OPS[Kind.RECOMPUTE].where(self, block)
+        blocks, policy, never = range(len(self.workload.blocks)), self.policy, (False,) * len(self.workload.blocks)
+        is_again = [OPS[Kind.RECOMPUTE].where(self, b) for b in blocks] if policy.boundary_stride > 1 else never
+        listed = (getattr(policy, name) for name in BLOCK_LISTS)
+        is_listed = (map(frozenset(of).__contains__, blocks) if of else never for of in listed)
+        return list(zip(self.workload.first_alike, map(policy.saved, blocks), is_again, *is_listed, strict=True))
 
     def uses(self, block: int) -> int:
         """How many runs of micro-batches compute with a block's weights: each group's forward, and a layer's backward."""
@@ -333,6 +327,13 @@ class Setup:
         assert again is not None, "a policy is refused that saves what a block cannot"
         return again
 
+    def of_tiers(self, layers: Sequence[int], name: str) -> list[int]:
+        """A number of what each of these layers saves, asked of one of each sort."""
+        alike, saved = self.workload.first_alike, self.policy.saved
+        sorts = [(alike[b], saved(b)) for b in layers]
+        known = {sort: getattr(self.recompute(b), name) for sort, b in dict(zip(sorts, layers, strict=True)).items()}
+        return [known[sort] for sort in sorts]
+
     def gradient_dtype(self, block: int) -> Dtype:
         """Dtype of the block's gradient on the device and on the link."""
         if self.is_apart(block):
@@ -356,7 +357,7 @@ class Setup:
     @property
     def kept_bytes(self) -> int:
         """What layers save on the device, of one group of micro-batches, besides their input; and the embedding for them."""
-        away = sum(self.recompute(b).saved_bytes for b in self.policy.offload_blocks)
+        away = sum(self.of_tiers(self.policy.offload_blocks, "saved_bytes"))
         saved = sum(n * self.recompute(b).saved_bytes for b, n in self._layers_alike)
         return self.policy.accumulation_group * (saved - away + self.workload.blocks[0].side_bytes)
 
