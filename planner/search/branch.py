@@ -58,6 +58,11 @@ class _Node:
     @property
     def can_be_simulated(self) -> bool:
         """Whether it is one policy, or so small a part that its policies are next."""
+        return self.policy is not None or self.n_slots is not None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no program is left that would bound it nearer."""
         return self.policy is not None or (self.n_slots is not None and self.by is _By.INTEGER)
 
 
@@ -72,9 +77,9 @@ class Tree:
         self.families = families(trial.semantics, trial.workload)
         self.best: Policy | None = None
         self.known_s = inf  # a step with other sizes
-        self.bound_s = inf  # of all that was not simulated
         self.n_nodes = 0
         self.open: list[_Node] = []
+        self.opened: list[_Node] = []  # parts of which policies are suggested: a few of those that their bounds cover
         self.too_long: list[Policy] = []  # to simulate; of these the one with the lowest bound
 
     def relax(self) -> float:
@@ -89,13 +94,18 @@ class Tree:
     @property
     def lowest_s(self) -> float:
         """No policy is below, simulated or not, but for those that were."""
-        return min([self.bound_s, *(node.bound_s for node in self.open[:1])])
+        return min([node.bound_s for nodes in (self.open, self.opened) for node in nodes[:1]], default=inf)
 
     def tighten(self) -> bool:
-        """Bound the lowest part by smaller ones, without simulating any policy. False where its policies would be next."""
-        if not self.open or self.open[0].can_be_simulated:
+        """Bound the lowest part by smaller ones, or nearer, without simulating any policy. False where its policies would be next."""
+        nodes = min(filter(None, (self.open, self.opened)), key=lambda nodes: nodes[0], default=None)
+        if nodes is None or nodes[0].is_last:
             return False
-        self._expand(heapq.heappop(self.open))
+        node = heapq.heappop(nodes)
+        if not node.can_be_simulated:
+            self._expand(node)
+        elif (relaxed := self.relaxation.solve(node.family, None, node.n_slots)) is not None:
+            heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), by=_By.INTEGER))
         return True
 
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
@@ -108,7 +118,7 @@ class Tree:
         return inf if self.best is None else self.trial.step_s(self.best)
 
     def explore(self, known_s: float = inf) -> None:
-        """Find the best policy; `bound_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
+        """Find the best policy; `lowest_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
         a climb goes."""
         self.known_s = known_s
         for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
@@ -116,13 +126,12 @@ class Tree:
                 self._take(policy)
         self.trial.n_ops = 0  # what was tried first is not counted
         while self.open:
-            node = heapq.heappop(self.open)
+            node = self.open[0]
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
             may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
             if self._close_to_best(node.bound_s) or not may_expand:
-                self.bound_s = min(self.bound_s, node.bound_s)
                 break  # nothing that is open has a lower bound
-            self._expand(node)
+            self._expand(heapq.heappop(self.open))
         of = self.trial
         lean = (plan.policy for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits)
         for policies in (self.too_long, lean):  # where nothing else fits; what was suggested may need a little more than there is
@@ -164,15 +173,15 @@ class Tree:
         """Open a family into smaller ones, one into numbers of slots, these into policies, or simulate a policy."""
         family, n_slots = node.family, node.n_slots
         if node.policy is not None and self.trial.is_too_long(node.policy):
-            self.bound_s = min(self.bound_s, node.bound_s)
+            heapq.heappush(self.opened, node)
             self.too_long = self.too_long or [node.policy]
         elif node.policy is not None:
             self._take(node.policy)
         elif node.by is _By.ANY_CHOICE:
             self._relax(family, node.bound_s)
-        elif node.by is _By.LINEAR:
-            if (relaxed := self.relaxation.solve(family, None, n_slots)) is not None:
-                self._push(max(relaxed.bound_s, node.bound_s), family, n_slots)
+        elif node.by is _By.LINEAR and n_slots is None:
+            if (relaxed := self.relaxation.solve(family)) is not None:
+                self._push(max(relaxed.bound_s, node.bound_s), family)
         elif len(family.groups) > 1:
             for half in family.halves():
                 self._relax(half, node.bound_s)
@@ -180,8 +189,7 @@ class Tree:
             for n in GRADIENT_SLOTS:
                 self._relax(family, node.bound_s, n)
         else:
-            # The policies suggested are a few of those that the bound covers: it stays as what the others may reach.
-            self.bound_s = min(self.bound_s, node.bound_s)
+            heapq.heappush(self.opened, node)
             for policy in self._at_first(family, n_slots):
                 if self.trial.fits(policy):
                     is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.save)
@@ -245,7 +253,7 @@ class Tree:
 
     def _is_climbed_enough(self) -> bool:
         assert self.best is not None
-        is_near = self.trial.step_s(self.best) <= self.bound_s * (1 + CLIMBED_FRACTION)
+        is_near = self.trial.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
         return is_near or self.trial.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
@@ -260,7 +268,7 @@ class Tree:
         best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
         speculates, climbing = self.trial.clipped_fraction is not None, True
         tried = [*[self._refilled] * (lacking is None), *[early] * speculates, *MOVES, *[single_blocks] * fine]
-        while climbing and self.trial.step_s(best) > self.bound_s * (1 + CLIMBED_FRACTION):
+        while climbing and self.trial.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
             climbing = False
             for move, policy in neighbours(self.trial.frames.of(best), self.trial.profile, tried):
                 if self.trial.n_ops >= limit:

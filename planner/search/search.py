@@ -130,16 +130,16 @@ class _Sizes:
                 continue  # it cannot win, or there is a plan without it
             self.trees[i].explore(best_s)
             self.trials[i].forget()
-            self.bounds_s[i] = max(self.trees[i].bound_s, self.machine_s[i])
+            self.bounds_s[i] = max(self.trees[i].lowest_s, self.machine_s[i])
             if (best := self.trees[i].best) is not None:
                 self.found[i] = self.trials[i].step_s(best)
 
     def tighten(self) -> None:
-        """A certificate is as good as the lowest bound, which may be that of a size not searched."""
+        """A certificate is as good as the lowest bound, of a size that was searched or not."""
         best_s = min(self.found.values())
         for _ in range(MOST_TIGHTENED):
             i = min(self.bounds_s, key=lambda i: (self.bounds_s[i], i))
-            is_done = i in self.found or i not in self.trees or best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION)
+            is_done = i not in self.trees or best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION)
             if is_done or not self.trees[i].tighten():
                 return
             self.bounds_s[i] = max(self.bounds_s[i], self.trees[i].lowest_s)
