@@ -83,7 +83,7 @@ class Tree:
         self.too_long: list[Policy] = []  # to simulate; of these the one with the lowest bound
 
     def relax(self) -> float:
-        """Bound the families that may be lowest by their linear programs; asked again, by integer programs. Infinite: nothing fits."""
+        """Bound what may be lowest of the families by linear programs; asked again, by integer programs. Infinite: nothing fits."""
         least = _By.INTEGER if self.n_nodes else _By.LINEAR
         for family in () if self.n_nodes else self.families:
             self._push(self.relaxation.least_s(family), family, by=_By.ANY_CHOICE)
@@ -97,7 +97,7 @@ class Tree:
         return min([node.bound_s for nodes in (self.open, self.opened) for node in nodes[:1]], default=inf)
 
     def tighten(self) -> bool:
-        """Bound the lowest part by smaller ones, or nearer, without simulating any policy. False where its policies would be next."""
+        """Bound the lowest part by smaller ones, or nearer; no policy is simulated. False where its policies would be next."""
         nodes = min(filter(None, (self.open, self.opened)), key=lambda nodes: nodes[0], default=None)
         if nodes is None or nodes[0].is_last:
             return False

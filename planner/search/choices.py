@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
-from typing import Any
 
 import numpy as np
 
@@ -22,11 +21,10 @@ from runtime.plan.policy import LEAVE
 from runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
-from .frames import Frames
+from .frames import Frames, Numbers
 from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, places_on_disk, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
-Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,8 @@ class Choices:
         self.read = [*self.on_disk.values(), *self.read_once.values()]
         several = [*self.leaving.values(), [*self.spilled.values()], self.read]
         apart = {choice.count for choice in chain(*several, self.squared.values())}
-        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in apart)]  # choices whose blocks share slots
+        # Choices whose blocks share slots
+        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in apart)]
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
@@ -244,7 +243,7 @@ class Choices:
         first, last = known[of_sizes[0]], known[of_sizes[-1]]
         return [(a + (n - sizes[0]) * (b - a)).tolist() for a, b in zip(first, last, strict=True)]
 
-    def _asked_bytes(self, lean: Policy) -> list[Counts]:
+    def _asked_bytes(self, lean: Policy) -> list[Numbers]:
         """Memory of device and host: of the lean policy, what one more slot for weights asks for, and squares on the device; and of
         choices that share slots what each asks for one more block, and for the first."""
 

@@ -2,6 +2,9 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
+
+import numpy as np
 
 from planner.bounds.bounds import policy_bounds
 from planner.bounds.work import Work, Works
@@ -11,6 +14,8 @@ from runtime.plan import Policy, Semantics, Setup
 from runtime.plan.workload import Model, Workload
 
 from .space import Family
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Frames:
@@ -25,7 +30,7 @@ class Frames:
         # Seconds below which no step of the policy is
         self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.of(policy), self.works)))
         self.of_family: dict[Family, list[Work]] = {}  # work of the last that was asked for: of steps not clipped, and clipped
-        self.asked_bytes: dict[Policy, list[Array]] = {}  # by lean policies, of what a family may choose (`choices.py`)
+        self.asked_bytes: dict[Policy, list[Numbers]] = {}  # by lean policies, of what a family may choose (`choices.py`)
         self._peaks = cache(self._peaks_of)
 
     def forget(self) -> None:

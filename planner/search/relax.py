@@ -27,6 +27,7 @@ from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, p
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
+NEAR_BLOCKS = 16  # of each sort, from what the linear program chooses, are what integers are sought among
 LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
 MORE_LONGEST = 64
 
@@ -68,9 +69,13 @@ class Relaxation:
         key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
-            if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
-                return None
-            found = choices.program.solve()
+            program, near = choices.program, None
+            if prefetch_depth is not None:
+                if (least := program.solve(integers=False)) is None or least[0] * scale_s >= below_s:
+                    return None
+                if lacking is None and below_s == inf:
+                    near = program.near(least[1], [choice.count for choice in choices.all()], NEAR_BLOCKS)
+            found = near or program.solve()
             self.known[key] = None
             if found is not None:
                 bound, x = found
@@ -78,18 +83,16 @@ class Relaxation:
         return self.known[key]
 
     def least_s(self, family: Family) -> float:
-        """A lower bound than that of any program: what every member does. Where layers share boundaries, these save nothing else, so
-        all compute as much; where the host sums micro-batches, no choice spares what is done with gradients."""
+        """A lower bound than that of any program: what every member does. Where layers share boundaries, these save nothing else,
+        so all compute as much; where the host sums micro-batches, no choice spares what is done with gradients."""
         lean = family.policy()
         plan, facets = self._frames.bare(lean), self._facets_of(lean)
         computing_s = busy_s(plan, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
-        groups = Groups.of(plan, family.groups)
-        arriving = (
-            len(alike) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, alike in plan.blocks_alike.items()
-        )
-        return max(computing_s, float(sum(arriving).max()))
+        groups, alike = Groups.of(plan, family.groups), plan.blocks_alike.items()
+        arriving = [len(blocks) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, blocks in alike]
+        return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
         """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""

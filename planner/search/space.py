@@ -16,9 +16,9 @@ from typing import NamedTuple
 from hwprofiles.schema import Profile
 from planner.bounds.bounds import places_to_stay
 from planner.predict.memory import Footprint, footprint, frame
-from runtime.plan import Policy, Semantics, Setup, Update, saves
+from runtime.plan import Policy, Semantics, Setup, Update
 from runtime.plan.legality import can_read, can_stay
-from runtime.plan.policy import LEAVE, RICHER
+from runtime.plan.policy import LEAVE
 from runtime.plan.workload import Block, Model, Saved, Workload
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
@@ -200,10 +200,13 @@ def ways_of(block: Block, boundary_stride: int) -> list[Way]:
 
 def with_ways(policy: Policy, ways: Mapping[int, Way]) -> Policy:
     """The policy in which these layers save so, and the others as they did."""
-    of = {**dict(enumerate(policy.save, start=1)), **{b: way.saved for b, way in ways.items()}}
+    save = [*policy.save, *(Saved.INPUT,) * (max(ways, default=0) - len(policy.save))]
+    for b, way in ways.items():
+        save[b - 1] = way.saved
+    while save[-1:] == [Saved.INPUT]:
+        save.pop()
     away = {*policy.offload_blocks} - ways.keys() | {b for b, way in ways.items() if way.away}
-    save = saves(*([b for b, saved in of.items() if saved is richer] for richer in reversed(RICHER)))
-    return replace(policy, save=save, offload_blocks=tuple(sorted(away)))
+    return replace(policy, save=tuple(save), offload_blocks=tuple(sorted(away)))
 
 
 def staying(policy: Policy, blocks: Collection[int]) -> Policy:

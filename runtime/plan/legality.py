@@ -148,9 +148,9 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
         raise PlanError(f"save names layer {len(policy.save)}, but there are {n_layers}")
     if policy.save[-1:] == (Saved.INPUT,):
         raise PlanError("save ends with a layer that saves its input, as all do that it does not name; leave it out")
-    for b, saved in enumerate(policy.save, start=1):
-        if saved is Saved.ALL and b - 1 in policy.spill_blocks:
-            raise PlanError("a layer that saves all saves its input too: the block before it cannot spill")
+    if any(policy.saved(b + 1) is Saved.ALL for b in policy.spill_blocks):
+        raise PlanError("a layer that saves all saves its input too: the block before it cannot spill")
+    for b, saved in dict.fromkeys(zip(workload.first_alike[1:], policy.save, strict=False)):
         if any(blocks[b].recompute(saved) is None for blocks in (workload.blocks, workload.smaller) if blocks):
             raise PlanError(f"this model's layers cannot save only {saved}; leave `{saved}` out of save")
     offloaded = policy.offload_blocks
