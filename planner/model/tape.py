@@ -155,11 +155,10 @@ class Tape:
             matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
             return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
         reads, narrow = [x], Tensor(m * rank, x.item_bytes)
-        moved = m * (k + 2 * n) * x.item_bytes  # of the narrow products, whose operands take longer than their FLOP
         if dropout:
             reads.append(self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)]))
         return self.step(
-            reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow], n_trained=rank * (k + n), moved=moved,
+            reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow], n_trained=rank * (k + n), moved=0,
             scratch=narrow.n_bytes, n_calls=3,
             matmuls=[Matmul(m, k, n, frozen=True), Matmul(m, k, rank), Matmul(m, rank, n)],
         )  # fmt: skip

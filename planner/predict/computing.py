@@ -26,7 +26,13 @@ FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10
 CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's time from call to call, much of a model so small", 9.0, 0.1
 # Where no probe timed them: a third of the memory's rate on an H200 (docs/benchmarks/gpu_2026-11-27.md)
 ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
+NARROW = 256  # k or n of products, as adapters have, that take no less than what they read and write does
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
+
+
+def moved_bytes(m: Matmul, item_bytes: int) -> int:
+    """Bytes that a product reads and writes whose result is added to what is there, as an adapter's is."""
+    return m.count * item_bytes * (m.m * m.k + m.k * m.n + 2 * m.m * m.n)
 
 
 def backward_matmuls(m: Matmul) -> int:
@@ -160,6 +166,8 @@ class Computing:
             found = m.flop / (rate.value * (1.0 if sustained is None else sustained.value))
             if not rate.inside_measured:
                 found = self._off(f"{dtype} matmul ({m.m}, {m.k}) @ ({m.k}, {m.n})", (m.m, math.sqrt(m.k * m.n)), found)
+            if min(m.k, m.n) < NARROW:
+                found = max(found, moved_bytes(m, ITEM_BYTES[dtype]) / self._memory_bytes_per_s)
             self._matmul_s[dtype, m] = found
         return found
 
