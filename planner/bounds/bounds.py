@@ -58,8 +58,8 @@ def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
     whole = Work(len(facets.keys))
     for b, blocks in alike.items():
         whole.add(of_block[b], len(blocks))
-    for kind, demand, count in spared_ops(plan, cost):
-        whole["total"][:, 0] -= count * facets.of(kind, demand)
+    for _, spared in spared_ops(plan, cost, facets.of):
+        whole["total"][:, 0] -= spared
     of_block |= {b: of_block[first] for first, blocks in alike.items() for b in blocks}
     n_early = {
         Kind.FETCH_ACTIVATION: np.array([early_fetches(group, len(policy.spill_blocks))]),
@@ -79,6 +79,6 @@ def busy_s(plan: Setup, cost: CostModel) -> dict[Lane, float]:
     for b, blocks in plan.blocks_alike.items():
         for kind, demand, count in ops_of(plan, cost, b):
             found[LANE_OF[kind]] += len(blocks) * count * demand.uncontended_s
-    for kind, demand, count in spared_ops(plan, cost):
-        found[LANE_OF[kind]] -= count * demand.uncontended_s
+    for kind, (spared_s,) in spared_ops(plan, cost, lambda _, demand: np.array([demand.uncontended_s])):
+        found[LANE_OF[kind]] -= float(spared_s)
     return found

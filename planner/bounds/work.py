@@ -6,7 +6,7 @@ every inequality about them is written once (`reasons.py`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
@@ -245,10 +245,8 @@ def work_of(plan: Setup, works: Works, facets: Facets, block: int, groups: Group
             case Phase.DOWN if is_layer:
                 add("down", load, count)
             case Phase.LEAVING | Phase.COMING:
-                if is_layer:
-                    add(kind, load, count)
-                    is_boundary = kind in (LEAVING[0], COMING[0])
-                    take(kind if is_boundary else ring(kind, plan.policy.saved(block)), load)
+                add(kind, load, count * is_layer)
+                take(kind if kind in (LEAVING[0], COMING[0]) else ring(kind, plan.policy.saved(block)), load)
                 if OPS[kind].phase is Phase.COMING:
                     take(f"early_{kind}", load)
             case Phase.GRADIENTS if kind is not Kind.EXCHANGE and is_layer:
@@ -344,23 +342,21 @@ def until_each_block_s(
         forwards_s += forward_s
 
 
-def spared_ops(plan: Setup, cost: CostModel) -> Iterator[tuple[Kind, Demand, int]]:
-    """The loads that are spared at turns of the walk over the layers, up and down for each group: at each turn at most as many as
-    there are slots, of the layers that take longest for safety, which copies within the device are not."""
-    on_device = {b for b in plan.policy.device_blocks if not plan.is_apart(b)}
-    layers = {b: len(alike) for b, alike in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers}
+def spared_ops(plan: Setup, cost: CostModel, of: Callable[[Kind, Demand], Array]) -> Iterator[tuple[Kind, Array]]:
+    """What is spared of loads at turns of the walk over the layers, up and down for each group: at each turn at most as many as
+    there are slots, and of each quantity in `of` those that ask most of it, for safety."""
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
     n_unpacked = min(n_slots, plan.n_streaming)
     n_read = n_slots + N_READ_SLOTS  # of which no load is spared, or a read alone
+    layers = [b for b in plan.blocks_alike if 0 < b <= plan.workload.n_layers and b not in plan.policy.resident_blocks]
     for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
-        n_left = n_turns * n_held
-        demands = {b: cost.demand(plan, Op(kind, b)) for b in layers if plan.n_ops(kind, b) > 1}
-        for b in sorted(demands, key=lambda b: (b in on_device, -demands[b].uncontended_s, b)):
-            n_spared = min(n_left, layers[b] * (plan.n_ops(kind, b) - 1))
-            if n_spared > 0:
-                n_left -= n_spared
-                yield kind, demands[b], n_spared
+        if again := {b: (plan.n_ops(kind, b) - 1) * len(plan.blocks_alike[b]) for b in layers if plan.n_ops(kind, b) > 1}:
+            loads = np.array([of(kind, cost.demand(plan, Op(kind, b))) for b in again])
+            most_first = np.argsort(-loads, axis=0, kind="stable")
+            counts = np.array([*again.values()])[most_first]
+            n_spared = np.clip(n_turns * n_held - (np.cumsum(counts, axis=0) - counts), 0, counts)
+            yield kind, (n_spared * np.take_along_axis(loads, most_first, axis=0)).sum(axis=0)
 
 
 def least_slots(plan: Setup) -> int:
