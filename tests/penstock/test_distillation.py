@@ -32,8 +32,7 @@ LOSS = ("--loss", "distill:k=5,temperature=2", "--compute", "fp32")
 def taught(tmp_path_factory):
     """A teacher that was trained."""
     home = make_home(tmp_path_factory.mktemp("taught"))
-    config = tiny_config("llama", vocab_size=272, num_hidden_layers=2, hidden_size=64)
-    (home / "model" / "config.json").write_text(json.dumps(config))
+    (home / "model" / "config.json").write_text(json.dumps(tiny_config("llama", vocab_size=272, hidden_size=64)))
     succeeded(train(home, plan_in(home), steps=2))
     return home / "out" / "checkpoint-2"
 

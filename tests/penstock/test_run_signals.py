@@ -13,7 +13,7 @@ from tests.running import lines_of, one_line, penstock, plan_in, succeeded, trai
 SIGNALS = [(signal.SIGTERM, 0, "terminated"), (signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 0, "hung up")]
 
 
-N_STEPS = 40  # lanes are ahead of the line that is shown, and on a busy machine by several steps
+N_STEPS = 25  # lanes are ahead of the line that is shown, and on a busy machine by several steps
 
 
 def signalled_after(monkeypatch, step, *numbers):

@@ -24,6 +24,7 @@ law = settings(deadline=None)
 PACKED = ADAPTED | {"base": "int8", "device_blocks": (1, 2, 3)}
 
 
+@pytest.mark.drawn
 @law
 @given(cases())
 def test_waits_of_the_second_step_are_those_of_every_later_one(case: Case) -> None:

@@ -19,17 +19,12 @@ from tests.updating import update_
 from .test_optimizer import KINDS, LEAN_KINDS, copied, random_state
 
 CPU = torch.device("cpu")
+ALL_KEPT = [({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 4), ({"gradient_dtype": "fp32"}, 1)]
 EVERYWHERE = Policy(accumulation_group=4, device_blocks=(0, 1, 2, 3), update=Update.DEFERRED)
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(
-    ("fields", "n_sequences"),
-    [
-        *[({"compute_dtype": "fp32"}, 4), ({}, 1), ({"master_dtype": "bf16"}, 4), ({"gradient_dtype": "fp32"}, 1)],
-        *((fields, 4) for fields in LEAN.values()),
-    ],
-)
+@pytest.mark.parametrize(("fields", "n_sequences"), [*ALL_KEPT, *((fields, 4) for fields in LEAN.values())])
 def test_a_state_all_on_the_device_trains_the_plain_loops_bits(fields: dict, n_sequences: int) -> None:
     """Parts of it are there in plans of the law in test_exactness."""
     config = tiny_config("qwen3", tie_word_embeddings=False)

@@ -92,8 +92,7 @@ def test_an_emulated_step_takes_what_the_simulator_says():
 
 
 CONFIGS = {name: read_model(name).config for name in shipped_models()}
-SHIPPED = {name: t for name, of in CONFIGS.items() if (t := of["model_type"]) in MODEL_TYPES or has_towers(of)}
-ONE_OF_EACH = {*{t: name for name, t in SHIPPED.items()}.values()}
+SHIPPED = [name for name, of in CONFIGS.items() if of["model_type"] in MODEL_TYPES or has_towers(of)]
 
 
 @pytest.mark.fast("some")
@@ -107,5 +106,4 @@ def test_every_shipped_model_has_a_stand_in_of_as_many_blocks(name):
     assert [b.kind for b in workload.blocks] == [b.kind for b in whole.blocks]
     assert workload.tied == whole.tied
     assert workload.n_params < 2 * 10**6
-    if name in ONE_OF_EACH:
-        Templates(small.config, workload, semantics)  # transformers builds it with these parameters
+    Templates(small.config, workload, semantics)  # transformers builds it with these parameters

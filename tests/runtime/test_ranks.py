@@ -32,10 +32,8 @@ SMOKE = ["llama:early:2", "qwen3_moe:deferred:4", "llama:pairs:2", "mistral:spil
 SMOKE += ["qwen3_moe:packed:2:4", "llama:adapters:2:2", "mistral:parts:2:2", "llama:table:2:2", "llama:int8:2:2"]
 
 
-@pytest.mark.soak_cases("others", "messages")
-@pytest.mark.parametrize(
-    ("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)], ids=["some", "others", "messages"]
-)
+@pytest.mark.fast("some")
+@pytest.mark.parametrize(("cases", "by_memory"), [(SMOKE[::2], True), (SMOKE[1::2], True), (SMOKE, False)])
 def test_two_processes_train_to_the_bits_of_one(cases, by_memory, tmp_path):
     """Masters, moments, losses and norms, after three steps with dropout; lanes are delayed and slots poisoned."""
     assert trained_by(2, cases, tmp_path / "found.json", by_memory=by_memory) == {case: trained_alone(case) for case in cases}

@@ -61,6 +61,7 @@ def test_the_loss_of_a_training_batch_is_the_steps_own(model_type, policy):
     assert (found["eval_loss"], found["eval_tokens"]) == (machine.results[0].loss, batch.n_supervised)
 
 
+@pytest.mark.drawn
 @pytest.mark.soak_cases("gemma2", "mixtral")
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral"])
 @LAW
