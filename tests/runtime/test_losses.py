@@ -188,9 +188,7 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     return semantics, batches
 
 
-@pytest.mark.soak_cases(
-    "dpo-True", "kto:group=2-False", "grpo:beta=0.1-True", "reward-True", "reward-False", "classify:mean=1-False"
-)
+@pytest.mark.soak_cases("dpo-True", "kto:group=2-False", "grpo:beta=0.1-True", "reward-True", "classify:mean=1-False")
 @pytest.mark.parametrize(
     ("name", "is_packed"),
     [*product((*ANY, "distill:9,beta=0.5", "classify:mean=1"), [False]), *product((*ANY, "classify"), [True])],
