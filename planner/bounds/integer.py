@@ -3,10 +3,10 @@
 import ctypes
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from math import ceil, floor, inf
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -79,13 +79,6 @@ class Program:
             return None if linear is None else (linear[0], self.low)
         assert bound is not None, f"the solver ends with {found.message}"
         return float(bound), self.low if found.x is None else [float(x) for x in found.x]
-
-    def near(self, x: Sequence[float], numbers: Iterable[int], within: float) -> tuple[float, list[float]] | None:
-        """The same with these variables no further than that from a solution: in a third of the time, and no bound."""
-        low, high = list(self.low), list(self.high)
-        for i in numbers:
-            low[i], high[i] = max(low[i], floor(x[i]) - within), min(high[i], ceil(x[i]) + within)
-        return replace(self, low=low, high=high).solve()
 
     def _solved(self, integers: bool, presolve: bool) -> Any:
         """The solver's own answer."""

@@ -27,7 +27,6 @@ from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, p
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
-NEAR_BLOCKS = 16  # of each sort, from what the linear program chooses, are what integers are sought among
 LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
 MORE_LONGEST = 64
 
@@ -69,13 +68,9 @@ class Relaxation:
         key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
-            program, near = choices.program, None
-            if prefetch_depth is not None:
-                if (least := program.solve(integers=False)) is None or least[0] * scale_s >= below_s:
-                    return None
-                if lacking is None and below_s == inf:
-                    near = program.near(least[1], [choice.count for choice in choices.all()], NEAR_BLOCKS)
-            found = near or program.solve()
+            if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
+                return None
+            found = choices.program.solve()
             self.known[key] = None
             if found is not None:
                 bound, x = found

@@ -62,7 +62,7 @@ def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
 @pytest.mark.fast("some")
 @pytest.mark.parametrize("number", range(900_000, 900_008))
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
-    """Policies of one cell share works of blocks, a linear program is below the integer one, and what every member does below that."""
+    """Policies of one cell share works of blocks, a linear program is below the integer one, what all members do below that."""
     of, rng = cell(number), random.Random(number)
     frames = Frames(of.model, of.workload, of.semantics, CostModel(of.profile))
     for policy in [start for _ in range(12) if (start := start_of(rng, of)) is not None]:

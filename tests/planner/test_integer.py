@@ -31,7 +31,7 @@ print(p.solve()[0])
 
 
 @given(st.data())
-def test_the_bound_is_the_best_of_all_points_or_of_those_near_one(data: st.DataObject) -> None:
+def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 3))
     whole = st.integers(-4, 4).map(float)
     program = Program()
@@ -39,14 +39,15 @@ def test_the_bound_is_the_best_of_all_points_or_of_those_near_one(data: st.DataO
         program.variable(0, 3, cost=data.draw(whole))
     for _ in range(data.draw(st.integers(0, 3))):
         program.at_most({i: data.draw(whole) for i in range(n)}, data.draw(whole))
-    centre = data.draw(st.tuples(*[st.integers(0, 3)] * n))
-    points = [point for point in product(range(4), repeat=n) if np.all(program.matrix @ point <= program.limits)]
-    near = [point for point in points if all(abs(x - c) <= 1 for x, c in zip(point, centre, strict=True))]
-    for of, found in ((points, program.solve()), (near, program.near([float(c) for c in centre], range(n), 1))):
-        best = min((float(np.dot(program.cost, point)) for point in of), default=None)
-        assert (found is None) == (best is None)
-        if found is not None and best is not None:
-            assert found[0] == pytest.approx(best, abs=1e-6)
+    points = (
+        sum(c * x for c, x in zip(program.cost, point, strict=True))
+        for point in product(range(4), repeat=n)
+        if np.all(program.matrix @ point <= program.limits)
+    )
+    best, found = min(points, default=None), program.solve()
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found[0] == pytest.approx(best, abs=1e-6)
 
 
 def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.MonkeyPatch) -> None:
