@@ -373,6 +373,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
         family = family_of(policy, of.semantics)
         one_size = replace(family, accumulation_group=policy.accumulation_group, largest_group=policy.accumulation_group)
         sizes = policy.prefetch_depth, policy.gradient_slots, policy.saved_slots
+        found.append(Held("any choice", relaxation.least_s(family), mean_s, policy))
         for name, part, buffers in (("family", family, (None, None, None)), ("buffers", one_size, sizes)):
             relaxed = relaxation.solve(part, *buffers)
             # A policy that fits refutes a relaxation without members.

@@ -79,10 +79,12 @@ class Relaxation:
 
     def least_s(self, family: Family) -> float:
         """A lower bound than that of any program: what every member does. Where layers share boundaries, these save nothing else,
-        so all compute as much; where the host sums micro-batches, no choice spares what is done with gradients."""
+        so all compute as much, but for unpacking, of which layers that stay ask least; where the host sums micro-batches, no
+        choice spares what is done with gradients."""
         lean = family.policy()
         plan, facets = self._frames.bare(lean), self._facets_of(lean)
-        computing_s = busy_s(plan, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
+        staying = self._frames.bare(replace(lean, resident_blocks=tuple(range(len(plan.workload.blocks)))))
+        computing_s = busy_s(staying, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
         groups, alike = Groups.of(plan, family.groups), plan.blocks_alike.items()
