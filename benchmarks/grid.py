@@ -3,7 +3,7 @@
     python benchmarks/grid.py > docs/benchmarks/grid_DATE.md
 
 Six machines, five models, three sizes of a step, sequences of 4096 tokens, 2 TB of host memory. Each core does one cell at a
-time, about 15 minutes of one core in all. A cell is a search, as `penstock plan` does it, and a check of its plan. Speed-ups
+time, five minutes of one core in all. A cell is a search, as `penstock plan` does it, and a check of its plan. Speed-ups
 are over the schedules of other systems under the same semantics and costs (docs/design.md); what those systems take as published
 is in docs/accuracy.md.
 """
