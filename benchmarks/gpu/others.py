@@ -136,6 +136,26 @@ def _rotary(model: Any, device: str) -> Any:
     return type(model.model.rotary_emb)(model.config).to(device)
 
 
+def _by_torch(whole: WithLoss, device: str, in_bf16: bool = False) -> Step:
+    """A step of a plain loop: gradients added up over micro-batches, clipped, and torch's fused AdamW. `in_bf16`: by autocast."""
+    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, fused=True)
+
+    def take_step(micro_batches: list[Batch]) -> float:
+        n_supervised, total = sum(batch.n_supervised for batch in micro_batches), torch.zeros((), device=device)
+        optimizer.zero_grad()
+        for batch in micro_batches:
+            with torch.autocast(device, torch.bfloat16, enabled=in_bf16):
+                loss = whole(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
+        optimizer.step()
+        return total.item()
+
+    return take_step
+
+
 @contextmanager
 def _alone(device: str) -> Iterator[None]:
     """A process group of one."""
@@ -183,20 +203,7 @@ def fsdp2(asked: Asked, note: Note) -> None:
             for parameter in whole.parameters():
                 fill(parameter.to_local(), numbers)  # type: ignore[attr-defined]
         model.model.rotary_emb = _rotary(model, device)
-        optimizer = torch.optim.AdamW(whole.parameters(), lr=LR, weight_decay=0.0, fused=True)
-
-        def take_step(micro_batches: list[Batch]) -> float:
-            n_supervised, total = sum(batch.n_supervised for batch in micro_batches), torch.zeros((), device=device)
-            optimizer.zero_grad()
-            for batch in micro_batches:
-                loss = whole(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
-                loss.backward()
-                total += loss.detach()
-            torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP_NORM)
-            optimizer.step()
-            return total.item()
-
-        trial.run(take_step)
+        trial.run(_by_torch(whole, device))
 
 
 def zero3(asked: Asked, note: Note) -> None:
@@ -259,20 +266,7 @@ def peft(asked: Asked, note: Note) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = of_peft.get_peft_model(model, of_peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")).base_model.model
     whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
-    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, fused=True)
-
-    def take_step(micro_batches: list[Batch]) -> float:
-        n_supervised, total = sum(batch.n_supervised for batch in micro_batches), torch.zeros((), device=device)
-        optimizer.zero_grad()
-        for batch in micro_batches:
-            loss = whole(batch.input_ids.to(device), batch.targets.to(device)) / n_supervised
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-        optimizer.step()
-        return total.item()
-
+    take_step = _by_torch(whole, device, in_bf16=True)  # as trainers do, for PEFT keeps its adapters in fp32
     for micro_batch in sorted({case.batch_size, case.batch_size // 2 or 1, case.batch_size // 4 or 1}):
         trial.tried(take_step, case.batch_size, micro_batch)
 
