@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.host import device_kernels
+from runtime.cuda import nvrtc
 
 NEEDS_A_COMPILER = pytest.mark.skipif(which("g++") is None, reason="no compiler")
 HEAD = """
@@ -70,7 +70,7 @@ SIGNATURES = {
 
 def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: str | int) -> Callable[..., None]:
     """A kernel of a file of the runtime's, to be called as CUDA's are."""
-    source = Path(device_kernels.__file__).with_name(file).read_text()
+    source = Path(nvrtc.__file__).with_name(file).read_text()
     given = SIGNATURES[name]
     names = ", ".join(word.split()[-1] for word in given.split(","))
     launch = f'extern "C" void launch(int grid, int block, {given}) {{ perform(grid, block, [=] {{ {name}({names}); }}); }}\n'

@@ -19,7 +19,7 @@ ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
     *("planner/show", "hwprofiles", "hwprofiles/probe", "runtime", "runtime/machines", "runtime/compute", "runtime/layers"),
-    *("runtime/host", "penstock", "penstock/data", "penstock/training", "penstock/checkpoint"),
+    *("runtime/host", "runtime/cuda", "penstock", "penstock/data", "penstock/training", "penstock/checkpoint"),
     "penstock/cli",
 )
 _HEAD = """# A tour

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from runtime.errors import PlanError
 from runtime.plan import Plan
 from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
@@ -17,7 +18,6 @@ from runtime.ranks import Ranks
 from runtime.units import on_one_line
 
 from .chunks import CHUNK_ELEMENTS, Scratch, run_squares
-from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from .optimizer import SummedGradient, summed, tasks_of
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from runtime.errors import PlanError
 from runtime.plan.optimizer import AdamW, Hyperparameters
 
 from . import chunks
 from .chunks import Scratch
-from .device_kernels import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from .rounding import TURN, Drawn, group_bytes, packed, signed
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ HOME = {
         *("planner/search/claim.py", "penstock/api.py", "penstock/checkpoint/checkpoint.py", "penstock/run_files.py"),
     },
     "torch": {
-        *(f"runtime/{room}" for room in ("host", "layers", "compute", "machines")),
+        *(f"runtime/{room}" for room in ("cuda", "host", "layers", "compute", "machines")),
         *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "penstock/own_loss.py", "hwprofiles/probe"),
         *(f"planner/model/{name}.py" for name in ("record", "traced")),

@@ -22,7 +22,7 @@ from planner.search.space import Family, family_of
 from runtime.errors import PlanError
 from runtime.host import norms
 from runtime.host.chunks import CHUNK_ELEMENTS, squares_of_chunks
-from runtime.host.device_kernels import ELEMENT, THREADS
+from runtime.cuda.nvrtc import ELEMENT, THREADS
 from runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
 from runtime.host.optimizer import SummedGradient
 from runtime.plan import Lane, Policy, Semantics, Update

@@ -1,4 +1,4 @@
-"""CUDA kernels of our own, compiled where they run. Whoever uses one first holds it to the host's bits there."""
+"""Compile the CUDA sources of this folder with NVRTC. Callers compare each kernel with its definition before they use it."""
 
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,0 +1,1 @@
+"""CUDA kernels, as source files and the code that compiles them with NVRTC."""
