@@ -1,6 +1,7 @@
 """Batches: the tokens that a step trains on."""
 
 # B sequences of a batch, T positions of a sequence
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +43,36 @@ class Batch:
 
 
 Batches = Callable[[int], Batch]  # of each step
+
+
+class PreparedBatches:
+    """Batches made ahead of their use: `prepare(step)` on one thread, the call with the same step on another.
+
+    No two batches are made at the same time. A call whose batch is not prepared makes it. An error is raised by the call, and a
+    batch that an interrupted run did not use stays for the next run: a source that counts its own calls loses nothing.
+    """
+
+    def __init__(self, make: Batches, move: Callable[[Batch], Batch] = lambda batch: batch) -> None:
+        """`make` builds a batch in host memory, `move` copies it to the device on the thread that uses it."""
+        self._make, self._move, self._making = make, move, threading.Lock()
+        self._ready: dict[int, Batch | Exception] = {}
+
+    def prepare(self, step: int) -> None:
+        with self._making:
+            if step not in self._ready:
+                try:
+                    self._ready[step] = self._make(step)
+                except Exception as error:  # the step before is still in progress and shall end
+                    self._ready[step] = error
+
+    def __call__(self, step: int) -> Batch:
+        outcome = self._ready.pop(step, None)  # without the lock: a later batch may be in the making
+        if outcome is None:
+            self.prepare(step)
+            outcome = self._ready.pop(step)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return self._move(outcome)
 
 
 def positions_of(document_tokens: Sequence[Sequence[int]]) -> torch.Tensor:

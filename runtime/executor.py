@@ -55,6 +55,9 @@ class Machine(Protocol):
     def lane(self, lane: Lane) -> AbstractContextManager[None]:
         """Prepare the calling thread to be this lane, until the context ends."""
 
+    def prepare(self, step: int) -> None:
+        """Make the step's batch. Called on the caller's thread, while the step before it is in progress."""
+
     def perform(self, index: int, op: Op, step: int) -> Any:
         """Do op number `index` of the plan for this step. Called on its lane's thread. What tells when it really ran, or None."""
 
@@ -156,6 +159,7 @@ class Execution:
         self._quiet_s, self._stop, self._on_interrupt = quiet_s, stop or Stop(), on_interrupt
         self._failure: BaseException | None = None  # the first
         self._n_begun = self._n_reported = 0  # steps that some lane has begun; that the caller has been given
+        self._n_prepared = 0  # steps with a batch
         self._one_at_a_time = threading.Lock()
         self._steps = self._perform()
 
@@ -201,7 +205,9 @@ class Execution:
                 self.news.ring()
             if turn >= len(self.numbers):
                 return False
-            self._n_begun = max(self._n_begun, turn + 1)
+            if turn == self._n_begun:
+                self._n_begun += 1
+                self.news.ring()
             return True
 
     def fail(self, error: BaseException) -> None:
@@ -254,6 +260,9 @@ class Execution:
         """Report steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
         last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, self._quiet_s
         while True:
+            while self._n_prepared < min(self._n_begun + 1, len(self.numbers)):
+                self.machine.prepare(self.numbers[self._n_prepared])
+                self._n_prepared += 1
             yield from self._done()
             if self._n_reported == len(self.numbers) or self._failure is not None:
                 return

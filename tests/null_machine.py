@@ -19,6 +19,9 @@ class NullMachine:
     def lane(self, lane: Lane) -> Iterator[None]:
         yield
 
+    def prepare(self, step: int) -> None:
+        pass
+
     def perform(self, index: int, op: Op, step: int) -> None:
         self.performed.append((step, index))
 

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do
     python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
 
-Give stages, or `first` to `fifth` for those of one call of ten minutes; all of them otherwise. Each is a
+Give stages, or `first` to `sixth` for those of one call of ten minutes; all of them otherwise. `first` and `second` are a visit of
+a quarter of an hour: every line prints the expected figure and the decision that it makes. Each stage is a
 process of its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed
 is tried again.
 """
@@ -22,6 +23,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from .expected import expectation, figures
 from .harness import DONE, SKIPPED, SKIPPED_CODE, Harness, Results, go_on, say
 from .packages import WheelsError, carried, missing, missing_words
 from .stages import CALL_S, CALLS, PAGE, STAGES, TINY_CONFIG, TINY_MACHINE, TINY_PATIENCE, Asked, SkippedError, Stage
@@ -82,7 +84,7 @@ def _perform(asked: Asked, is_to_fail: bool) -> int:
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, asked.stage_limit_s - TRACED_S))
     stage = next(stage for stage in (*STAGES, PAGE) if stage.name == asked.stage)
-    note = partial(Results(asked.results).note, stage.name)
+    note = partial(_noted, Results(asked.results), stage.name)
     module, _, function = stage.perform.partition(":")
     try:
         if is_to_fail:
@@ -97,6 +99,14 @@ def _perform(asked: Asked, is_to_fail: bool) -> int:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", flush=True)
         return 1
     return 0
+
+
+def _noted(results: Results, stage: str, what: str, /, **values: object) -> None:
+    """Write a line to the stream; print the expected figure and the decision beside the measured one where there is an estimate."""
+    if (expected := expectation(stage, what, values)) is not None:
+        print(f"{stage}, {what}: {figures(values)}; expected {expected.figure}; decides: {expected.decision}", flush=True)
+        values = {**values, "expected": expected.figure, "decision": expected.decision}
+    results.note(stage, what, **values)
 
 
 def _see_to_it(stage: Stage, asked: Asked) -> None:

@@ -33,6 +33,7 @@ TESTS = (
     "tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py",
     "tests/runtime/test_packed_weights.py", "tests/runtime/test_device_norms.py",
 )  # fmt: skip
+TESTS_OF_KERNELS = (*TESTS[3:], "tests/runtime/test_kernels.py", "tests/runtime/test_losses.py")
 
 
 class CommandError(RuntimeError):
@@ -217,8 +218,18 @@ def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:
 
 
 def tests(asked: Asked, note: Note) -> None:
-    """Those that need a GPU, several at a time where pytest-xdist is installed."""
-    files = TESTS[1:2] if asked.tiny else TESTS
+    """All tests that need a GPU."""
+    _tested(asked, note, TESTS)
+
+
+def tests_of_kernels(asked: Asked, note: Note) -> None:
+    """The GPU tests of kernels alone."""
+    _tested(asked, note, TESTS_OF_KERNELS)
+
+
+def _tested(asked: Asked, note: Note, files: tuple[str, ...]) -> None:
+    """Perform the GPU tests of some files, several at a time where pytest-xdist is installed."""
+    files = TESTS[1:2] if asked.tiny else files
     words = [sys.executable, "-m", "pytest", "-v", "-ra", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files]
     n_cores = len(os.sched_getaffinity(0))
     if not asked.tiny and importlib.util.find_spec("xdist"):

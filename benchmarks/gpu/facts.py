@@ -30,7 +30,8 @@ QUERY = (
 )  # fmt: skip
 FILES = (
     "/sys/kernel/mm/transparent_hugepage/enabled", "/sys/kernel/mm/transparent_hugepage/defrag", "/proc/sys/vm/overcommit_memory",
-    "/proc/sys/vm/max_map_count", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max", "/proc/loadavg",
+    "/proc/sys/vm/max_map_count", "/sys/devices/system/cpu/cpu0/cache/index2/size", "/sys/devices/system/cpu/cpu0/cache/index3/size",
+    "/sys/devices/system/cpu/cpu0/cache/index3/shared_cpu_list", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max", "/proc/loadavg",
 )  # fmt: skip
 COMMANDS = (("lscpu",), ("lscpu", "-e"), ("nvidia-smi",), ("nvidia-smi", "topo", "-m"), ("free", "-b"), ("df", "-h", "/tmp"))
 COMMAND_S = 5.0
@@ -39,7 +40,7 @@ COMMAND_S = 5.0
 def facts(asked: Asked, note: Note) -> None:
     note("system", platform=platform.platform(), python=platform.python_version(), commit=commit(), command=sys.argv[1:])
     note("versions", **{name: _version(name) for name in PACKAGES})
-    note("cores", n_usable=len(os.sched_getaffinity(0)), n_there=os.cpu_count(), model=_cpu_model(), siblings=_siblings())
+    note("cores", n_usable=len(os.sched_getaffinity(0)), n_there=os.cpu_count(), model=_cpu_model(), siblings=siblings())
     note("memory", **meminfo(), locked_limit_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     note("settings", **{path: _text(Path(path)) for path in FILES})
     if shutil.which("nvidia-smi"):
@@ -113,7 +114,7 @@ def _cpu_model() -> str:
     )
 
 
-def _siblings() -> list[str]:
+def siblings() -> list[str]:
     """Which of the cores are one core's threads."""
     paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return sorted({text for path in paths if (text := _text(path))})

@@ -1,54 +1,60 @@
-"""Stages that measure host memory, the link, and the optimizer under copies."""
+"""Stage that measures the host's optimizer by size and by threads, and the link."""
 
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
 
 import torch
 
-from hwprofiles.probe.cpu import CpuDevice
-from hwprofiles.probe.device import Ready
-from hwprofiles.probe.works import updates
+from hwprofiles.probe.works import CLIP_FACTOR, SETTINGS
+from runtime.host.chunks import Scratch
+from runtime.host.norms import squares_tasks
+from runtime.host.optimizer import Master, ParamState, Step, Task, summed
 from runtime.host.slabs import host_slab, register_for_dma, touch, unregister
+from runtime.host.workers import Workers
 from runtime.units import MiB
 
 from .commands import host_bytes
-from .facts import meminfo
+from .facts import siblings
 from .stages import Asked, Note
 
 SLAB_BYTES, TINY_SLAB_BYTES = 8 * 10**9, 32 * MiB
 COPY_BYTES = (64 * MiB, 512 * MiB)
 COPY_S = 0.5
-LARGE_SHARE = 0.55  # of the host's memory, in one piece: as large as the moments of the whole model
-PIECE_BYTES = 4 * 10**9  # of it touched at a time
-LEAST_FREE_BYTES = 3 * 10**9
-GROWS_S = 3.0  # how long memory may take to grow
-WORKERS = (8, 14, 15)
-UPDATE_S = 1.5
+STATE_BYTES = 14  # of a parameter: weight, remainder, two fp32 moments, bf16 gradient
+LAYER_ELEMENTS = 233_057_792  # of Qwen2.5-7B: no power of two, for arrays 2^28 bytes apart share their places in a cache
+SIZES = (0.2, 0.8, 3.0, 12.0, 41.0)  # GB of state and gradients
+SWEPT_GB = 12.0  # at which threads, copies and squares are tried
+TINY_SIZES = (0.002, 0.004)
+HOST_SHARE = 0.6  # of the host's memory, for the largest size
+ISSUING_CORES = 2  # which a run leaves to the lanes that issue to a GPU
+UPDATE_S, TINY_UPDATE_S = 1.5, 0.1
+PIECE_S = 0.1  # of a median
 
 
 def host(asked: Asked, note: Note) -> None:
-    n_bytes = TINY_SLAB_BYTES if asked.tiny else SLAB_BYTES
     cores = sorted(os.sched_getaffinity(0))
+    n_bytes = TINY_SLAB_BYTES if asked.tiny else SLAB_BYTES
     slab, touched_s = _touched(n_bytes, len(cores))
     note("touch", n_bytes=n_bytes, seconds=touched_s, bytes_per_s=n_bytes / touched_s, n_threads=len(cores))
-    if asked.device == "cuda":
-        began_s = time.perf_counter()
-        pieces = register_for_dma({"benchmark": slab})
-        seconds = time.perf_counter() - began_s
-        note("lock", n_bytes=n_bytes, seconds=seconds, bytes_per_s=n_bytes / seconds)
-        try:
-            _link(slab, note)
-            _optimizer(asked, note, cores, slab)
-        finally:
-            unregister(pieces)
-    else:
-        _optimizer(asked, note, cores, None)
-    del slab
-    _grow(asked, note, len(cores))
+    if asked.device != "cuda":
+        return _sweep(asked, note, cores, None)
+    began_s = time.perf_counter()
+    pieces = register_for_dma({"benchmark": slab})
+    seconds = time.perf_counter() - began_s
+    note("lock", n_bytes=n_bytes, seconds=seconds, bytes_per_s=n_bytes / seconds)
+    try:
+        _link(slab, note)
+        return _sweep(asked, note, cores, slab)
+    finally:
+        unregister(pieces)
 
 
 def _touched(n_bytes: int, n_threads: int) -> tuple[torch.Tensor, float]:
@@ -101,29 +107,102 @@ def _copied(lanes: Sequence[tuple[torch.cuda.Stream, Callable[[], int]]]) -> lis
         return list(pool.map(lambda each: lane(*each), lanes))
 
 
-def _optimizer(asked: Asked, note: Note, cores: list[int], slab: torch.Tensor | None) -> None:
-    """Parameters per second with some counts of workers, alone and beside copies both ways."""
-    seconds = 0.1 if asked.tiny else UPDATE_S
-    for n_workers in (2,) if asked.tiny else [n for n in WORKERS if n < max(len(cores), min(WORKERS) + 1)]:
-        host = CpuDevice(lambda all_cores, n=n_workers: (all_cores, cores[-min(n, len(cores)) :]))  # type: ignore[misc]
-        with host.prepared(updates(n_workers)) as ready:
-            alone = _updated(host, ready, seconds)
-            beside = None
+def _sweep(asked: Asked, note: Note, cores: list[int], slab: torch.Tensor | None) -> None:
+    """Updates by size of the state; at one size also by threads, beside copies, and sums of squares."""
+    lane = cores[ISSUING_CORES:] or cores
+    firsts = {int(names.replace("-", ",").partition(",")[0]) for names in siblings()}
+    sizes, swept = (TINY_SIZES, TINY_SIZES[-1]) if asked.tiny else (SIZES, SWEPT_GB)
+    for size_gb in sizes:
+        if size_gb * 1e9 > HOST_SHARE * host_bytes(asked) and not asked.tiny:
+            note("left out", name=f"update of {size_gb:g} GB", said="more than the host's memory allows")
+            continue
+        updates, squares = _tasks(int(size_gb * 1e9 / STATE_BYTES), len(cores))
+        name, measure = f"update of {size_gb:g} GB", partial(_sustained, asked, note)
+        measure(name, updates, lane, "params_per_s")
+        if size_gb == swept:
+            measure(f"{name}, a thread a core", updates, [core for core in lane if core in firsts] or lane, "params_per_s")
+            measure(f"{name}, half the threads", updates, lane[: -(-len(lane) // 2)], "params_per_s")
+            measure(f"squares of {size_gb:g} GB", squares, lane, "host_bytes_per_s")
             if slab is not None:
-                with _copying(slab):
-                    beside = _updated(host, ready, seconds)
-        note("optimizer", n_workers=n_workers, params_per_s=alone, beside_copies_params_per_s=beside)
+                measure(f"{name} beside uploads", updates, lane, "params_per_s", _copying(slab, (True,)))
+                measure(f"{name} beside copies", updates, lane, "params_per_s", _copying(slab, (True, False)))
 
 
-def _updated(host: CpuDevice, ready: Ready, seconds: float) -> float:
-    """Parameters per second, by the wall clock."""
-    one = host.run(ready, 1).seconds
-    n = max(1, round(seconds / one))
-    return n * ready.work.amount / host.run(ready, n).seconds
+Amounts = list[tuple[Task, float]]  # with the parameters, or the bytes, of each task
+
+
+def _tasks(n_elements: int, n_threads: int) -> tuple[Amounts, Amounts]:
+    """Tasks of an update and of sums of squares, over state in slabs laid out as a run's: layer after layer."""
+    updates, squares = Amounts(), Amounts()
+    for first in range(0, n_elements, LAYER_ELEMENTS):
+        n = min(LAYER_ELEMENTS, n_elements - first)
+        slab = host_slab(STATE_BYTES * n)
+        touch([slab], n_threads)
+        half, remainder, *moments, gradient = (
+            part.view(dtype)
+            for part, dtype in zip(
+                slab.split([2 * n, 2 * n, 4 * n, 4 * n, 2 * n]),
+                (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16),
+                strict=True,
+            )
+        )
+        moments[1].fill_(1e-8)
+        for tensor in (half, gradient):
+            tensor.fill_(0.01)
+        step = Step(ParamState(Master(half, remainder), tuple(moments)), summed(gradient), CLIP_FACTOR, 10, SETTINGS)
+        of_update, of_squares = list(step.tasks()), list(squares_tasks(summed(gradient)))
+        updates += [(task, n / len(of_update)) for task in of_update]
+        squares += [(task, gradient.nbytes / len(of_squares)) for task in of_squares]
+    return updates, squares
+
+
+def _sustained(
+    asked: Asked, note: Note, name: str, tasks: Amounts, cores: list[int], unit: str, beside: AbstractContextManager[None] | None = None
+) -> None:
+    """Wall time of the tasks, walked from end to end again and again; the cores that they had, and the time that was stolen."""
+    workers, turns, rates = Workers(len(cores), Scratch), cycle(tasks), list[float]()
+    n_in_piece = len(cores)
+
+    def settled() -> AbstractContextManager[None]:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        return nullcontext()
+
+    def measure() -> None:
+        nonlocal n_in_piece
+        settled()
+        with workers.helped(settled), beside or nullcontext():
+            workers.run([task for task, _ in islice(turns, n_in_piece)])
+            began_s, used_s, stolen_s = time.perf_counter(), time.process_time(), _steal_s()
+            while (now_s := time.perf_counter()) - began_s < (TINY_UPDATE_S if asked.tiny else UPDATE_S):
+                piece = list(islice(turns, n_in_piece))
+                workers.run([task for task, _ in piece])
+                rates.append(sum(amount for _, amount in piece) / (took_s := time.perf_counter() - now_s))
+                n_in_piece = max(len(cores), min(len(tasks), round(n_in_piece * PIECE_S / took_s)))
+            wall_s = time.perf_counter() - began_s
+            used = (time.process_time() - used_s) / wall_s
+            n, third = len(cores), max(1, len(rates) // 3)
+            note(
+                "sustained", name=name, n_threads=n, cores_used=used, steal_s=_steal_s() - stolen_s, wall_s=wall_s,
+                first_third=median(rates[:third]), last_third=median(rates[-third:]), **{unit: median(rates)},
+            )  # fmt: skip
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(measure).result()
+
+
+def _steal_s() -> float:
+    """Seconds that a hypervisor took from all cores since the system began; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 @contextmanager
-def _copying(slab: torch.Tensor) -> Iterator[None]:
+def _copying(slab: torch.Tensor, ways: Sequence[bool]) -> Iterator[None]:
+    """Copy from the slab to the device (True) and back (False), until the context ends."""
     stop = threading.Event()
 
     def loop(stream: torch.cuda.Stream, issue: Callable[[], int]) -> None:
@@ -131,8 +210,8 @@ def _copying(slab: torch.Tensor) -> Iterator[None]:
             issue()
             stream.synchronize()
 
-    with ThreadPoolExecutor(2) as pool:
-        lanes = [pool.submit(loop, *_copy(slab, COPY_BYTES[0], is_up)) for is_up in (True, False)]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        lanes = [pool.submit(loop, *_copy(slab, COPY_BYTES[0], is_up)) for is_up in ways]
         try:
             yield
         finally:
@@ -140,22 +219,3 @@ def _copying(slab: torch.Tensor) -> Iterator[None]:
         for lane in lanes:
             lane.result()
 
-
-def _grow(asked: Asked, note: Note, n_threads: int) -> None:
-    """One piece as large as the largest arena of the whole model, touched step by step: does memory grow as it is used?"""
-    n_bytes = TINY_SLAB_BYTES if asked.tiny else int(LARGE_SHARE * host_bytes(asked))
-    piece_bytes = n_bytes // 4 if asked.tiny else PIECE_BYTES
-    note("large piece", n_bytes=n_bytes, **meminfo())
-    slab = host_slab(n_bytes)
-    for at in range(0, n_bytes, piece_bytes):
-        until_s = time.monotonic() + GROWS_S
-        while meminfo()["available_bytes"] < piece_bytes + LEAST_FREE_BYTES and time.monotonic() < until_s:
-            time.sleep(0.1)
-        if meminfo()["available_bytes"] < min(piece_bytes, LEAST_FREE_BYTES):
-            note("large piece stopped", touched_bytes=at, **meminfo())
-            return
-        began_s = time.perf_counter()
-        touch([slab[at : at + piece_bytes]], n_threads)
-        note(
-            "large piece touched", touched_bytes=min(at + piece_bytes, n_bytes), seconds=time.perf_counter() - began_s, **meminfo()
-        )

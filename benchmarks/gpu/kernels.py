@@ -5,31 +5,37 @@ Each is called as torch offers it, whatever the runtime has chosen: what it coul
 
 # T tokens, H width, I width inside the MLP, D width of a head, V vocabulary
 
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from statistics import median
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.model.workload import read_model
+from runtime.compute.losses import row_losses_and_gradients
 from runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
 from runtime.host.rounding import Drawn, group_bytes
 from runtime.layers.kernels import use_kernels
-from runtime.layers.pointwise import Pointwise, fastest
+from runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
+from runtime.layers.pointwise import GATES, Pointwise, _bits, fastest, several
 from runtime.plan import Semantics
 from runtime.plan.optimizer import AdamW
+from runtime.plan.packed import Base
 
 from .stages import Asked, Note
 
 Work = Callable[[], object]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WARM_UP_RUNS, LEAST_RUNS = 2, 5
+PRODUCT = (8200, 8200, 8200)  # no power of two
+RUNS_BEHIND, PRODUCTS_BEFORE = 7, 3
+LOSS_BYTES = 6  # of a bf16 logit: read twice, written once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +43,15 @@ class Shapes:
     n_tokens: int
     contexts: tuple[tuple[int, int], ...]  # (sequences, tokens of each)
     measured_s: float  # of one kernel
-    sustained_s: float
     loss_tokens: int
     updated_elements: int
+    wide_tokens: int  # of an activation: in 7B more than 2^30 elements, so that a call takes several launches
+    compared_elements: int
+    loss_tiles: tuple[int, ...]
 
 
-FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 10.0, 4096, 2**28)
-TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 0.2, 32, 2**17)
+FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 4096, 2**28 - 2**12, 65536, 2**26, (1024, 4096, 8192))
+TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 32, 2**17, 64, 2**12, (8,))
 BF16 = torch.bfloat16
 KEPT = (
     Kept(BF16, True, BF16),
@@ -90,12 +98,14 @@ def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iter
         for n_sequences, seq_len in shapes.contexts:
             size = (n_sequences, seq_len, n_heads, n_kv_heads, head_dim)
             yield f"attention {name} at {seq_len}", lambda name=name, size=size: _attention(name, size, shapes, device, note)
-    yield "pointwise", lambda: _pointwise(device, note)
+    yield "pointwise", lambda: _pointwise(shapes, inner, n_heads, head_dim, device, note)
+    yield "loss", lambda: _loss(shapes, width, config["vocab_size"], device, note)
+    for base in get_args(Base)[1:]:
+        yield f"unpack {base}", lambda base=base: _unpack(base, shapes, width, inner, device, note)
     for kept in KEPT:
         yield f"update of {_named(kept)}", lambda kept=kept: _update(kept, shapes, device, note)
     for name in ("eager", "fused"):
         yield f"layer {name}", lambda name=name: _layer(name, config, shapes, device, note)
-    yield "sustained", lambda: _sustained(shapes, width, inner, device, note)
 
 
 def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
@@ -120,6 +130,25 @@ def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
             event.record()
         events[-1].synchronize()
         times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # torch counts in milliseconds
+    return median(times)
+
+
+def _seconds_behind(work: Work, shapes: Shapes, device: torch.device) -> float:
+    """Median time of the work right behind large products, at the clock and the power of a step; on a CPU, of the work alone."""
+    if device.type == "cpu":
+        return _seconds(work, shapes, device)
+    x, w = _random(*PRODUCT[:2], device=device), _random(*PRODUCT[1:], device=device)
+    out, times = x @ w, list[float]()
+    work()
+    for _ in range(RUNS_BEHIND):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(PRODUCTS_BEFORE):
+            torch.mm(x, w, out=out)
+        before.record()
+        work()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)  # torch counts in milliseconds
     return median(times)
 
 
@@ -218,20 +247,62 @@ def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> Non
     drawn = None if kept.moments is None else Drawn((5, 6, 7), kept.is_drawn)
     state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
     step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, kept.rule, drawn)
-    update_s = _seconds(lambda: step.on_device(kernel), shapes, device)
+    update_s = _seconds_behind(lambda: step.on_device(kernel), shapes, device)
     moved_bytes = 2 * sum(tensor.nbytes for tensor in state.tensors) + 2 * n
     note("update", name=_named(kept), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
 
 
-def _pointwise(device: torch.device, note: Note) -> None:
-    """Which functions are compiled to eager's bits here, how long that takes, and what was said of the others."""
+def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: torch.device, note: Note) -> None:
+    """Compile the kernels; then the bits and the rate of each at the size of a layer."""
     began_s = time.perf_counter()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = fastest(device, torch.bfloat16)
-    in_one_kernel = [f.name for f in fields(Pointwise) if getattr(found, f.name) is not getattr(Pointwise(), f.name)]
-    faults = [str(w.message)[:300] for w in said if w.category is RuntimeWarning]
-    note("pointwise", in_one_kernel=in_one_kernel, faults=faults, seconds=time.perf_counter() - began_s)
+        kernels = fastest(device, BF16, tuple(GATES))
+    faults = [str(w.message)[:300] for w in caught if w.category is RuntimeWarning]
+    note("compiled", faults=faults, seconds=time.perf_counter() - began_s)
+    gate, up, gradient = (_random(shapes.wide_tokens * inner, device=device) for _ in range(3))
+    (n_sequences, seq_len), *_ = shapes.contexts
+    heads, (cos, sin) = (
+        _random(n_sequences, seq_len, n_heads, head_dim, device=device).transpose(1, 2),
+        (_random(n_sequences, 1, seq_len, head_dim, device=device) for _ in range(2)),
+    )
+    for name in (field.name for field in fields(Pointwise)):
+        rotates = name.startswith("rotate")
+        operands = (heads, cos, sin) if rotates else (gradient, gate, up) if name.endswith("_gradients") else (gate, up)
+        function, definition = getattr(kernels, name), getattr(Pointwise(), name)
+        seconds = _seconds_behind(lambda function=function, operands=operands: function(*operands), shapes, device)
+        moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
+        # The definition needs several times the memory: bits are compared where it has room
+        some = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
+        are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(*map(several, (function(*some), definition(*some))), strict=True))
+        is_kernel = function is not definition
+        note(
+            "kernel", name=name, seconds=seconds, bytes_per_s=moved_bytes / seconds, are_bits_equal=are_equal, is_kernel=is_kernel,
+        )  # fmt: skip
+
+
+def _loss(shapes: Shapes, width: int, vocab: int, device: torch.device, note: Note) -> None:
+    """The loss of a tile, in place, and the head's weight gradient, which its product adds to fp32 sums."""
+    for n_tokens in shapes.loss_tiles:
+        logits_NV, targets_N = _random(n_tokens, vocab, device=device), torch.randint(vocab, (n_tokens,), device=device)
+        each_N, x_ND = torch.full((n_tokens,), 1 / n_tokens, device=device), _random(n_tokens, width, device=device)
+        seconds = _seconds_behind(lambda: row_losses_and_gradients(logits_NV, targets_N, each_N), shapes, device)
+        note("loss", name=f"{n_tokens} rows", seconds=seconds, bytes_per_s=LOSS_BYTES * logits_NV.numel() / seconds)
+        sum_VD = torch.zeros(vocab, width, device=device)
+        alone_s = _seconds_behind(lambda: logits_NV.t() @ x_ND, shapes, device)
+        both_s = _seconds_behind(lambda: add_product(sum_VD, logits_NV, x_ND), shapes, device)
+        note("head's weight gradient", name=f"{n_tokens} rows of it", seconds=both_s, slowdown=both_s / alone_s)
+
+
+def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.device, note: Note) -> None:
+    """One matrix of an MLP, by the kernel and by torch's operations."""
+    shape = (1, width, inner) if base == "mxfp4" else (inner, width)
+    packed = pack(_random(*shape, device=device), base)
+    out, by_calls = (torch.empty(shape, dtype=BF16, device=device) for _ in range(2))
+    seconds = _seconds_behind(lambda: unpack_into(packed, out, base), shapes, device)
+    calls_s = _seconds_behind(lambda: unpack_by_calls(packed, by_calls, base), shapes, device)
+    rate = (packed.nbytes + out.nbytes) / seconds
+    note("unpack", name=base, seconds=seconds, bytes_per_s=rate, are_bits_equal=torch.equal(out, by_calls), by_calls_s=calls_s)
 
 
 def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
@@ -267,42 +338,3 @@ def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: 
         forward_and_backward_s=both_s,
         flop_per_s=flop / both_s,
     )
-
-
-def _sustained(shapes: Shapes, k: int, n: int, device: torch.device, note: Note) -> None:
-    """Products for as long as a card takes to grow hot: a line for each second, with the clock and the power that it had."""
-    x, w = _random(shapes.n_tokens, k, device=device), _random(n, k, device=device) * k**-0.5
-    flop, began_s, rates = 2 * shapes.n_tokens * k * n, time.perf_counter(), []
-    while time.perf_counter() - began_s < shapes.sustained_s:
-        second_s, n_runs, asking = time.perf_counter(), 0, _ask_power() if device.type == "cuda" else None
-        while time.perf_counter() - second_s < shapes.sustained_s / 10:
-            for _ in range(LEAST_RUNS):
-                F.linear(x, w)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            n_runs += LEAST_RUNS
-        rates.append(n_runs * flop / (time.perf_counter() - second_s))
-        note("sustained", at_s=round(time.perf_counter() - began_s, 1), flop_per_s=rates[-1], said=_said(asking))
-    note(
-        "sustained in all", seconds=time.perf_counter() - began_s, m=shapes.n_tokens, k=k, n=n, first_flop_per_s=rates[0],
-        last_flop_per_s=rates[-1], median_flop_per_s=median(rates),
-    )  # fmt: skip
-
-
-def _ask_power() -> subprocess.Popen[str] | None:
-    """Ask for clock and power while the card works."""
-    words = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active", "--format=csv,noheader"]
-    try:
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    except OSError:
-        return None
-
-
-def _said(asking: subprocess.Popen[str] | None) -> str | None:
-    if asking is None:
-        return None
-    try:
-        return asking.communicate(timeout=3)[0].strip()
-    except subprocess.TimeoutExpired:
-        asking.kill()
-        return None

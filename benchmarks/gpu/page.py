@@ -6,6 +6,7 @@ Made of the stream of results alone, so it can be made anywhere, of whatever the
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from .expected import figures
 from .harness import DONE, Results
 from .stages import STAGES, Asked, Note
 
@@ -29,6 +30,8 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield from _facts(last.get("facts", []))
     yield from _table("stage | how it ended | seconds | said", _outcomes(last))
+    yield from _section("Expected and measured")
+    yield from _table("stage | line | measured | expected | decides", _decisions(last))
     yield from _section("Predicted and measured")
     yield from _table(
         "plan | layers | sequences x tokens | predicted, s | measured, s | error | tokens/s | TFLOP/s | of the bound | "
@@ -91,6 +94,15 @@ def _outcomes(last: dict[str, list[Row]]) -> Iterator[list[str]]:
             yield [stage.name, "cut short" if stage.name in last else "to be measured", "", ""]
 
 
+def _decisions(last: dict[str, list[Row]]) -> Iterator[list[str]]:
+    """The lines for which there was an estimate, in the order in which they were measured."""
+    for stage in STAGES:
+        for row in last.get(stage.name, []):
+            if "decision" in row:
+                name = row.get("name") or row["what"]
+                yield [stage.name, str(name), figures(row), row["expected"], row["decision"]]
+
+
 def _our_row(name: str, row: Row) -> list[str]:
     return [
         f"{name}, {'probed here' if row['is_probed'] else row['profile']}",
@@ -140,9 +152,9 @@ def _host_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
             case "copies" | "copies both ways":
                 rates = f"{_scaled(row['h2d_bytes_per_s'], 1e9)} GB/s up, {_scaled(row['d2h_bytes_per_s'], 1e9)} GB/s down"
                 yield [row["what"], size, rates]
-            case "optimizer":
-                alone, beside = (_scaled(row[key], 1e9) for key in ("params_per_s", "beside_copies_params_per_s"))
-                yield [f"optimizer, {row['n_workers']} workers", NOTHING, f"{alone} G params/s, {beside} beside copies"]
+            case "sustained":
+                used = f"{row['cores_used']:.1f} cores used of {row['n_threads']}, {row['steal_s']:.2f} s stolen of {row['wall_s']:.1f}"
+                yield [row["name"], NOTHING, f"{figures(row)}; {used}"]
 
 
 def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
@@ -169,9 +181,8 @@ def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
                     f"{row['forward_s'] * 1e3:.3g} ms",
                     f"{_scaled(row['flop_per_s'], 1e12)} TFLOP/s with forward",
                 ]
-            case "sustained in all":
-                first, end = (_scaled(row[key], 1e12) for key in ("first_flop_per_s", "last_flop_per_s"))
-                yield [f"products for {row['seconds']:.0f} s", f"{first} TFLOP/s at first", f"{end} TFLOP/s at the end"]
+            case "kernel" | "loss" | "unpack" | "update" | "head's weight gradient":
+                yield [f"{row['what']}, {row['name']}", figures(row), NOTHING]
             case "failed":
                 yield [str(row["case"]), str(row["said"]).replace("|", "/"), NOTHING]
 

@@ -15,14 +15,15 @@ from functools import cache
 from statistics import median
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from planner.predict.settled import WARM_UP_STEPS
 from runtime.batch import UNSUPERVISED, Batch
-from runtime.executor import Execution
+from runtime.executor import Execution, execute
 from runtime.host.memory import DTYPE
 from runtime.layers.packed_weights import pack
 from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
-from runtime.plan import Plan, PlanFile
+from runtime.plan import Kind, Lane, Plan, PlanFile
 from runtime.plan.optimizer import AdamW
 
 from .commands import claim_of, plan_of
@@ -32,6 +33,7 @@ LR = 1e-5
 QUIET_S = 20.0  # a lane that hangs says so well within any stage's limit
 PATTERN_ELEMENTS = 2**24  # random numbers that weights are tiled with: drawing billions would take longer than training
 FILLING_THREADS = 8
+PROFILED_ROWS = 40  # kernels, the longest of a step
 ALONE_ELEMENTS = 2**28  # a weight that is filled by itself: its fp32 copy is a gigabyte or more
 
 
@@ -82,6 +84,45 @@ def planned(asked: Asked, note: Note) -> None:
     )  # fmt: skip
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"a loss is not a number: {losses}")
+    if asked.case.is_profiled:
+        _update_alone(machine, asked.case.n_steps, note)
+        _profiled(machine, asked, note)
+
+
+def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
+    """Time the ops of one more update in the run's arenas, while no other lane works: interference is what a step adds to it."""
+    busy_s: dict[str, float] = {}
+
+    def perform() -> None:
+        with machine.lane(Lane.CPU):
+            for i, op in enumerate(machine.plan.ops):
+                if op.lane is Lane.CPU and op.kind is not Kind.ACCUMULATE:
+                    began_s = time.perf_counter()
+                    machine.work(i, op, step)
+                    busy_s[op.kind] = busy_s.get(op.kind, 0.0) + time.perf_counter() - began_s
+
+    cpu_s = time.process_time()
+    with ThreadPoolExecutor(1) as thread:  # the lane pins its thread to its cores
+        thread.submit(perform).result()
+    cpu_s = time.process_time() - cpu_s
+    n_params = sum(b.n_trained for i, b in enumerate(machine.plan.workload.blocks) if i not in machine.plan.policy.device_blocks)
+    seconds = {str(kind): s for kind, s in busy_s.items()}
+    updates_s = sum(s for kind, s in busy_s.items() if kind in (Kind.UPDATE, Kind.SPECULATE, Kind.SETTLE))
+    rate = n_params / updates_s if updates_s else None
+    note("update alone", busy_s=seconds, n_params=n_params, params_per_s=rate, cores_used=cpu_s / max(sum(busy_s.values()), 1e-9))
+
+
+def _profiled(machine: TorchMachine, asked: Asked, note: Note) -> None:
+    """Perform one more step under torch's profiler, and note the kernels that take longest."""
+    activity = ProfilerActivity.CUDA if asked.device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        execute(machine.plan, machine, 1, asked.case.n_steps + 1, QUIET_S)
+    rows = profiler.key_averages()
+    of_device = "self_device_time_total" if asked.device == "cuda" else "self_cpu_time_total"
+    longest = sorted(rows, key=lambda row: -getattr(row, of_device))[:PROFILED_ROWS]
+    note("profile", total_s=sum(getattr(row, of_device) for row in rows) / 1e6)
+    for row in longest:
+        note("kernel in a step", name=row.key[:160], n_calls=row.count, seconds=getattr(row, of_device) / 1e6)
 
 
 def settings(step: int) -> AdamW:

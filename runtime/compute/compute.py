@@ -1,6 +1,6 @@
 """Compute on the device: forward, loss and backward of one block, and what autograd keeps between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from runtime.batch import Batch, Batches, positions_of
+from runtime.batch import Batch, PreparedBatches, positions_of
 from runtime.host.memory import Arenas
 from runtime.layers.recompute import Graph, Replay
 from runtime.layers.split import Call
@@ -49,7 +49,7 @@ class Compute:
     """The ops of the gpu lane that compute. Only that lane's thread may use it."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, templates: Templates, batches: Batches, seed: int, rank: int = 0, head: Head | None = None
+        self, plan: Plan, arenas: Arenas, templates: Templates, batches: PreparedBatches, seed: int, rank: int = 0, head: Head | None = None
     ) -> None:
         """`batches` gives a step's tokens on the device, those of this rank if there are several. `head`: of a forward plan, which
         has no backward; it gets what the last layer made."""
@@ -199,7 +199,7 @@ class Compute:
             sides |= {(op.block, j): g for j, g in zip(graph.sides, gradients[1:], strict=False) if g is not None}
             gradients = gradients[1 + len(graph.sides) :]
         of_weights = {name: gradient for name, gradient in zip(graph.names, gradients, strict=True) if gradient is not None}
-        self._add(op, self._running(op)[0], of_weights)
+        self._add(op, *self._running(op), of_weights)
 
     def loss(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
@@ -211,6 +211,8 @@ class Compute:
         head = running.get(name)
         # A micro-batch's own gradient is the sum over its tiles: with a running sum of earlier ones it needs a place for itself
         own = head if head is None or begins else torch.zeros_like(head)
+        if head is not None and begins:
+            head.zero_()
         of = self._weights(op), hidden_BTD, batch.targets, losses.n_losses, own
         loss_sum, hidden_gradient, found = self.templates.head.loss(*of, batch.extras)
         if (balance := self.templates.balance) is not None:
@@ -221,7 +223,7 @@ class Compute:
         hidden_BTD.copy_(hidden_gradient)
         if own is not None and not begins:
             found[name] = own
-        self._add(op, running, found)
+        self._add(op, running, begins, found, in_place={name} if begins else ())
 
     def _running(self, op: Op) -> tuple[Weights, bool]:
         """The sum that a micro-batch's gradients are added to, and whether they begin it, at zero: that of a single one is its
@@ -233,14 +235,19 @@ class Compute:
         running = self._views.gradients(
             op.block, slot, plan.gradient_dtype(op.block) if total is None else plan.sum_dtype(op.block)
         )
-        for view in running.values() if begins else ():
-            view.zero_()
         return running, begins
 
-    def _add(self, op: Op, running: Weights, found: Weights) -> None:
-        """Add gradients to the running sum, and it to those that wait for it; the last of all is rounded into `gradient`."""
-        for name, gradient in found.items():
-            running[name] += gradient
+    def _add(self, op: Op, running: Weights, begins: bool, found: Weights, in_place: Collection[str] = ()) -> None:
+        """Add gradients to the running sum, and it to those that wait for it; the last of all is rounded into `gradient`.
+
+        Gradients that begin a sum are added to zero in one pass, which turns -0.0 into +0.0. Those `in_place` are in the sum already.
+        """
+        assert found.keys() <= running.keys()
+        for name, total in running.items():
+            if name in found:
+                torch.add(found[name], 0.0 if begins else total, out=total)
+            elif begins and name not in in_place:
+                total.zero_()
         for slot in op.every("into"):
             total = self._views.gradients(op.block, slot, "fp32")
             for name, view in total.items():
@@ -266,9 +273,9 @@ class Inputs:
     looking it up is all that the others need. Positions of packed documents are each micro-batch's own.
     """
 
-    def __init__(self, templates: Templates, batches: Batches) -> None:
+    def __init__(self, templates: Templates, batches: PreparedBatches) -> None:
         """`batches` gives a step's tokens on the device."""
-        self.templates, self._batches = templates, batches
+        self.templates, self._batches, self.prepare = templates, batches, batches.prepare
         self._micro_batch = templates.semantics.micro_batch
         self._batch: tuple[int, Batch] | None = None  # of the step at work
         self.first: dict[int, list[Call]] = {}  # by sequences: what the first such micro-batch's layers were passed

@@ -180,6 +180,7 @@ class EmulatedMachine:
         """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
         self.stand_in = stand_in
         self.on_thread, self.lane, self.result = stand_in.on_thread, stand_in.lane, stand_in.result
+        self.prepare = stand_in.prepare
         self.time_scale = time_scale
         self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]
         self._live = LiveRegion(region)

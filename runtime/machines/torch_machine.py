@@ -17,7 +17,7 @@ from typing import Any, ClassVar, assert_never
 import torch
 from torch.cuda import Event
 
-from runtime.batch import Batch, Batches, positions_of
+from runtime.batch import Batch, Batches, PreparedBatches, positions_of
 from runtime.compute.blocks import Templates
 from runtime.compute.compute import Compute, Head
 from runtime.compute.losses import LossFunction
@@ -95,6 +95,9 @@ class LaneMachine:
                         yield
                 finally:  # also after a failure: no copy may still write to the host, and what a kernel did wrong is said
                     self.lanes.finish(lane)
+
+    def prepare(self, step: int) -> None:
+        self.compute.inputs.prepare(step)
 
     def perform(self, index: int, op: Op, step: int) -> Timers | None:
         """Do op number `index` of the plan, or issue it to the lane's stream."""
@@ -188,6 +191,9 @@ class LaneMachine:
 
 class GivingMachine(LaneMachine):
     """A forward by a rank that only gives the others its weights."""
+
+    def prepare(self, step: int) -> None:
+        pass
 
     def work(self, index: int, op: Op, step: int) -> None:
         if op.kind is not Kind.FORWARD:
@@ -368,15 +374,15 @@ def _base(ranks: Ranks, n_bytes: int) -> torch.Tensor:
     return slab
 
 
-def _uploaded(batches: Batches, lanes: Lanes) -> Batches:
-    """A step's tokens on the device, as work of the lane that computes: a GPU copies pinned memory while the host goes on."""
+def _uploaded(batches: Batches, lanes: Lanes) -> PreparedBatches:
+    """Batches in pinned memory, made ahead; the compute lane copies them to the device while the host goes on."""
     if (streams := lanes.streams) is None:
-        return batches
+        return PreparedBatches(batches)
 
-    def batch_of(step: int) -> Batch:
+    def pinned(step: int) -> Batch:
         batch = batches(step)
         positions_BT = None if batch.document_tokens is None else positions_of(batch.document_tokens)
         batch = replace(batch, n_counted=batch.n_supervised, positions_BT=positions_BT)
-        return batch.moved(lambda tokens: streams.pinned(tokens).to(streams.device, non_blocking=True))
+        return batch.moved(streams.pinned)
 
-    return batch_of
+    return PreparedBatches(pinned, lambda batch: batch.moved(lambda tokens: tokens.to(streams.device, non_blocking=True)))

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime import executor, lane_track
+from runtime.batch import Batch, PreparedBatches
 from runtime.errors import DataError
 from runtime.executor import Execution, OpError, StallError, Stop, execute
 from runtime.lane_track import Track
@@ -118,6 +120,54 @@ def test_steps_are_reported_in_order_and_the_last_spans_kept(monkeypatch):
     timeline = reported(seen.append, tiny_plan(), NullMachine(), 10, first_step=5)
     assert [step.number for step in seen] == list(range(5, 15))
     assert {span.step for span in timeline.spans} == {11, 12, 13, 14}
+
+
+def test_batches_are_prepared_one_step_ahead_on_the_callers_thread():
+    """The last op of step 0 waits until the batch of step 1 is prepared; no batch beyond the run is."""
+    plan, prepared, is_ahead = tiny_plan(), list[tuple[int, int]](), threading.Event()
+
+    class Preparing(NullMachine):
+        def prepare(self, step):
+            prepared.append((step, threading.get_ident()))
+            if step == 6:
+                is_ahead.set()
+
+        def perform(self, index, op, step):
+            if (step, index) == (5, len(plan.ops) - 1):
+                assert is_ahead.wait(60)
+            super().perform(index, op, step)
+
+    execute(plan, Preparing(), 4, first_step=5)
+    assert prepared == [(step, threading.get_ident()) for step in (5, 6, 7, 8)]
+
+
+def test_a_prepared_batch_is_made_once_and_its_error_is_raised_where_it_is_used():
+    made, is_making, goes_on = list[int](), threading.Event(), threading.Event()
+
+    def make(step):
+        made.append(step)
+        if step == 2:
+            is_making.set()
+            assert goes_on.wait(60)
+        if step == 3:
+            raise DataError("no such row")
+        return Batch(torch.tensor([step]), torch.tensor([step]))
+
+    batches = PreparedBatches(make, lambda batch: batch.moved(lambda tokens: tokens + 10))
+    batches.prepare(1)
+    batches.prepare(1)
+    ahead = threading.Thread(target=batches.prepare, args=(2,))
+    ahead.start()
+    assert is_making.wait(60)
+    assert batches(1).input_ids.tolist() == [11], "a batch that is ready is given while a later one is made"
+    goes_on.set()
+    ahead.join()
+    batches.prepare(3)
+    assert batches(2).input_ids.tolist() == [12]
+    with pytest.raises(DataError, match="no such row"):
+        batches(3)
+    assert batches(4).input_ids.tolist() == [14]
+    assert made == [1, 2, 3, 4]
 
 
 def reported(report, *given, **how):

@@ -1,0 +1,72 @@
+"""Expected figures of a visit to a GPU, and the decision that each of them makes.
+
+The figures are estimates for an H200 with 16 cores, made before the visit from the account of the steps of 27 November 2026.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Expected(NamedTuple):
+    """Estimate of a line, and what follows from the measured figure."""
+
+    figure: str
+    decision: str
+
+
+_STEP = "within P10 to P90: the profile is shipped; above P90: the table of kernels names the op that takes longer"
+_UNPACK = "at least 2.5 TB/s: ship; else the torch operations stay"
+# By stage and by the name of the line: its `what`, and its `name` where it has one
+EXPECTED: Mapping[tuple[str, str], Expected] = {
+    ("facts", "cores"): Expected("16 cores, pairs of siblings", "siblings: the sweep's line of one thread a core counts"),
+    ("host", "update of 0.2 GB"): Expected("2.8 to 4 G params/s", "above the line of 12 GB: a cache holds it, so probes need more"),
+    ("host", "update of 0.8 GB"): Expected("2.8 to 3.4 G params/s", "the same as 12 GB: the old probe's size was not the error"),
+    ("host", "update of 3 GB"): Expected("2.8 to 3.4 G params/s", "the least size from which on the rate stays is a probe's size"),
+    ("host", "update of 12 GB"): Expected("2.8 to 3.4 G params/s", "cores used below 0.9 of the threads: a quota, and a cliff"),
+    ("host", "update of 41 GB"): Expected("2.8 to 3.4 G params/s", "below 12 GB: translation of addresses; ask for huge pages"),
+    ("host", "update of 12 GB, a thread a core"): Expected("2.6 to 3.4 G params/s", "as fast as all threads: plan with cores"),
+    ("host", "update of 12 GB, half the threads"): Expected("1.8 to 3 G params/s", "as fast as all threads: memory binds"),
+    ("host", "update of 12 GB beside uploads"): Expected("1.7 to 2.4 G params/s", "the planner's rate while loads run"),
+    ("host", "update of 12 GB beside copies"): Expected("1.4 to 2.2 G params/s", "the planner's rate beside both directions"),
+    ("host", "squares of 12 GB"): Expected("25 to 45 GB/s", "below 20 GB/s: look at cores used before the loop"),
+    ("kernels", "kernel swiglu"): Expected("3.2 to 3.8 TB/s, bits equal", "below 2.5 TB/s: count bytes in flight by ncu"),
+    ("kernels", "kernel swiglu_gradients"): Expected("3.2 to 3.8 TB/s, bits equal", "below 2.5 TB/s: share one reciprocal"),
+    ("kernels", "kernel geglu"): Expected("3 to 3.8 TB/s, bits equal", "bits differ: call by call, and GeGLU stays eager"),
+    ("kernels", "kernel geglu_gradients"): Expected("2.5 to 3.8 TB/s, bits equal", "bits differ: call by call"),
+    ("kernels", "kernel rotate"): Expected("2.5 to 3.8 TB/s, bits equal", "below 2 TB/s: one head a block"),
+    ("kernels", "kernel rotate_back"): Expected("2.5 to 3.8 TB/s, bits equal", "below 2 TB/s: one head a block"),
+    ("kernels", "loss"): Expected("3.0 to 3.8 TB/s of 6 bytes a logit", "below 1.5 TB/s: no faster than the three passes of before"),
+    ("kernels", "head's weight gradient"): Expected("within 2 % of the product alone", "above 5 %: accumulate in a pass of its own"),
+    ("kernels", "unpack int8"): Expected("3.2 to 3.8 TB/s, bits equal", _UNPACK),
+    ("kernels", "unpack nf4"): Expected("2.8 to 3.8 TB/s, bits equal", _UNPACK),
+    ("kernels", "unpack fp8"): Expected("3.2 to 3.8 TB/s, bits equal", _UNPACK),
+    ("kernels", "unpack mxfp4"): Expected("2.8 to 3.8 TB/s, bits equal", _UNPACK),
+    ("kernels", "update adamw"): Expected("2.6 to 3.4 TB/s", "below 2.2 TB/s: vectors gain nothing, so take them out again"),
+    ("probe", "measured"): Expected("70 to 100 s; fused activations 3.2 to 3.6 TB/s", "the profile of the plans that follow"),
+    ("batch-64", "measured"): Expected("11.0 to 11.3 s, 510 TFLOP/s", _STEP),
+    ("batch-64", "update alone"): Expected("2.8 to 3.4 G params/s", "the rate of the step: cores; faster: lanes interfere"),
+    ("batch-64", "profile"): Expected("10.5 to 11 s of kernels", "a kernel above 1 % that no line here names is the next one"),
+    ("lora", "measured"): Expected("1.75 to 1.90 s", _STEP),
+    ("whole-14b", "measured"): Expected("6.4 to 6.9 s", "above 7.2 s: loads beside updates bind; see the line beside uploads"),
+    ("lora-72b", "measured"): Expected("4.1 to 4.4 s", "above 4.8 s: unpacking or narrow products; see their lines"),
+    ("tests-of-kernels", "measured"): Expected("none fails", "a kernel whose test fails is not shipped"),
+}
+UNITS = {
+    "step_s": (1.0, "s a step"), "seconds": (1.0, "s"), "total_s": (1.0, "s of kernels"), "params_per_s": (1e9, "G params/s"),
+    "bytes_per_s": (1e12, "TB/s"), "host_bytes_per_s": (1e9, "GB/s"), "model_flop_per_s": (1e12, "TFLOP/s"),
+    "cores_used": (1.0, "cores used"), "slowdown": (1.0, "times the product alone"), "n_failed": (1.0, "failed"),
+}  # fmt: skip
+
+
+def expectation(stage: str, what: str, values: Mapping[str, Any]) -> Expected | None:
+    """The entry of a line: by `what`, by its name, or by both."""
+    names = (what, str(values.get("name")), f"{what} {values.get('name')}")
+    return next((EXPECTED[stage, name] for name in names if (stage, name) in EXPECTED), None)
+
+
+def figures(values: Mapping[str, Any]) -> str:
+    """The measured figures of a line, with their units; "bits equal" or "bits differ" where they were compared."""
+    parts = [f"{values[key] / by:.3g} {unit}" for key, (by, unit) in UNITS.items() if isinstance(values.get(key), int | float)]
+    if (equal := values.get("are_bits_equal")) is not None:
+        parts.append("bits equal" if equal else "bits differ")
+    return ", ".join(parts)
