@@ -11,7 +11,7 @@ from runtime.host.memory import DTYPE
 from runtime.host.optimizer import PROBE_ELEMENTS, Kept, Step, gives_the_hosts_bits, summed
 from runtime.plan import Kind, Policy, Update
 from runtime.plan.optimizer import AdamW
-from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.tiny import tiny_config
 from tests.training import LEAN, differences, semantics_of, streamed
 from tests.updating import update_
@@ -54,12 +54,7 @@ def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moment
 
 
 def in_cpp_gives_the_hosts_bits(kept: Kept, folder: Path, fused: bool = True) -> bool:
-    update = kept.compiled(partial(in_cpp, folder, fused=fused))
-
-    def by_two_threads(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
-        update((2,), (2,), args)
-
-    return gives_the_hosts_bits(by_two_threads, CPU, kept)
+    return gives_the_hosts_bits(by_two_threads(kept.compiled(partial(in_cpp, folder, fused=fused))), CPU, kept)
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])
