@@ -152,26 +152,25 @@ class OneKernel:
         """`most`: elements between the first and the last of an operand in one launch, which counts in 32 bits."""
         self._function, self._kernel, self._most = function, kernel, most
         self._is_rotary = function in (rotate, rotate_back)
-        self._layouts: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # results on the meta device, by shapes that were compared
+        self._n_results = 2 if function.__name__.endswith("_gradients") else 1
+        self._compared = set[tuple[Any, ...]]()  # shapes, strides and alignments
         self.is_in_use = True
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         if not self.is_in_use or not self._takes(inputs):
             return self._function(*inputs)
-        key = tuple((x.dtype, x.shape, x.stride(), x.data_ptr() % VECTOR_BYTES) for x in inputs)
-        known = self._layouts.get(key)
-        layouts = self._results_of(inputs) if known is None else known
-        results = tuple(torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=inputs[0].device) for r in layouts)
+        results = self._results(inputs[0])
         launches = list(self._launches(inputs + results))
         for operands in launches:
             self._launch(operands)
-        if known is None:
+        key = tuple((x.shape, x.stride(), x.data_ptr() % VECTOR_BYTES) for x in inputs)
+        if key not in self._compared:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
                 shape = tuple(inputs[0].shape)
                 _warn(self._function, inputs[0].device, inputs[0].dtype, f"of its kernel's numbers at {shape} {n_wrong} differ")
                 return self._function(*inputs)
-            self._layouts[key] = layouts
+            self._compared.add(key)
         return results if len(results) > 1 else results[0]
 
     def _takes(self, inputs: Operands) -> bool:
@@ -184,10 +183,11 @@ class OneKernel:
             return False
         return all(y.shape[1:] == (1, *x.shape[2:]) and y.shape[0] in (1, x.shape[0]) for y in inputs[1:])
 
-    def _results_of(self, inputs: Operands) -> list[torch.Tensor]:
-        """Tensors without memory, of the shapes and strides of the function's results."""
-        on_meta = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in inputs]
-        return list(several(self._function(*on_meta)))
+    def _results(self, x: torch.Tensor) -> Operands:
+        """Memory of the strides that torch's calls give the results: the order of x, but for a rotation's gradient."""
+        if self._function is rotate_back:
+            return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+        return tuple(torch.empty_like(x) for _ in range(self._n_results))
 
     def _launches(self, operands: Operands) -> Iterator[Operands]:
         if self._is_rotary:
@@ -207,13 +207,15 @@ class OneKernel:
         self._kernel((n_blocks, 1, 1), (THREADS, 1, 1), [*operands, *sizes])
 
     def _differences(self, launches: list[Operands], n_inputs: int) -> int:
-        """Numbers that are not the function's in windows at both ends of each launch."""
+        """Numbers that are not the function's in windows at both ends of each launch; all of a window whose strides are not."""
         counts = []
         for operands in launches:
             for is_last in (False, True):
                 part = [_window(x, is_last) for x in operands]
                 expected = several(self._function(*part[:n_inputs]))
-                counts += [(_bits(a) != _bits(b)).sum() for a, b in zip(expected, part[n_inputs:], strict=True)]
+                for a, b, like in zip(expected, part[n_inputs:], self._results(part[0]), strict=True):
+                    is_alike = _strides(a) == _strides(like)
+                    counts.append((_bits(a) != _bits(b)).sum() if is_alike else torch.tensor(a.numel(), device=a.device))
         return int(torch.stack(counts).sum())
 
 
@@ -242,7 +244,7 @@ def _fault(function: Function, other: Function, device: torch.device, dtype: tor
         except RuntimeError as error:  # whatever a driver makes of a kernel
             return f"its kernel does not run ({on_one_line(str(error), 120)})"
         pairs = list(zip(several(function(*inputs)), results, strict=True))
-        if any(a.stride() != b.stride() for a, b in pairs):
+        if any(_strides(a) != _strides(b) for a, b in pairs):
             return "its kernel stores the result in another order"
         if n_other := sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs):
             return f"{n_other} of its kernel's {sum(t.numel() for t in results)} numbers differ"
@@ -279,6 +281,11 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
 def several(result: Any) -> Operands:
     """The results of a function as a tuple."""
     return result if isinstance(result, tuple) else (result,)
+
+
+def _strides(x: torch.Tensor) -> list[int]:
+    """Strides of the dimensions that have several elements."""
+    return [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
