@@ -3,8 +3,8 @@
 The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8, mxfp4), and
 the same on a GPU as on the processor: widening codes and looking them up is exact, and every other call is one fp32 product, with
 its rounding to bf16 where that is what it writes. IEEE says what each of the two gives, and without an addition no compiler can
-fuse a product into something that rounds otherwise. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a matrix to the same bits;
-it is compared with torch's calls before its first use.
+fuse a product into something that rounds otherwise. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a matrix to the same
+bits; it is compared with torch's calls before its first use.
 """
 
 # N numbers of a flat weight; R rows, C columns; G, H rows and columns of blocks
@@ -16,8 +16,17 @@ import torch
 from torch import Tensor
 
 from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, Base
-from runtime.plan.packed import at_once_bytes, layout
+from runtime.plan.packed import (
+    FP8_BLOCK,
+    MXFP4_BLOCK,
+    NF4_BLOCK,
+    UNPACK_BYTES_PER_ELEMENT,
+    UNPACK_CHUNK_ELEMENTS,
+    UNPACK_KERNELS,
+    Base,
+    at_once_bytes,
+    layout,
+)
 from runtime.units import on_one_line
 
 # The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
@@ -142,7 +151,10 @@ def unpack_at_once(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, most
         n_rows = out.numel() // n_columns
     block = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK}.get(base, 1)  # rows that share a scale
     out_MRC = out.view(-1, n_rows, n_columns)
-    codes_MRC, scales_MG = codes.view(torch.uint8).view(len(out_MRC), n_rows, -1), scales.view(len(out_MRC), -(-n_rows // block), -1)
+    codes_MRC, scales_MG = (
+        codes.view(torch.uint8).view(len(out_MRC), n_rows, -1),
+        scales.view(len(out_MRC), -(-n_rows // block), -1),
+    )
     matrices, rows = max(most // (n_rows * n_columns), 1), max(most // (n_columns * block), 1) * block
     for m in range(0, len(out_MRC), matrices):
         for r in range(0, n_rows, rows):

@@ -1,9 +1,9 @@
 """Pointwise functions of a layer, and the CUDA kernels that compute each in one pass over its operands.
 
-The functions are the definition, and they compute on a CPU. On a GPU a kernel of `runtime/cuda/pointwise.cu` replaces a function if its
-results have the same bits and strides: before its first use on every finite bf16 number and on random ones, and then in windows of
-the first call with each new shape, at both ends and at the cuts between launches. Otherwise the function itself computes: the bits, and
-the tensors that are kept for the backward, are the same.
+The functions are the definition, and they compute on a CPU. On a GPU a kernel of `runtime/cuda/pointwise.cu` replaces a function if
+its results have the same bits and strides: before its first use on every finite bf16 number and on random ones, and then in windows
+of the first call with each new shape, at both ends and at the cuts between launches. Otherwise the function itself computes: the
+bits, and the tensors that are kept for the backward, are the same.
 """
 
 # N elements; B sequences, H heads, T tokens, E width of a head
@@ -67,7 +67,7 @@ def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of `rotate`'s input, as autograd computes it call by call: head after head, in whatever order the gradient is stored.
+    """The gradient of `rotate`'s input, as autograd computes it call by call: head after head, in any order of the gradient.
 
     A norm before the rotation sums in the order of memory.
     """
@@ -97,14 +97,14 @@ class Pointwise:
 GATES = {"swiglu": 0, "geglu_tanh": 1, "geglu": 2}  # the ACTIVATION of their kernels
 # Memory traffic of a function, in that of its kernel
 TIMES_THE_BYTES = {
-    **{name: 5 / 3 for name in GATES}, **{f"{name}_gradients": 11 / 5 for name in GATES}, "rotate": 5.0, "rotate_back": 7.0
+    **dict.fromkeys(GATES, 5 / 3), **{f"{name}_gradients": 11 / 5 for name in GATES}, "rotate": 5.0, "rotate_back": 7.0
 }  # fmt: skip
 
 
 @lru_cache(maxsize=8)
 def fastest(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
-    """Kernels for the rotary embedding and these gated activations on a GPU, where the bits stay; a warning names each function that
-    has none there, and why. A CPU computes call by call."""
+    """Kernels for the rotary embedding and these gated activations on a GPU, where the bits stay; a warning names each function
+    without a kernel, and why. A CPU computes call by call."""
     return Pointwise() if device.type == "cpu" else compiled(device, dtype, gates)
 
 
@@ -118,7 +118,9 @@ def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = 
         try:
             one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)))
         except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
-            _warn(function, device, dtype, f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})")
+            _warn(
+                function, device, dtype, f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
+            )
             continue
         if (fault := _fault(function, one_kernel, device, dtype)) is not None:
             _warn(function, device, dtype, fault)
@@ -145,8 +147,8 @@ def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: s
 
 
 class OneKernel:
-    """A function, computed by a kernel. The function itself computes operands that the kernel does not read: of several dtypes, or not
-    contiguous; and all of them from the first call on in which a number differs."""
+    """A function, computed by a kernel. The function itself is called for operands that the kernel does not read (of several dtypes,
+    or not contiguous), and for all operands from the first call on in which a number differs."""
 
     def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
         """`most`: elements between the first and the last of an operand in one launch, which counts in 32 bits."""
@@ -167,8 +169,9 @@ class OneKernel:
         if key not in self._compared:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
-                shape = tuple(inputs[0].shape)
-                _warn(self._function, inputs[0].device, inputs[0].dtype, f"of its kernel's numbers at {shape} {n_wrong} differ")
+                del results, launches, operands  # no memory beside what the function takes
+                x = inputs[0]
+                _warn(self._function, x.device, x.dtype, f"of its kernel's numbers at {tuple(x.shape)} {n_wrong} differ")
                 return self._function(*inputs)
             self._compared.add(key)
         return results if len(results) > 1 else results[0]
@@ -233,7 +236,9 @@ def cuts(operands: list[torch.Tensor], most: int) -> Iterator[Operands]:
 
 def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
     """The first or the last few elements of each dimension."""
-    return x[tuple(slice(max(n - few, 0), n) if is_last else slice(0, few) for n, few in zip(x.shape, WINDOW[x.dim()], strict=True))]
+    return x[
+        tuple(slice(max(n - few, 0), n) if is_last else slice(0, few) for n, few in zip(x.shape, WINDOW[x.dim()], strict=True))
+    ]
 
 
 def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -252,8 +257,8 @@ def _fault(function: Function, other: Function, device: torch.device, dtype: tor
 
 
 def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[Operands]:
-    """Operands on which a kernel is compared with the function: random numbers, and for activations every finite bf16 number. Some are
-    no multiple of a vector, or not aligned to one."""
+    """Operands on which a kernel is compared with the function: random numbers, and for activations every finite bf16 number. Some
+    are no multiple of a vector, or not aligned to one."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

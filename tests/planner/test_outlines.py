@@ -173,7 +173,14 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5  # type: ignore[no-any-return]
 
     config = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2)
-    gates = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_python": None, "gelu_new": None, "relu": None}
+    gates = {
+        "silu": "swiglu",
+        "gelu": "geglu",
+        "gelu_pytorch_tanh": "geglu_tanh",
+        "gelu_python": None,
+        "gelu_new": None,
+        "relu": None,
+    }
     for activation, gate in gates.items():
         config.hidden_act = activation
         assert gate_of(LlamaMLP(config)) == gate

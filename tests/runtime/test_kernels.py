@@ -18,6 +18,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates
 from runtime.compute.losses import row_losses
+from runtime.cuda.nvrtc import compiled_kernel
 from runtime.errors import PlanError, WorkloadError
 from runtime.layers.kernels import (
     ACTIVATIONS,
@@ -30,7 +31,6 @@ from runtime.layers.kernels import (
     use_kernels,
     use_own_calls,
 )
-from runtime.cuda.nvrtc import compiled_kernel
 from runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, fastest, kernel_of, probes, several
 from runtime.plan.workload import Model
 from tests.every_type import tiny

@@ -1,4 +1,4 @@
-"""CUDA sources, compiled by NVRTC for several architectures: no GPU is needed. The widths of loads and stores are read from PTX and SASS."""
+"""CUDA sources, compiled by NVRTC for several architectures without a GPU; widths of loads and stores, read from PTX and SASS."""
 
 import ctypes
 import re
@@ -91,7 +91,9 @@ def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
     """One element at a time in the loop over the rest alone: were the vectors split, there would be four or eight as many."""
     item = 2 if SOURCES["pointwise.cu"][n]["ELEMENT"] == BF16 else 4
     kernels = dict(accesses(compiled("pointwise.cu", n, 90)[0]))
-    assert kernels.keys() == ({"gated", "gated_gradients"} if "ACTIVATION" in SOURCES["pointwise.cu"][n] else {"rotate", "rotate_back"})
+    assert kernels.keys() == (
+        {"gated", "gated_gradients"} if "ACTIVATION" in SOURCES["pointwise.cu"][n] else {"rotate", "rotate_back"}
+    )
     for name, found in kernels.items():
         loads, stores = WIDE[name]
         assert found == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name

@@ -324,7 +324,8 @@ def test_without_a_compiler_unpacking_runs_by_calls_and_says_so(base, monkeypatc
 
     monkeypatch.setattr(room, "compiled_kernel", broken)
     room.unpack_kernel.cache_clear()
-    said = rf"^unpacking {base} runs by {UNPACK_KERNELS[base]} calls a chunk on cuda, and moves \d\.\d times the bytes: .* \(no NVRTC library\)$"
+    calls, why = UNPACK_KERNELS[base], r"moves \d\.\d times the bytes: .* \(no NVRTC library\)$"
+    said = rf"^unpacking {base} runs by {calls} calls a chunk on cuda, and {why}"
     with pytest.warns(RuntimeWarning, match=said):
         assert room.unpack_kernel(torch.device("cuda"), base, torch.bfloat16) is None
     room.unpack_kernel.cache_clear()
