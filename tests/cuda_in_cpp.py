@@ -20,6 +20,8 @@ HEAD = """
 #include <string.h>
 static int min(int a, int b) { return a < b ? a : b; }
 #define __device__ static
+#define __forceinline__ inline
+#define __align__(n) __attribute__((aligned(n)))
 #define __global__
 #define __shared__ static
 static thread_local struct { int x; } threadIdx, blockIdx, blockDim, gridDim;
@@ -57,12 +59,17 @@ template <typename Kernel> static void perform(int grid, int block, Kernel kerne
     for (auto& thread : threads) pthread_join(thread.id, nullptr);
 }
 """
+_ROTATION = "const ELEMENT* x, const ELEMENT* c, const ELEMENT* s, ELEMENT* o, " + ", ".join(f"int i{n}" for n in range(14))
 # What a launch is given, by the kernel's name
 SIGNATURES = {
     "squares": "const ELEMENT* x, int n, float* out",
     "sums": "const float* x, int n, double* out",
     "update": "WEIGHT* w, short* r, float* m, float* v, const GRADIENT* g, int n, "
     "double a, double b, double c, double d, double e, double f, double h, double i",
+    "gated": "const ELEMENT* g, const ELEMENT* u, ELEMENT* o, int n",
+    "gated_gradients": "const ELEMENT* d, const ELEMENT* g, const ELEMENT* u, ELEMENT* a, ELEMENT* b, int n",
+    **dict.fromkeys(("rotate", "rotate_back"), _ROTATION),
+    "unpack": "const unsigned char* c, const SCALE* s, OUT* o, const float* q, int n, int r, int k, double f",
     "update_less": "WEIGHT* w, REMAINDER* r, MOMENT* m, MOMENT* v, const GRADIENT* g, int n, int t, int k, int l, int o, "
     "double a, double b, double c, double d, double e, double f, double h, double i",
 }
@@ -70,7 +77,7 @@ SIGNATURES = {
 
 def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: str | int) -> Callable[..., None]:
     """A kernel of a file of the runtime's, to be called as CUDA's are."""
-    source = Path(nvrtc.__file__).with_name(file).read_text()
+    source = nvrtc.source(file)
     given = SIGNATURES[name]
     names = ", ".join(word.split()[-1] for word in given.split(","))
     launch = f'extern "C" void launch(int grid, int block, {given}) {{ perform(grid, block, [=] {{ {name}({names}); }}); }}\n'
@@ -85,3 +92,8 @@ def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: st
         library.launch(c_int(grid[0]), c_int(block[0]), *(kinds[type(arg)](arg) for arg in args))
 
     return kernel
+
+
+def by_two_threads(kernel: Callable[..., None]) -> Callable[..., None]:
+    """The same with two blocks of two threads, whatever the launch asks for: no more would run at once."""
+    return lambda grid, block, args: kernel((2,), (2,), args)

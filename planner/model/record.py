@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runtime.errors import WorkloadError
-from runtime.layers.kernels import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, is_gated, is_rms_norm, rotates, turns_whole
+from runtime.layers.kernels import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, gate_of, is_rms_norm, rotates, turns_whole
 
 from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, Made
 
@@ -223,7 +223,7 @@ def _kind(part: nn.Module) -> str | None:
         return "linear"
     if {name for name, _ in part.named_children()} != PLAIN_MLP:
         return None
-    return "gated" if is_gated(part) else "mlp"
+    return "mlp" if gate_of(part) is None else "gated"
 
 
 # The names that a function is found among, its own, itself, its kind, and its module's name

@@ -16,7 +16,7 @@ from planner.lower.sheet import Outline
 from planner.lower.waits import NONE
 from runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from runtime.plan.optimizer import Optimizer
-from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS
+from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
 from runtime.plan.region import Demand, Region, Resource, Uses
 from runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
@@ -214,7 +214,9 @@ class CostModel(Computing):
         """Device memory traffic, and kernels, of bringing a block from a slot of packed weights to one of weights."""
         base, item, n_bytes, n_kernels = plan.semantics.base, ITEM_BYTES[plan.semantics.compute_dtype], 0, 0
         for p in plan.workload.blocks[block].parameters:
-            if plan.is_packed(p):
+            if plan.is_packed(p) and self.profile.device.kind != "cpu":
+                n_bytes, n_kernels = n_bytes + at_once_bytes(p.shape, base, item), n_kernels + 1
+            elif plan.is_packed(p):
                 n_bytes += round(p.n_elements * UNPACK_BYTES_PER_ELEMENT[base])
                 n_kernels += UNPACK_KERNELS[base] * -(-p.n_elements // UNPACK_CHUNK_ELEMENTS)
             elif p.frozen or not plan.is_apart(block):

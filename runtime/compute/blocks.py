@@ -19,7 +19,7 @@ from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
 from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
 from runtime.layers.documents import attending, embed_packed
-from runtime.layers.kernels import CALL_BY_CALL, use_kernels
+from runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
 from runtime.layers.meta_models import meta_model
 from runtime.layers.pointwise import fastest
 from runtime.layers.split import Call, Split
@@ -60,8 +60,9 @@ class Templates:
             if semantics.train.lora is not None:
                 adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora)
         self._refuse_surprises()
-        is_fused = semantics.pointwise == "fused"  # else none is compiled: that takes a GPU's process a minute
-        pointwise = fastest(self.device, DTYPE[semantics.compute_dtype]) if is_fused else CALL_BY_CALL
+        pointwise = CALL_BY_CALL
+        if semantics.pointwise == "fused":
+            pointwise = fastest(self.device, DTYPE[semantics.compute_dtype], gates_of(self.layers))
         for layer in self.layers:
             use_kernels(layer, semantics, pointwise)
         n_micro_batches = semantics.n_micro_batches * semantics.ranks

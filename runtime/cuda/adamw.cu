@@ -1,31 +1,57 @@
 // A step of AdamW on a flat parameter, in place, by the operations of torch's fused kernel on a processor: to its bits.
 //
 // The caller defines WEIGHT and GRADIENT (float, or unsigned short for the bits of bf16) and IS_SPLIT: whether a bf16 weight has a
-// remainder, by which it lacks its master (`optimizer.Master`).
+// remainder, by which it lacks its master (`optimizer.Master`). A thread updates four elements, by accesses of 8 and 16 bytes. The last
+// elements that fill no vector are updated one by one, and so are all elements if a pointer is not aligned.
+#include "vectors.cu"
 
-__device__ float widened(float x) { return x; }
-__device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+#define WIDTH 4
 
 __device__ void put(float* weight, float master) { *weight = master; }
 __device__ void put(unsigned short* weight, float master) {  // half up; NaN stays NaN
     *weight = master != master ? 0x7FC0 : (unsigned short)((__float_as_uint(master) + 0x8000u) >> 16);
 }
 
+struct Factors { float scale, decay, towards, beta2, of_square, correction, eps, rate; };
+
+template <int N> __device__ __forceinline__ void update_at(
+    WEIGHT* weights, short* remainders, float* exp_avg, float* exp_avg_sq, const GRADIENT* gradients, int begin, const Factors& by) {
+    Pack<WEIGHT, N> weight = load<N>(weights, begin);
+    Pack<short, N> remainder;
+    if (IS_SPLIT) remainder = load<N>(remainders, begin);
+    Pack<float, N> firsts = load<N>(exp_avg, begin), seconds = load<N>(exp_avg_sq, begin);
+    const Pack<GRADIENT, N> given = load<N>(gradients, begin);
+    const bool is_near = fabsf(by.towards) < 0.5f;
+    #pragma unroll
+    for (int j = 0; j < N; j++) {
+        float gradient = __fmul_rn(widen(given.x[j]), by.scale), master = widen(weight.x[j]), first = firsts.x[j];
+        if (IS_SPLIT) master = __uint_as_float(__float_as_uint(master) + (unsigned)(int)remainder.x[j]);
+        first = __fmaf_rn(is_near ? by.towards : __fsub_rn(by.towards, 1.0f), __fsub_rn(gradient, first), is_near ? first : gradient);
+        float second = __fmaf_rn(__fmul_rn(by.of_square, gradient), gradient, __fmul_rn(seconds.x[j], by.beta2));
+        float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), by.correction), by.eps);
+        master = __fadd_rn(__fmul_rn(master, by.decay), __fdiv_rn(__fmul_rn(by.rate, first), denominator));
+        firsts.x[j] = first;
+        seconds.x[j] = second;
+        if (IS_SPLIT) remainder.x[j] = (short)__float_as_uint(master);
+        put(&weight.x[j], master);
+    }
+    store<N>(weights, begin, weight);
+    if (IS_SPLIT) store<N>(remainders, begin, remainder);
+    store<N>(exp_avg, begin, firsts);
+    store<N>(exp_avg_sq, begin, seconds);
+}
+
 extern "C" __global__ void update(
     WEIGHT* weight, short* remainder, float* exp_avg, float* exp_avg_sq, const GRADIENT* gradients, int n_elements, double scale,
-    double decay, double towards_, double beta2, double of_square, double correction, double eps, double rate) {
-    const float towards = towards_;
-    const bool is_near = fabsf(towards) < 0.5f;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n_elements; i += gridDim.x * blockDim.x) {
-        float gradient = __fmul_rn(widened(gradients[i]), (float)scale), master = widened(weight[i]), first = exp_avg[i];
-        if (IS_SPLIT) master = __uint_as_float(__float_as_uint(master) + (unsigned)(int)remainder[i]);
-        first = __fmaf_rn(is_near ? towards : __fsub_rn(towards, 1.0f), __fsub_rn(gradient, first), is_near ? first : gradient);
-        float second = __fmaf_rn(__fmul_rn((float)of_square, gradient), gradient, __fmul_rn(exp_avg_sq[i], (float)beta2));
-        float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), (float)correction), (float)eps);
-        master = __fadd_rn(__fmul_rn(master, (float)decay), __fdiv_rn(__fmul_rn((float)rate, first), denominator));
-        exp_avg[i] = first;
-        exp_avg_sq[i] = second;
-        if (IS_SPLIT) remainder[i] = (short)__float_as_uint(master);
-        put(&weight[i], master);
-    }
+    double decay, double towards, double beta2, double of_square, double correction, double eps, double rate) {
+    const Factors by = {(float)scale, (float)decay, (float)towards, (float)beta2, (float)of_square, (float)correction, (float)eps, (float)rate};
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, n_threads = gridDim.x * blockDim.x;
+    const bool weights_aligned = is_aligned<WIDTH>(weight) && (!IS_SPLIT || is_aligned<WIDTH>(remainder));
+    const bool aligned = weights_aligned && is_aligned<WIDTH>(exp_avg) && is_aligned<WIDTH>(exp_avg_sq) && is_aligned<WIDTH>(gradients);
+    const int n_vectors = aligned ? n_elements / WIDTH : 0;
+    for (int i = thread; i < n_vectors; i += n_threads)
+        update_at<WIDTH>(weight, remainder, exp_avg, exp_avg_sq, gradients, i * WIDTH, by);
+    #pragma unroll 1
+    for (int i = n_vectors * WIDTH + thread; i < n_elements; i += n_threads)
+        update_at<1>(weight, remainder, exp_avg, exp_avg_sq, gradients, i, by);
 }

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from . import lean
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
-PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
+PROBE_ELEMENTS = 2**16 + 27  # that a device's kernel is held to the host's bits on
+WIDTH = 4  # elements of a thread of `adamw.cu`
 MOST_BLOCKS = 2**14  # of a kernel, whose threads go on to more elements
 
 T = TypeVar("T")
@@ -201,7 +202,12 @@ class Step:
         most = [group_bytes(MOST_ELEMENTS) if tensor.dtype is torch.uint8 else MOST_ELEMENTS for tensor in tensors]
         for number, parts in enumerate(zip(*map(torch.Tensor.split, tensors, most), strict=True)):
             n, turn = parts[0].numel(), [number * (MOST_ELEMENTS // TURN)] if keys else []
-            kernel((min(MOST_BLOCKS, -(-n // THREADS)), 1, 1), (THREADS, 1, 1), [*parts, n, *turn, *keys, self.factor, *by])
+            per_thread = 1 if keys else WIDTH
+            kernel(
+                (min(MOST_BLOCKS, -(-n // (THREADS * per_thread))), 1, 1),
+                (THREADS, 1, 1),
+                [*parts, n, *turn, *keys, self.factor, *by],
+            )
         return None
 
 

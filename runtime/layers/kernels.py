@@ -8,7 +8,7 @@ convolutions, compute where the semantics name them, and nowhere else, whatever 
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from runtime.errors import PlanError, WorkloadError
 from runtime.plan.policy import LibraryKernel, Semantics
 
-from .pointwise import Function, Pointwise, several
+from .pointwise import GATES, Function, Pointwise, several
 from .recompute import unnoticed
 
 CALL_BY_CALL = Pointwise()
@@ -32,6 +32,7 @@ EAGER_ATTENTION = "eager_attention_forward"  # as transformers' modules call the
 ROTARY = "apply_rotary_pos_emb"  # as transformers' attention calls it
 # The parts of an MLP that is down(act(gate(x)) * up(x)), which treats every row for itself
 PLAIN_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # of transformers, that a kernel computes
 # By the names that transformers' layers call them by
 LIBRARY_KERNELS: Mapping[str, LibraryKernel] = {
     "causal_conv1d_fn": "causal_conv1d.causal_conv1d_fn",
@@ -67,10 +68,20 @@ def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
     return len(args) == 4 and not others and args[0].shape[-1] == args[2].shape[-1]
 
 
-def is_gated(part: nn.Module) -> bool:
-    """Whether a module is down(silu(gate(x)) * up(x))."""
-    is_plain = {name for name, _ in part.named_children()} == PLAIN_MLP
-    return is_plain and type(part.act_fn) is type(ACT2FN["silu"]) and _is_gated(type(part).forward)
+def gate_of(part: nn.Module) -> str | None:
+    """The gated activation of a module that is down(act(gate(x)) * up(x)), a name of `pointwise.GATES`; None for any other module."""
+    if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
+        return None
+    (x,) = _drawn((256,))
+    y = _made(part.act_fn, x) if type(part.act_fn) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
+    same = (name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256))))
+    return next(same, None)
+
+
+def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
+    """The gated activations of all MLPs in these layers."""
+    found = (gate_of(part) for layer in layers for part in layer.modules())
+    return tuple(sorted({gate for gate in found if gate is not None}))
 
 
 @cache
@@ -102,8 +113,8 @@ def use_kernels(layer: nn.Module, semantics: Semantics, pointwise: Pointwise = C
         if semantics.norm == "fused" and is_rms_norm(part):
             use_fused_norm(part)
         if semantics.pointwise == "fused":
-            if is_gated(part):
-                part.forward = partial(gated_mlp, part, pointwise)
+            if (gate := gate_of(part)) is not None:
+                part.forward = partial(gated_mlp, part, pointwise.gate(gate))
             _rotate_at_once(part, pointwise)
         if semantics.library_kernels:
             named = {n: f for n, f in _with_fallback(part).items() if LIBRARY_KERNELS.get(n) in semantics.library_kernels}
@@ -162,10 +173,10 @@ def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return parts
 
 
-def gated_mlp(mlp: Any, pointwise: Pointwise, x: torch.Tensor) -> torch.Tensor:
-    """down(silu(gate(x)) * up(x)), with the modules of one of transformers' MLPs."""
+def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -> torch.Tensor:
+    """down(act(gate(x)) * up(x)), with the modules of one of transformers' MLPs, and the forward and backward of its activation."""
     gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-    activation = _AtOnce.apply(pointwise.swiglu, pointwise.swiglu_gradients, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
+    activation = _AtOnce.apply(*functions, gate.flatten(), up.flatten())  # type: ignore[no-untyped-call]
     return mlp.down_proj(activation.view_as(gate))  # type: ignore[no-any-return]
 
 

@@ -3,17 +3,31 @@
 The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8, mxfp4), and
 the same on a GPU as on the processor: widening codes and looking them up is exact, and every other call is one fp32 product, with
 its rounding to bf16 where that is what it writes. IEEE says what each of the two gives, and without an addition no compiler can
-fuse a product into something that rounds otherwise.
+fuse a product into something that rounds otherwise. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a matrix to the same
+bits; it is compared with torch's calls before its first use.
 """
 
 # N numbers of a flat weight; R rows, C columns; G, H rows and columns of blocks
-from collections.abc import Iterator
-from functools import lru_cache
+import warnings
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
+from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from runtime.plan.packed import (
+    FP8_BLOCK,
+    MXFP4_BLOCK,
+    NF4_BLOCK,
+    UNPACK_BYTES_PER_ELEMENT,
+    UNPACK_CHUNK_ELEMENTS,
+    UNPACK_KERNELS,
+    Base,
+    at_once_bytes,
+    layout,
+)
+from runtime.units import on_one_line
 
 # The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
 NF4 = torch.tensor(
@@ -31,6 +45,14 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # then their neg
 _E2M1_EDGES = (_E2M1[:-1] + _E2M1[1:]) / 2
 _E2M1_EDGES[1::2] = _E2M1_EDGES[1::2].nextafter(torch.zeros(()))  # of two as near, that with an even code
 _E8M0_BIAS = 127
+UNPACK_WIDTH = 8  # numbers of a kernel's thread
+# Matrices on which a kernel is compared with torch's calls: with rows that fill no vector, and blocks that are cut short
+PROBE_SHAPES: dict[Base, tuple[tuple[int, ...], ...]] = {
+    "nf4": ((96, 256),),
+    "int8": ((257, 160), (3, 33, 37)),
+    "fp8": ((3, 130, 264), (257, 131)),
+    "mxfp4": ((3, 64, 264), (2, 96, 38)),
+}
 
 
 def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, Tensor]:
@@ -48,10 +70,18 @@ def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, T
 def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
     """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32.
 
-    The host waits for nothing, but for small tables once for each device (`prepare`).
+    The host waits for nothing, but once for each device (`prepare`, `unpack_kernel`).
     """
     assert out.is_contiguous()
     assert out.dtype in (torch.bfloat16, torch.float32)
+    if (kernel := unpack_kernel(out.device, base, out.dtype)) is not None:
+        unpack_at_once(packed, out, base, kernel)
+    else:
+        unpack_by_calls(packed, out, base)
+
+
+def unpack_by_calls(packed: Tensor, out: Tensor, base: Base) -> None:
+    """The same by torch's calls: the definition."""
     codes, scales = parts(packed, tuple(out.shape), base)
     match base:
         case "nf4":
@@ -63,6 +93,82 @@ def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
         case _:
             for codes_RC, scales_GH, out_RC in _matrices(codes, scales, out):
                 _unpack_fp8(codes_RC, scales_GH, out_RC)
+
+
+_CODE: dict[Base, int] = {"nf4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}  # the BASE of their kernels
+
+
+@lru_cache(maxsize=8)
+def unpack_kernel(device: torch.device, base: Base, dtype: torch.dtype) -> Kernel | None:
+    """The kernel for weights of this base; None on a CPU, and, with a warning, where there is none or its bits differ."""
+    if device.type == "cpu":
+        return None
+    try:
+        kernel = kernel_of(base, dtype, partial(compiled_kernel, device=device))
+        if not (fault := unpacking_fault(kernel, device, base, dtype)):
+            return kernel
+    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+        fault = f"its kernel cannot be used ({on_one_line(str(error), 120) or type(error).__name__})"
+    by_calls = UNPACK_KERNELS[base], UNPACK_BYTES_PER_ELEMENT[base] / at_once_bytes((2**13, 2**13), base, 2) * 2**26
+    said = "unpacking {} runs by {} calls a chunk on {}, and moves {:.1f} times the bytes: {}"
+    warnings.warn(said.format(base, by_calls[0], device.type, by_calls[1], fault), RuntimeWarning, stacklevel=2)
+    return None
+
+
+def kernel_of(base: Base, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kernel:
+    """The kernel for weights of this base, by a compiler of a file, a kernel's name and definitions."""
+    return by("unpack.cu", "unpack", OUT=ELEMENT[dtype], BASE=_CODE[base])
+
+
+def unpacking_fault(kernel: Kernel, device: torch.device, base: Base, dtype: torch.dtype) -> str:
+    """How the kernel's numbers differ from those of torch's calls, on all codes and scales of all sizes; empty if they do not."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in PROBE_SHAPES[base]:
+        packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8)
+        codes, scales = parts(packed, shape, base)
+        codes.view(torch.uint8).random_(256, generator=generator)
+        if base == "mxfp4":
+            scales.random_(256, generator=generator)
+        else:
+            exponents = torch.randint(-44, 38, scales.shape, generator=generator)
+            scales.copy_(torch.randn(scales.shape, generator=generator) * 10.0**exponents)
+        there = packed.to(device)
+        ours, theirs = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        unpack_at_once(there, ours, base, kernel)
+        unpack_by_calls(there, theirs, base)
+        ints = torch.int16 if dtype is torch.bfloat16 else torch.int32
+        a, b = (torch.where(x.isnan(), 0x7FC0, x.view(ints)) for x in (ours, theirs))
+        if n_wrong := int((a != b).sum()):
+            return f"{n_wrong} of its kernel's {a.numel()} numbers differ"
+    return ""
+
+
+def unpack_at_once(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
+    """The same by one launch of a kernel, or one for each `most` elements: it counts in 32 bits."""
+    codes, scales = parts(packed, tuple(out.shape), base)
+    n_rows, n_columns = (out.numel() // NF4_BLOCK, NF4_BLOCK) if base == "nf4" else out.shape[-2:]
+    if base == "int8":
+        n_rows = out.numel() // n_columns
+    block = {"fp8": FP8_BLOCK, "mxfp4": MXFP4_BLOCK}.get(base, 1)  # rows that share a scale
+    out_MRC = out.view(-1, n_rows, n_columns)
+    codes_MRC, scales_MG = (
+        codes.view(torch.uint8).view(len(out_MRC), n_rows, -1),
+        scales.view(len(out_MRC), -(-n_rows // block), -1),
+    )
+    matrices, rows = max(most // (n_rows * n_columns), 1), max(most // (n_columns * block), 1) * block
+    for m in range(0, len(out_MRC), matrices):
+        for r in range(0, n_rows, rows):
+            part = out_MRC[m : m + matrices, r : r + rows]
+            of_codes, of_scales = codes_MRC[m : m + matrices, r : r + rows], scales_MG[m : m + matrices, r // block :]
+            sizes = [part.numel(), part.shape[1], n_columns]
+            n_blocks = -(-part.numel() // (UNPACK_WIDTH * THREADS))
+            tensors = [of_codes, of_scales, part, _quantiles(out.device)]
+            kernel((n_blocks, 1, 1), (THREADS, 1, 1), [*tensors, *sizes, _INT8_STEP])
+
+
+@lru_cache(maxsize=8)
+def _quantiles(device: torch.device) -> Tensor:
+    return NF4.to(device)
 
 
 @lru_cache

@@ -1,30 +1,30 @@
-"""Pointwise functions of a layer, compiled to one kernel each where that gives the bits of many.
+"""Pointwise functions of a layer, and the CUDA kernels that compute each in one pass over its operands.
 
-Small pure functions, each compiled with the compiler's emulation of eager's roundings, and used only where its bits are eager's on
-every number that a weight format has and on random ones. Elsewhere the function itself runs, call by call: the bits are the same
-either way, and what is kept for the backward too.
+The functions are the definition, and they compute on a CPU. On a GPU a kernel of `runtime/cuda/pointwise.cu` replaces a function if
+its results have the same bits and strides: before its first use on every finite bf16 number and on random ones, and then in windows
+of the first call with each new shape, at both ends and at the cuts between launches. Otherwise the function itself computes: the
+bits, and the tensors that are kept for the backward, are the same.
 """
 
 # N elements; B sequences, H heads, T tokens, E width of a head
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-Function = Callable[..., Any]  # of tensors, to a tensor or several
+from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, compiled_kernel
+from runtime.units import on_one_line
 
-COMPILED = {
-    "emulate_precision_casts": True,  # every result is rounded where eager rounds it
-    "eager_numerics.division_rounding": True,  # a division is one, not the product with an approximate reciprocal
-    "compile_threads": 1,  # no pool of processes beside threads that hold locked memory
-    "max_autotune": False,  # which would let timing choose
-}
-TEST_REPEATS = 16  # of all numbers, each with other partners
+Function = Callable[..., Any]  # of tensors, to a tensor or several
+Operands = tuple[torch.Tensor, ...]
+
+TEST_REPEATS = 16  # of each bf16 number, with different partners
 TEST_TOKENS = 192
+WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # of a call's operands, by their number of dimensions
 
 
 def swiglu(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
@@ -33,9 +33,31 @@ def swiglu(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of gate and up, as autograd makes them call by call."""
+    """Gradients of gate and up, as autograd computes them call by call."""
     towards_up_N = gradient_N * F.silu(gate_N)
     return torch.ops.aten.silu_backward(gradient_N * up_N, gate_N), towards_up_N
+
+
+def geglu(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
+    """gelu(gate) * up, each rounded to their dtype."""
+    return F.gelu(gate_N) * up_N
+
+
+def geglu_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of gate and up, as autograd computes them call by call."""
+    towards_up_N = gradient_N * F.gelu(gate_N)
+    return torch.ops.aten.gelu_backward(gradient_N * up_N, gate_N), towards_up_N
+
+
+def geglu_tanh(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
+    """The same with GELU's approximation by tanh."""
+    return F.gelu(gate_N, approximate="tanh") * up_N
+
+
+def geglu_tanh_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with GELU's approximation by tanh."""
+    towards_up_N = gradient_N * F.gelu(gate_N, approximate="tanh")
+    return torch.ops.aten.gelu_backward(gradient_N * up_N, gate_N, approximate="tanh"), towards_up_N
 
 
 def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -45,9 +67,9 @@ def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of what was turned, as autograd makes it call by call: head after head, whatever the gradient's order in memory.
+    """The gradient of `rotate`'s input, as autograd computes it call by call: head after head, in any order of the gradient.
 
-    A norm before the rotation adds up in the order of memory.
+    A norm before the rotation sums in the order of memory.
     """
     first, second = (gradient_BHTE * sin).chunk(2, -1)
     # Autograd adds a half's gradient to zeros in the place of the other half: -0.0 becomes +0.0.
@@ -56,78 +78,187 @@ def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """What computes each of them."""
+    """Implementations of the functions above."""
 
     swiglu: Function = swiglu
     swiglu_gradients: Function = swiglu_gradients
+    geglu: Function = geglu
+    geglu_gradients: Function = geglu_gradients
+    geglu_tanh: Function = geglu_tanh
+    geglu_tanh_gradients: Function = geglu_tanh_gradients
     rotate: Function = rotate
     rotate_back: Function = rotate_back
 
+    def gate(self, name: str) -> tuple[Function, Function]:
+        """The forward and the backward of a gated activation: `swiglu`, `geglu` or `geglu_tanh`."""
+        return getattr(self, name), getattr(self, f"{name}_gradients")
+
+
+GATES = {"swiglu": 0, "geglu_tanh": 1, "geglu": 2}  # the ACTIVATION of their kernels
+# Memory traffic of a function, in that of its kernel
+TIMES_THE_BYTES = {
+    **dict.fromkeys(GATES, 5 / 3), **{f"{name}_gradients": 11 / 5 for name in GATES}, "rotate": 5.0, "rotate_back": 7.0
+}  # fmt: skip
+
 
 @lru_cache(maxsize=8)
-def fastest(device: torch.device, dtype: torch.dtype) -> Pointwise:
-    """Compiled on a GPU where the bits stay eager's; a warning names what does not run in one kernel there, and why.
-
-    A CPU computes call by call: its compiler takes longer than most runs gain.
-    """
-    return Pointwise() if device.type == "cpu" else compiled(device, dtype)
+def fastest(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
+    """Kernels for the rotary embedding and these gated activations on a GPU, where the bits stay; a warning names each function
+    without a kernel, and why. A CPU computes call by call."""
+    return Pointwise() if device.type == "cpu" else compiled(device, dtype, gates)
 
 
-def compiled(device: torch.device, dtype: torch.dtype) -> Pointwise:
-    """Each function compiled for the device, or itself where that cannot be or changes a bit."""
-    from torch._inductor import config
-
-    known = COMPILED.keys() & config.get_config_copy().keys()  # some are newer than our oldest torch
+def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
+    """The kernel of each function on the device, or the function itself where there is none, or where it changes a bit."""
     chosen: dict[str, Function] = {}
     for field in fields(Pointwise):
-        function = getattr(Pointwise(), field.name)
-        one_kernel = _OneKernel(function, {key: COMPILED[key] for key in known})
-        if (fault := _fault(function, one_kernel, device, dtype)) is None:
+        function, gate = getattr(Pointwise(), field.name), field.name.removesuffix("_gradients")
+        if gate not in (*gates, "rotate", "rotate_back"):
+            continue
+        try:
+            one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)))
+        except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+            _warn(
+                function, device, dtype, f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
+            )
+            continue
+        if (fault := _fault(function, one_kernel, device, dtype)) is not None:
+            _warn(function, device, dtype, fault)
+        elif one_kernel.is_in_use:
             chosen[field.name] = one_kernel
-        else:
-            warnings.warn(f"{field.name} runs call by call on {device.type} in {dtype}: {fault}", RuntimeWarning, stacklevel=2)
     return Pointwise(**chosen)
 
 
-class _OneKernel:
-    """A function, compiled. Torch compiles for a few orders in memory only: for others it is called as it is, to the same bits."""
+def kernel_of(name: str, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kernel:
+    """The kernel of the function of this name, by a compiler of a file, a kernel's name and definitions."""
+    gate = name.removesuffix("_gradients")
+    if gate not in GATES:
+        return by("pointwise.cu", name, ELEMENT=ELEMENT[dtype])
+    return by("pointwise.cu", "gated" if name == gate else "gated_gradients", ELEMENT=ELEMENT[dtype], ACTIVATION=GATES[gate])
 
-    def __init__(self, function: Function, options: dict[str, Any]) -> None:
-        self._as_it_is, self._refused = function, set[tuple[Any, ...]]()
-        self._compiled = torch.compile(function, dynamic=True, fullgraph=True, options=options)
+
+def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: str) -> None:
+    name = function.__name__
+    warnings.warn(
+        f"{name} runs call by call on {device.type} in {dtype}, and moves {TIMES_THE_BYTES[name]:.1f} times the bytes: {fault}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+class OneKernel:
+    """A function, computed by a kernel. The function itself is called for operands that the kernel does not read (of several dtypes,
+    or not contiguous), and for all operands from the first call on in which a number differs."""
+
+    def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
+        """`most`: elements between the first and the last of an operand in one launch, which counts in 32 bits."""
+        self._function, self._kernel, self._most = function, kernel, most
+        self._is_rotary = function in (rotate, rotate_back)
+        self._n_results = 2 if function.__name__.endswith("_gradients") else 1
+        self._compared = set[tuple[Any, ...]]()  # shapes, strides and alignments
+        self.is_in_use = True
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """A view's base is none of the compiler's business, but would make it compile anew: it sees tensors that are no views."""
-        key = tuple((x.shape, x.stride()) for x in inputs)
-        if key not in self._refused:
-            try:
-                return self._compiled(*(x.new_empty(0).set_(x) for x in inputs))  # type: ignore[call-overload]
-            except Exception as error:
-                if type(error).__name__ != "FailOnRecompileLimitHit":  # to import its class takes a second
-                    raise
-                self._refused.add(key)
-        return self._as_it_is(*inputs)
+        if not self.is_in_use or not self._takes(inputs):
+            return self._function(*inputs)
+        results = self._results(inputs[0])
+        launches = list(self._launches(inputs + results))
+        for operands in launches:
+            self._launch(operands)
+        key = tuple((x.shape, x.stride(), x.data_ptr() % VECTOR_BYTES) for x in inputs)
+        if key not in self._compared:
+            if n_wrong := self._differences(launches, len(inputs)):
+                self.is_in_use = False
+                del results, launches, operands  # no memory beside what the function takes
+                x = inputs[0]
+                _warn(self._function, x.device, x.dtype, f"of its kernel's numbers at {tuple(x.shape)} {n_wrong} differ")
+                return self._function(*inputs)
+            self._compared.add(key)
+        return results if len(results) > 1 else results[0]
+
+    def _takes(self, inputs: Operands) -> bool:
+        x = inputs[0]
+        if x.numel() == 0 or any(y.dtype is not x.dtype for y in inputs):
+            return False
+        if not self._is_rotary:
+            return all(y.is_contiguous() and y.shape == x.shape for y in inputs)
+        if x.dim() != 4 or x.shape[-1] % 2 or any(y.stride(-1) != 1 for y in inputs):
+            return False
+        return all(y.shape[1:] == (1, *x.shape[2:]) and y.shape[0] in (1, x.shape[0]) for y in inputs[1:])
+
+    def _results(self, x: torch.Tensor) -> Operands:
+        """Memory of the strides that torch's calls give the results: the order of x, but for a rotation's gradient."""
+        if self._function is rotate_back:
+            return (torch.empty(x.shape, dtype=x.dtype, device=x.device),)
+        return tuple(torch.empty_like(x) for _ in range(self._n_results))
+
+    def _launches(self, operands: Operands) -> Iterator[Operands]:
+        if self._is_rotary:
+            return cuts([x.expand(operands[0].shape) for x in operands], self._most)
+        return zip(*(x.view(-1).split(self._most) for x in operands), strict=True)
+
+    def _launch(self, operands: Operands) -> None:
+        x = operands[0]
+        vector = VECTOR_BYTES // x.element_size()
+        if self._is_rotary:
+            n_pairs = x.numel() // 2
+            of_x, of_cos, of_sin, of_out = ([s * (n > 1) for n, s in zip(y.shape, y.stride(), strict=True)][:3] for y in operands)
+            sizes = [n_pairs, x.shape[1], x.shape[2], x.shape[3] // 2, *of_x, *of_cos[::2], *of_sin[::2], *of_out]
+        else:
+            n_pairs, sizes = x.numel(), [x.numel()]
+        n_blocks = -(-n_pairs // (vector * THREADS))
+        self._kernel((n_blocks, 1, 1), (THREADS, 1, 1), [*operands, *sizes])
+
+    def _differences(self, launches: list[Operands], n_inputs: int) -> int:
+        """Numbers that are not the function's in windows at both ends of each launch; all of a window whose strides are not."""
+        counts = []
+        for operands in launches:
+            for is_last in (False, True):
+                part = [_window(x, is_last) for x in operands]
+                expected = several(self._function(*part[:n_inputs]))
+                for a, b, like in zip(expected, part[n_inputs:], self._results(part[0]), strict=True):
+                    is_alike = _strides(a) == _strides(like)
+                    counts.append((_bits(a) != _bits(b)).sum() if is_alike else torch.tensor(a.numel(), device=a.device))
+        return int(torch.stack(counts).sum())
+
+
+def cuts(operands: list[torch.Tensor], most: int) -> Iterator[Operands]:
+    """Parts of tensors of one shape, cut across dimensions other than the last until each part spans less than `most` elements."""
+    spans = [[(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)] for x in operands]
+    widest = max(spans, key=sum)
+    if sum(widest) < most or max(operands[0].shape[:-1]) == 1:
+        yield tuple(operands)
+        return
+    dim = max(range(len(widest) - 1), key=lambda d: (operands[0].shape[d] > 1, widest[d]))
+    for half in zip(*(x.tensor_split(2, dim) for x in operands), strict=True):
+        yield from cuts(list(half), most)
+
+
+def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
+    """The first or the last few elements of each dimension."""
+    return x[
+        tuple(slice(max(n - few, 0), n) if is_last else slice(0, few) for n, few in zip(x.shape, WINDOW[x.dim()], strict=True))
+    ]
 
 
 def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the other does not stand for the function; None if it does."""
+    """Why the other function does not replace the first; None if it does."""
     for inputs in probes(function, device, dtype):
-        expected = function(*inputs)
         try:
-            found = other(*inputs)
-        except Exception as error:  # whatever a compiler makes of its machine
-            return f"it cannot be compiled ({' '.join(str(error).split())[:120] or type(error).__name__})"
-        pairs = list(zip(several(expected), several(found), strict=True))
-        if any(a.stride() != b.stride() for a, b in pairs):
-            return "compiled, it leaves its result in another order in memory"
-        n_other = sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs)
-        if n_other:
-            return f"compiled, {n_other} of {sum(t.numel() for t in several(expected))} numbers are others"
+            results = several(other(*inputs))
+        except RuntimeError as error:  # whatever a driver makes of a kernel
+            return f"its kernel does not run ({on_one_line(str(error), 120)})"
+        pairs = list(zip(several(function(*inputs)), results, strict=True))
+        if any(_strides(a) != _strides(b) for a, b in pairs):
+            return "its kernel stores the result in another order"
+        if n_other := sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs):
+            return f"{n_other} of its kernel's {sum(t.numel() for t in results)} numbers differ"
     return None
 
 
-def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, ...]]:
-    """What a compiled function is held to the original on: random numbers; for the activation each bf16 number there is, too."""
+def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iterator[Operands]:
+    """Operands on which a kernel is compared with the function: random numbers, and for activations every finite bf16 number. Some
+    are no multiple of a vector, or not aligned to one."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -136,23 +267,32 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
         return numbers.to(device, dtype)
 
     if function in (rotate, rotate_back):
-        for n_sequences, n_heads, width in ((2, 3, 64), (1, 4, 128)):
+        for n_sequences, n_heads, width in ((2, 3, 64), (1, 4, 128), (2, 2, 20)):
             cos, sin = (random(n_sequences, 1, TEST_TOKENS, width) for _ in range(2))
             rows = random(n_sequences, TEST_TOKENS, n_heads, width)
             yield rows.transpose(1, 2), cos, sin
             yield rows.transpose(1, 2).contiguous(), cos, sin
+            yield rows.transpose(1, 2), cos[:1].expand_as(cos), sin[:1].expand_as(sin)
         return
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     gate = every[torch.isfinite(every)].repeat(TEST_REPEATS).to(device, dtype)
-    others = [random(len(gate)) for _ in range(2)]
-    yield (gate, others[0]) if function is swiglu else (others[0], gate, others[1])
+    partners = [random(len(gate)) for _ in range(2)]
+    operands = (partners[0], gate, partners[1]) if function.__name__.endswith("_gradients") else (gate, partners[0])
+    yield operands
+    yield tuple(x[:1003] for x in operands)
+    yield tuple(x[1:2000] for x in operands)
 
 
-def several(result: Any) -> tuple[torch.Tensor, ...]:
-    """What a function returns, as several."""
+def several(result: Any) -> Operands:
+    """The results of a function as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
+def _strides(x: torch.Tensor) -> list[int]:
+    """Strides of the dimensions that have several elements."""
+    return [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
+
+
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """A number's bits; every NaN has the same."""
+    """The bits of each number; those of NaN are equal."""
     return torch.where(x.isnan(), 0x7FC0, x.view({2: torch.int16, 4: torch.int32}[x.element_size()]))

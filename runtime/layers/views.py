@@ -12,7 +12,7 @@ from runtime.plan import Op, Plan, Slot
 from runtime.plan.packed import layout
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 
-from .packed_weights import prepare, unpack_into
+from .packed_weights import prepare, unpack_into, unpack_kernel
 
 Weights = dict[str, torch.Tensor]  # by the parameter's full name in the model
 NO_ROOM = "no room"  # in place of the spot of a result that is one too many
@@ -28,9 +28,10 @@ class Views:
         self._blocks = plan.workload.blocks
         self._owned = [block.offsets(owned_only=True)[0] for block in self._blocks]
         self._plan = plan
-        if plan.semantics.base in ("nf4", "mxfp4"):  # the first to be unpacked shall not wait for it
-            of = plan.semantics
-            prepare(arenas.raw(Slot("weights", 0)).device, of.base, DTYPE[of.compute_dtype])
+        if (of := plan.semantics).base != "bf16":  # the first weight to be unpacked shall not wait for it
+            device, dtype = arenas.raw(Slot("weights", 0)).device, DTYPE[of.compute_dtype]
+            if unpack_kernel(device, of.base, dtype) is None and of.base in ("nf4", "mxfp4"):
+                prepare(device, of.base, dtype)
         self._width = width
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:

@@ -29,7 +29,8 @@ UNPACK_CHUNK_ELEMENTS = 2**22
 NF4_TABLE_BYTES = 256 * 2 * 4  # two fp32 numbers for each byte
 UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # at most: a chunk in fp32, and the table, which stays
 
-# Calls for each chunk, and bytes that they move for each number of a bf16 weight:
+# A GPU unpacks a matrix by one kernel, which reads codes and scales and writes the weight, each once (`at_once_bytes`). torch's own
+# calls are the definition, and run on a CPU. Calls for each chunk, and bytes that they move for each number of a bf16 weight:
 #   nf4    widen the codes to indices: read 1/2, write 2. Look them up in the table: read 2, write 4. Times the scale: read
 #          4 + 4/64, write 2
 #   int8   codes times the scale: read 1, write 4. Times 1/127: read 4, write 2. A scale is shared by a row
@@ -115,3 +116,9 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
             raise AssertionError("nothing is packed in bf16")
         case _:
             assert_never(base)
+
+
+def at_once_bytes(shape: tuple[int, ...], base: Base, item_bytes: int) -> int:
+    """Memory traffic of the kernel that unpacks a matrix into numbers of that many bytes."""
+    of = layout(shape, base)
+    return of.code_bytes + prod(of.scales) * of.scale_bytes + prod(shape) * item_bytes

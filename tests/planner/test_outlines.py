@@ -14,7 +14,7 @@ from planner.model.sizes import How, evaluated, fitted, monomials
 from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from runtime.errors import WorkloadError
-from runtime.layers.kernels import is_gated, turns_whole
+from runtime.layers.kernels import gate_of, turns_whole
 from runtime.plan import Semantics
 from runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
@@ -173,8 +173,18 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5  # type: ignore[no-any-return]
 
     config = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2)
-    assert is_gated(LlamaMLP(config))
-    assert not is_gated(ScaledMlp(config))
+    gates = {
+        "silu": "swiglu",
+        "gelu": "geglu",
+        "gelu_pytorch_tanh": "geglu_tanh",
+        "gelu_python": None,
+        "gelu_new": None,
+        "relu": None,
+    }
+    for activation, gate in gates.items():
+        config.hidden_act = activation
+        assert gate_of(LlamaMLP(config)) == gate
+        assert gate_of(ScaledMlp(config)) is None
     assert turns_whole((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 8), 0), {})
     assert not turns_whole((torch.ones(1, 1, 1, 8), 0, torch.ones(1, 1, 4), 0), {})
     fused = {name: fusible(Model(tiny(name))) for name in ("llama", "glm4_moe", "minicpm3", "granite")}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from runtime.host.memory import DTYPE
-from runtime.host.optimizer import PROBE_ELEMENTS, Kept, Step, gives_the_hosts_bits, summed
+from runtime.host.optimizer import PROBE_ELEMENTS, Kept, Master, ParamState, Step, gives_the_hosts_bits, summed
 from runtime.plan import Kind, Policy, Update
 from runtime.plan.optimizer import AdamW
-from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.tiny import tiny_config
 from tests.training import LEAN, differences, semantics_of, streamed
 from tests.updating import update_
@@ -54,12 +54,20 @@ def test_the_kernel_of_less_state_gives_the_hosts_bits_in_cpp(rule, kind, moment
 
 
 def in_cpp_gives_the_hosts_bits(kept: Kept, folder: Path, fused: bool = True) -> bool:
-    update = kept.compiled(partial(in_cpp, folder, fused=fused))
+    return gives_the_hosts_bits(by_two_threads(kept.compiled(partial(in_cpp, folder, fused=fused))), CPU, kept)
 
-    def by_two_threads(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
-        update((2,), (2,), args)
 
-    return gives_the_hosts_bits(by_two_threads, CPU, kept)
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 7), (1, 70), (2, 66), (4, 69)])
+def test_the_kernel_updates_parts_that_are_no_whole_or_aligned_vectors(start: int, end: int, tmp_path) -> None:
+    kernel = by_two_threads(Kept(torch.bfloat16, True, torch.bfloat16).compiled(partial(in_cpp, tmp_path)))
+    states = [random_state("split", 80, seed=0)]
+    states += [copied(states[0])]
+    gradient, settings = torch.randn(80, generator=torch.Generator().manual_seed(1)).bfloat16(), AdamW(lr=1e-2)
+    for state, by in zip(states, (None, kernel), strict=True):
+        weight, remainder, *moments = (tensor[start:end] for tensor in state.tensors)
+        Step(ParamState(Master(weight, remainder), tuple(moments)), summed(gradient[start:end]), 0.37, 3, settings).on_device(by)
+    assert all(torch.equal(a, b) for a, b in zip(states[0].tensors, states[1].tensors, strict=True))
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37])

@@ -3,12 +3,14 @@
 import dataclasses
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.activations import ACT2FN
 from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -16,8 +18,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates
 from runtime.compute.losses import row_losses
+from runtime.cuda.nvrtc import compiled_kernel
 from runtime.errors import PlanError, WorkloadError
 from runtime.layers.kernels import (
+    ACTIVATIONS,
     CALL_BY_CALL,
     _AtOnce,
     is_rms_norm,
@@ -27,13 +31,14 @@ from runtime.layers.kernels import (
     use_kernels,
     use_own_calls,
 )
-from runtime.layers.pointwise import _OneKernel, compiled, fastest, probes, swiglu
+from runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, fastest, kernel_of, probes, several
 from runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
 from tests.training import fused, plain, same_bits, semantics_of
 
+GATE_OF = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
 DRAWN = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -52,13 +57,13 @@ def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @DRAWN
-@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())))
-def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype) -> None:
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(ACTIVATIONS))
+def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype, activation: str) -> None:
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
     inputs = gate.flatten(), up.flatten()
-    ours = _AtOnce.apply(CALL_BY_CALL.swiglu, CALL_BY_CALL.swiglu_gradients, *inputs).view_as(gate)
-    theirs = F.silu(gate) * up
+    ours = _AtOnce.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
+    theirs = ACT2FN[activation](gate) * up
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))
 
@@ -77,70 +82,25 @@ def test_a_rotary_embedding_in_one_node_has_transformers_bits(data: st.DataObjec
     assert same_bytes(*(torch.autograd.grad(out, (x,), gradient) for out in (ours, theirs)))
 
 
-def test_a_shape_that_no_compiler_takes_runs_as_it_is(monkeypatch) -> None:
-    """Asked once; what else fails is not passed over."""
-    asked = []
-
-    class FailOnRecompileLimitHit(Exception):
-        """As torch's is called."""
-
-    def compiles(function, **options):
-        def kernel(x):
-            asked.append(tuple(x.shape))
-            assert x._base is None, "a compiler would look at what a view is a view of"
-            if x.shape[0] > 2:
-                raise FailOnRecompileLimitHit if x.shape[0] == 3 else ValueError("another failure")
-            return function(x)
-
-        return kernel
-
-    monkeypatch.setattr(torch, "compile", compiles)
-    twice = _OneKernel(lambda x: 2 * x, {})
-    rows = torch.arange(12.0).view(4, 3)
-    for n in (2, 3, 3):
-        assert torch.equal(twice(rows[:n]), 2 * rows[:n])
-    assert asked == [(2, 3), (3, 3)]
-    with pytest.raises(ValueError, match="another failure"):
-        twice(rows)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="on a CPU no compiler before torch 2.13 keeps eager's bits"
-)
-def test_a_function_is_compiled_only_where_its_bits_stay(monkeypatch) -> None:
-    """On a CPU, whose compiler is another one, under the same emulation of eager's roundings. One function is made wrong."""
-
-    def compile_wrongly(function, **options):
-        return (lambda g, u: F.silu(g.float()).mul(u).to(g.dtype)) if function is swiglu else compile_truly(function, **options)
-
-    compile_truly, cpu, dtype = torch.compile, torch.device("cpu"), torch.bfloat16
-    monkeypatch.setattr(torch, "compile", compile_wrongly)
-    with pytest.warns(
-        RuntimeWarning, match=r"^swiglu runs call by call on cpu in torch.bfloat16: compiled, .* numbers are others$"
-    ):
-        found = compiled(cpu, dtype)
-    assert found.swiglu == CALL_BY_CALL.swiglu
-    for name in ("swiglu_gradients", "rotate", "rotate_back"):
-        one, several = getattr(found, name), getattr(CALL_BY_CALL, name)
-        assert one is not several, name
-        for inputs in probes(several, cpu, dtype):
-            results = (r if isinstance(r, tuple) else (r,) for r in (one(*inputs), several(*inputs)))
-            for ours, theirs in zip(*results, strict=True):
-                finite = theirs.isfinite()
-                assert same_bytes((ours[finite],), (theirs[finite],)), name
-
-
-def test_without_a_compiler_functions_run_call_by_call(monkeypatch) -> None:
-    def broken(function, **options):
-        def call(*inputs):
-            raise RuntimeError("no compiler\nhere")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", broken)
-    with pytest.warns(RuntimeWarning, match=r"cannot be compiled \(no compiler here\)"):
-        assert compiled(torch.device("cpu"), torch.float32) == CALL_BY_CALL
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=str)
+def test_a_gpu_has_a_kernel_of_eagers_bits_for_each_function(dtype: torch.dtype) -> None:
+    """Also by several launches; a fault would warn, and leave the function itself."""
+    cuda, plain = torch.device("cuda"), Pointwise()
+    found = compiled(cuda, dtype, tuple(GATES))
+    for name in TIMES_THE_BYTES:
+        function, kernel = getattr(plain, name), getattr(found, name)
+        assert isinstance(kernel, OneKernel), name
+        by_pieces = OneKernel(function, kernel_of(name, dtype, partial(compiled_kernel, device=cuda)), most=30_000)
+        for inputs in probes(function, cuda, dtype):
+            theirs = several(function(*inputs))
+            for ours in (kernel(*inputs), by_pieces(*inputs)):
+                for a, b in zip(several(ours), theirs, strict=True):
+                    assert a.stride() == b.stride()
+                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)) or same_bits(a.nan_to_num(), b.nan_to_num())
+        assert kernel.is_in_use
+        assert by_pieces.is_in_use
 
 
 @pytest.mark.parametrize("n_rows", [1, 1024, 2600])
@@ -247,7 +207,7 @@ def test_fused_layers_move_and_keep_less() -> None:
 
 
 def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
-    of = {"gemma2": set(), "gemma": {"loss"}, "ernie4_5": {"norm", "loss"}, "gpt_oss": {"norm", "loss"}}
+    of = {"gemma2": {"pointwise"}, "gemma": {"loss", "pointwise"}, "ernie4_5": {"norm", "loss"}, "gpt_oss": {"norm", "loss"}}
     assert {name: fusible(Model(tiny_config(name))) for name in of} == of
     for name, part in (("gemma2", "norm"), ("gemma2", "loss"), ("gpt_oss", "pointwise")):
         how = semantics(attention="eager", **{part: "fused"})

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import product
 from math import copysign, frexp, prod
 from types import SimpleNamespace
@@ -14,8 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from hwprofiles.schema import read_profile
+from planner.model.workload import build_workload, read_model
+from planner.predict.cost import CostModel
+from planner.predict.memory import frame
+from runtime.cuda.nvrtc import MOST_ELEMENTS
 from runtime.layers import packed_weights as room
 from runtime.layers.packed_weights import NF4, pack, parts, prepare, unpack_into
+from runtime.plan import Policy, Semantics
 from runtime.plan.packed import (
     FP8_BLOCK,
     MXFP4_BLOCK,
@@ -27,7 +34,9 @@ from runtime.plan.packed import (
     is_packed,
     layout,
 )
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import SLOT_ALIGN_BYTES
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.training import same_bits as same
 
 with suppress(ModuleNotFoundError):  # which a GPU's machine need not have; tests that need it fail there
@@ -281,6 +290,63 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
     assert counted.others == set()
 
 
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):
+    """On every code, by one launch and by several, and into memory that is aligned to no vector. One wrong number is seen."""
+    cpu, kernel = torch.device("cpu"), by_two_threads(room.kernel_of(base, dtype, partial(in_cpp, tmp_path)))
+    assert room.unpacking_fault(kernel, cpu, base, dtype) == ""
+    for shape, most in product(room.PROBE_SHAPES[base], (MOST_ELEMENTS, 2**14)):
+        packed, n_launches = pack(torch.randn(shape), base), Counter()
+
+        def counted(grid, block, args, n_launches=n_launches):
+            n_launches["all"] += 1
+            kernel(grid, block, args)
+
+        for offset in (0, 1):
+            out = torch.full((prod(shape) + 1,), float("nan"), dtype=dtype)[offset : offset + prod(shape)].view(shape)
+            room.unpack_at_once(packed, out, base, counted, most)
+            assert same(out, unpacked(packed, shape, base, dtype)), (shape, most, offset)
+        assert (n_launches["all"] == 2) == (prod(shape) <= most or most == MOST_ELEMENTS)
+
+    def wrong(grid, block, args):
+        kernel(grid, block, args)
+        args[2].view(-1)[-1] = 12345.0
+
+    assert room.unpacking_fault(wrong, cpu, base, dtype).startswith("1 of its kernel's ")
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_without_a_compiler_unpacking_runs_by_calls_and_says_so(base, monkeypatch):
+    def broken(*_, **defined):
+        raise OSError("no NVRTC library")
+
+    monkeypatch.setattr(room, "compiled_kernel", broken)
+    room.unpack_kernel.cache_clear()
+    calls, why = UNPACK_KERNELS[base], r"moves \d\.\d times the bytes: .* \(no NVRTC library\)$"
+    said = rf"^unpacking {base} runs by {calls} calls a chunk on cuda, and {why}"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert room.unpack_kernel(torch.device("cuda"), base, torch.bfloat16) is None
+    room.unpack_kernel.cache_clear()
+
+
+def test_a_gpu_is_booked_one_kernel_a_matrix_and_its_bytes_once():
+    """A CPU is booked torch's calls."""
+    model, of = read_model("qwen2.5-0.5b"), Semantics(64, 2, 1, base="int8", train=Train(lora=Lora(8, 16.0)))
+    plan = frame(model, build_workload(model, of), of, Policy())
+    block = plan.workload.blocks[1]
+    packed = [p for p in block.parameters if plan.is_packed(p)]
+    others = [p for p in block.parameters if not plan.is_packed(p) and (p.frozen or not plan.is_apart(1))]
+    n_bytes, n_kernels = CostModel(read_profile("h100-sxm"))._unpacked(plan, 1)
+    assert n_kernels == len(packed) + len(others)
+    once = sum(prod(p.shape) * (1 + 2) + 4 * p.shape[0] for p in packed)
+    assert n_bytes == once + sum(4 * prod(p.shape) for p in others)
+    on_cpu_bytes, on_cpu_kernels = CostModel(read_profile("cpu-2core"))._unpacked(plan, 1)
+    assert on_cpu_bytes > 3 * n_bytes
+    assert on_cpu_kernels > n_kernels
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("base", BASES)
@@ -290,5 +356,9 @@ def test_a_gpu_packs_and_unpacks_to_the_processors_bits(base, dtype):
     packed = pack(weight, base)
     assert same(pack(weight.cuda(), base).cpu(), packed)
     out = torch.empty(weight.shape, dtype=dtype, device="cuda")
-    unpack_into(packed.cuda(), out, base)
-    assert same(out.cpu(), unpacked(packed, weight.shape, base, dtype))
+    kernel = room.unpack_kernel(out.device, base, dtype)
+    assert kernel is not None
+    for unpack in (unpack_into, room.unpack_by_calls, partial(room.unpack_at_once, kernel=kernel, most=2**14)):
+        out.fill_(float("nan"))
+        unpack(packed.cuda(), out, base)
+        assert same(out.cpu(), unpacked(packed, weight.shape, base, dtype))

@@ -1,0 +1,138 @@
+"""CUDA sources, compiled by NVRTC for several architectures without a GPU; widths of loads and stores, read from PTX and SASS."""
+
+import ctypes
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from shutil import which
+from subprocess import run
+
+import pytest
+
+from runtime.cuda import nvrtc
+
+BF16, FP32, BYTE = "unsigned short", "float", "unsigned char"
+ARCHITECTURES = (80, 89, 90, 100)
+_LEAN = {"WEIGHT": BF16, "GRADIENT": BF16, "REMAINDER": "short", "IS_SPLIT": 1, "IS_LION": 0, "IS_DRAWN": 0}
+# Definitions for each file: the first for every architecture, the others for one
+SOURCES: dict[str, list[dict[str, str | int]]] = {
+    "pointwise.cu": [
+        *({"ELEMENT": of, "ACTIVATION": gate} for gate in range(3) for of in (BF16, FP32)), {"ELEMENT": BF16}, {"ELEMENT": FP32},
+    ],
+    "unpack.cu": [{"OUT": of, "BASE": base} for base in range(4) for of in (BF16, FP32)],
+    "adamw.cu": [{"WEIGHT": of, "GRADIENT": of, "IS_SPLIT": split} for of, split in ((BF16, 1), (BF16, 0), (FP32, 0))],
+    "lean.cu": [_LEAN | {"MOMENT": moment} for moment in (BF16, BYTE)],
+    "squares.cu": [{"ELEMENT": of, "CHUNK": nvrtc.THREADS**2, "THREADS": nvrtc.THREADS} for of in (BF16, FP32)],
+}  # fmt: skip
+INCLUDED = {"vectors.cu"}
+# (loads, stores) of 16 bytes a thread; each kernel of pointwise.cu has as many of one element, for what fills no vector
+WIDE = {"gated": (2, 1), "gated_gradients": (3, 2), "rotate": (6, 2), "rotate_back": (6, 2)}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    try:
+        files = metadata.files("nvidia-cuda-nvrtc") or []
+    except metadata.PackageNotFoundError:
+        pytest.skip("nvidia-cuda-nvrtc is not installed")
+    paths = {path.name: str(path.locate()) for path in files if path.name.startswith("libnvrtc") and ".alt." not in path.name}
+    builtins, own = sorted(paths, key=lambda name: "builtins" not in name)
+    ctypes.CDLL(paths[builtins], mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(paths[own])
+
+
+@cache
+def compiled(file: str, n: int, architecture: int) -> tuple[str, bytes]:
+    """(PTX, binary) of a file with its n-th definitions."""
+    source, program = nvrtc.source(file, **SOURCES[file][n]), ctypes.c_void_p()
+    assert library().nvrtcCreateProgram(ctypes.byref(program), source.encode(), file.encode(), 0, None, None) == 0
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{architecture}".encode())
+    failed = library().nvrtcCompileProgram(program, 1, options)
+    assert not failed, _read(program, "ProgramLog").decode()
+    found = _read(program, "PTX").decode(), _read(program, "CUBIN")
+    library().nvrtcDestroyProgram(ctypes.byref(program))
+    return found
+
+
+def _read(program: ctypes.c_void_p, part: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(library(), f"nvrtcGet{part}Size")(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library(), f"nvrtcGet{part}")(program, buffer)
+    return buffer.raw
+
+
+def accesses(ptx: str) -> Iterator[tuple[str, Counter[tuple[str, int]]]]:
+    """The name of each kernel, and its accesses of global memory: (ld or st, bytes)."""
+    for kernel in ptx.split(".visible .entry ")[1:]:
+        found = re.findall(r"(ld|st)\.global(?:\.nc)?(?:\.L\w+)*(?:\.v(\d))?\.[usfb](\d+)", kernel)
+        yield kernel[: kernel.index("(")], Counter((way, int(n or 1) * int(bits) // 8) for way, n, bits in found)
+
+
+def test_every_source_is_compiled_here() -> None:
+    files = {path.name for path in Path(nvrtc.__file__).parent.glob("*.cu")}
+    assert files == SOURCES.keys() | INCLUDED
+    assert all(f'#include "{name}"' not in nvrtc.source(file) for file in SOURCES for name in INCLUDED)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", SOURCES)
+def test_a_source_compiles_for_each_architecture(file: str, architecture: int) -> None:
+    ptx, binary = compiled(file, 0, architecture)
+    assert f".target sm_{architecture}" in ptx
+    assert binary[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("n", range(len(SOURCES["pointwise.cu"])))
+def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
+    """One element at a time in the loop over the rest alone: were the vectors split, there would be four or eight as many."""
+    item = 2 if SOURCES["pointwise.cu"][n]["ELEMENT"] == BF16 else 4
+    kernels = dict(accesses(compiled("pointwise.cu", n, 90)[0]))
+    assert kernels.keys() == (
+        {"gated", "gated_gradients"} if "ACTIVATION" in SOURCES["pointwise.cu"][n] else {"rotate", "rotate_back"}
+    )
+    for name, found in kernels.items():
+        loads, stores = WIDE[name]
+        assert found == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name
+
+
+@pytest.mark.parametrize("n", range(len(SOURCES["unpack.cu"])))
+def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> None:
+    of = SOURCES["unpack.cu"][n]
+    item, is_half, ((_, found),) = 2 if of["OUT"] == BF16 else 4, of["BASE"] in (0, 3), accesses(compiled("unpack.cu", n, 90)[0])
+    codes = 4 if is_half else 8
+    assert (found["st", 16], found["st", item], found["ld", 1]) == (item // 2, 1, 1 + (of["BASE"] == 3))
+    expected = Counter({("ld", codes): 1})
+    if of["BASE"] == 3:
+        expected["ld", 8] += 1  # scales
+    else:
+        expected["ld", 4] += 2 + (of["BASE"] == 0)  # scales in both loops, and the table
+    assert {key: k for key, k in found.items() if key[0] == "ld" and key[1] > 1} == expected
+
+
+@pytest.mark.parametrize("n", range(len(SOURCES["adamw.cu"])))
+def test_adamw_loads_and_stores_8_and_16_bytes(n: int) -> None:
+    """The compiler may write a loop twice: for either form of the first moment's interpolation."""
+    of, ((_, found),) = SOURCES["adamw.cu"][n], accesses(compiled("adamw.cu", n, 90)[0])
+    n_short = {"ld": 2 + int(of["IS_SPLIT"]), "st": 1 + int(of["IS_SPLIT"])} if of["WEIGHT"] == BF16 else {"ld": 0, "st": 0}
+    n_wide = {"ld": 2, "st": 2} if of["WEIGHT"] == BF16 else {"ld": 4, "st": 3}
+    by_vectors, one_by_one = found["st", 16] // n_wide["st"], found["st", 4] // n_wide["st"]
+    assert {by_vectors, one_by_one} <= {1, 2}
+    for way in ("ld", "st"):
+        assert (found[way, 16], found[way, 8]) == (by_vectors * n_wide[way], by_vectors * n_short[way])
+        assert (found[way, 4], found[way, 2]) == (one_by_one * n_wide[way], one_by_one * n_short[way])
+
+
+@pytest.mark.skipif(which("cuobjdump") is None, reason="no cuobjdump")
+@pytest.mark.parametrize("file", ["pointwise.cu", "unpack.cu", "adamw.cu"])
+def test_machine_code_keeps_the_wide_accesses(file: str, tmp_path: Path) -> None:
+    ptx, binary = compiled(file, 0, 90)
+    (tmp_path / "kernel.cubin").write_bytes(binary)
+    sass = run(["cuobjdump", "-sass", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    for name, found in accesses(ptx):
+        (own,) = (part for part in sass.split("Function : ")[1:] if part.split()[0] == name)
+        assert len(re.findall(r"\bLDG\.E\.128", own)) >= found["ld", 16] > 0 or file == "unpack.cu", name
+        assert len(re.findall(r"\bSTG\.E\.128", own)) >= found["st", 16] > 0, name

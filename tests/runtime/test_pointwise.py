@@ -1,0 +1,186 @@
+"""Kernels of pointwise functions, compiled as C++: the functions' bits at any size, alignment and cut; their check at run time."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.cuda.nvrtc import MOST_ELEMENTS
+from runtime.layers import pointwise
+from runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, cuts, kernel_of, probes, several
+from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
+from tests.training import same_bits
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float32]
+GATED = [name for gate in GATES for name in (gate, f"{gate}_gradients")]
+# Numbers by which the processor's exp, tanh and erf may differ from those of C, as a share of all
+OTHER_SHARE = 2e-3
+
+
+def function_of(name: str) -> pointwise.Function:
+    return getattr(Pointwise(), name)
+
+
+def one_kernel(name: str, dtype: torch.dtype, folder: Path, most: int = MOST_ELEMENTS) -> OneKernel:
+    return OneKernel(function_of(name), by_two_threads(kernel_of(name, dtype, partial(in_cpp, folder))), most)
+
+
+def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The numbers of the kernel, whatever they are."""
+    results = tuple(result.fill_(torch.nan) for result in one._results(inputs[0]))
+    for operands in one._launches(inputs + results):
+        one._launch(operands)
+    return results
+
+
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["rotate", "rotate_back"])
+@pytest.mark.parametrize("most", [MOST_ELEMENTS, 3000])
+def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, most: int, tmp_path: Path) -> None:
+    one, function = one_kernel(name, dtype, tmp_path, most), function_of(name)
+    for inputs in probes(function, CPU, dtype):
+        assert (len(list(one._launches((*inputs, inputs[0])))) > 1) == (most == 3000)
+        ours, theirs = unchecked(one, inputs)[0], function(*inputs)
+        assert ours.stride() == theirs.stride()
+        assert same_bits(ours, theirs)
+        shifted = [torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x) for x in inputs]  # aligned to no vector
+        assert same_bits(unchecked(one, tuple(shifted))[0], function(*shifted))
+
+
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_have_torchs_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """In bf16 all but a few bits, and those within an ulp; fp32 within 1e-4: exp, tanh and erf of C are not those of torch."""
+    one, function = one_kernel(name, dtype, tmp_path, most=2**18), function_of(name)
+    for n, inputs in enumerate(probes(function, CPU, dtype)):
+        assert (len(list(one._launches(inputs))) > 1) == (n == 0)
+        for ours, theirs in zip(unchecked(one, inputs), several(function(*inputs)), strict=True):
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype is torch.bfloat16 else 1e-4, atol=1e-37, equal_nan=True)
+            if dtype is torch.bfloat16:
+                assert int((ours.view(torch.int16) != theirs.view(torch.int16)).sum()) <= OTHER_SHARE * ours.numel()
+
+
+def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends and at the cuts between launches; a kernel with one wrong number there is never used again."""
+    monkeypatch.setitem(TIMES_THE_BYTES, "doubled", 1.0)
+    asked: list[int] = []
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        asked.append(x.numel())
+        return 2 * x
+
+    def launches_of(wrong: dict[int, int]) -> OneKernel:
+        def kernel(grid: tuple[int, ...], block: tuple[int, ...], args: list) -> None:
+            x, out, n = args
+            out.copy_(2 * x)
+            if n in wrong:
+                out[wrong[n]] += 1
+
+        return OneKernel(doubled, kernel, most=10_000)
+
+    x = torch.arange(25_000.0)
+    right = launches_of({})
+    for _ in range(2):
+        assert same_bits(right(x), 2 * x)
+    assert asked == [4096] * 6, "two windows of each launch, once"
+    assert same_bits(right(x[1:]), 2 * x[1:])
+    assert len(asked) == 12, "another shape"
+    for at in (0, 9_999, -1):
+        wrong = launches_of({10_000: at})
+        with pytest.warns(
+            RuntimeWarning, match=r"^doubled .* call by call on cpu in torch.float32, .*: .* at \(25000,\) \d differ$"
+        ):
+            assert same_bits(wrong(x), 2 * x)
+        assert not wrong.is_in_use
+        n_asked = len(asked)
+        assert same_bits(wrong(x), 2 * x)
+        assert asked[n_asked:] == [25_000]
+
+
+@NEEDS_A_COMPILER
+def test_operands_that_a_kernel_cannot_read_are_the_functions(tmp_path: Path) -> None:
+    def unused(*_: object) -> None:
+        raise AssertionError("no launch is right for these")
+
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    gate = OneKernel(pointwise.swiglu, unused)
+    for inputs in ((x.t(), y.t()), (x, y.bfloat16()), (x[:0], y[:0]), (x, y[:1])):
+        assert same_bits(gate(*inputs), pointwise.swiglu(*inputs))
+    q, turn, odd = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 3, 5, 8)
+    rotation = OneKernel(pointwise.rotate, unused)
+    for inputs in ((q.transpose(2, 3), turn.transpose(2, 3), turn.transpose(2, 3)), (q, odd, odd), (q, turn.double(), turn)):
+        assert same_bits(rotation(*inputs), pointwise.rotate(*inputs))
+
+
+@pytest.mark.parametrize("most", [1, 7, 40, 10**6])
+def test_cuts_are_all_of_a_tensor_and_short(most: int) -> None:
+    x = torch.arange(2 * 3 * 5 * 4).view(2, 5, 3, 4).transpose(1, 2)
+    turn = torch.arange(2 * 5 * 4).view(2, 1, 5, 4).expand(x.shape)
+    parts = list(cuts([x, turn], most))
+    assert sorted(torch.cat([part.flatten() for part, _ in parts]).tolist()) == list(range(x.numel()))
+    assert all(torch.equal(other, turn[index_of(part, x)]) for part, other in parts)
+    spans = [sum((n - 1) * stride for n, stride in zip(part.shape, part.stride(), strict=True)) for part, _ in parts]
+    assert max(spans) < max(most, x.shape[-1])
+
+
+def index_of(part: torch.Tensor, whole: torch.Tensor) -> tuple[slice, ...]:
+    """The place of a part whose numbers are those of `arange`."""
+    at = (whole == part[0, 0, 0, 0]).nonzero()[0].tolist()
+    return tuple(slice(first, first + n) for first, n in zip(at, part.shape, strict=True))
+
+
+def test_without_a_compiler_functions_run_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **defined: object) -> None:
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(pointwise, "compiled_kernel", broken)
+    with pytest.warns(
+        RuntimeWarning, match=r"^rotate runs call by call .* moves 5.0 times the bytes: .* compiled \(no compiler\\nhere\)$"
+    ):
+        assert compiled(CPU, torch.float32, tuple(GATES)) == Pointwise()
+
+
+@NEEDS_A_COMPILER
+def test_a_kernel_whose_bits_differ_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def made(file: str, name: str, *, device: torch.device, **defined: str | int):
+        kernel = by_two_threads(in_cpp(tmp_path, file, name, **defined))
+        return (
+            kernel if name != "rotate_back" else lambda grid, block, args: kernel(grid, block, [*args[:4], args[4] - 1, *args[5:]])
+        )
+
+    monkeypatch.setattr(pointwise, "compiled_kernel", made)
+    with pytest.warns(RuntimeWarning, match=r"^rotate_back runs call by call .*differ$"):
+        found = compiled(CPU, torch.bfloat16, ())
+    assert found.rotate_back is pointwise.rotate_back
+    assert isinstance(found.rotate, OneKernel)
+
+
+class Traffic(TorchDispatchMode):
+    """Elements that calls read and write."""
+
+    n_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            read = args[0] if isinstance(args[0], (list, tuple)) else args
+            self.n_elements += sum(x.numel() for x in (*read, out) if isinstance(x, torch.Tensor))
+        return out
+
+
+@pytest.mark.parametrize("name", TIMES_THE_BYTES)
+def test_what_a_warning_says_of_traffic_is_counted(name: str) -> None:
+    """With cosines and sines that many heads share, and queries as attention has them."""
+    n_heads = 4096
+    x, turn = torch.randn(1, 2, n_heads, 4).transpose(1, 2), torch.randn(1, 1, 2, 4)
+    inputs = (x, turn, turn) if name.startswith("rotate") else (x.flatten(),) * (3 if name.endswith("_gradients") else 2)
+    with Traffic() as traffic:
+        results = several(function_of(name)(*inputs))
+    by_kernel = sum(t.numel() for t in (*inputs, *results))
+    assert traffic.n_elements / by_kernel == pytest.approx(TIMES_THE_BYTES[name], rel=0.01)
