@@ -487,7 +487,7 @@ def group_sums(
             logits = F.linear(x, w)
             if cap is not None:
                 logits = torch.tanh(logits / cap) * cap
-            if semantics.loss == "fused":
+            if semantics.loss == "online":
                 loss, d_logits = at_once(logits.detach(), y, n_supervised)
                 dx, *dw = torch.autograd.grad(logits, given, d_logits)
             else:

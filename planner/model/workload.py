@@ -51,7 +51,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     if semantics.base == "mxfp4" and model.config.get("model_type") != "gpt_oss":
         _fail(model, "--base mxfp4: experts of gpt_oss alone are packed so; take nf4, int8 or fp8")
     for part in ("norm", "loss", "pointwise"):
-        if getattr(semantics, part) == "fused" and part not in fusible(model):
+        if getattr(semantics, part) != "eager" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
     if semantics.router_loss and not _modules(model)["has_experts"]:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
@@ -294,7 +294,7 @@ class _Layout:
     def _loss(self, vocab: int) -> tuple[int, int, int, int]:
         """Of a loss: bytes that a logit takes at the peak; traffic of the forward, and what of it is fused; calls of a tile."""
         of, tokens, narrow, item = self.semantics, self.n_tokens, self.item_bytes < FP32, self.item_bytes
-        if of.loss == "fused":
+        if of.loss == "online":
             # Logits, which become the gradient, probabilities, and wide logits that a CPU makes of narrow ones; moved are, of
             # forward and backward together, a third: the largest logit, probabilities (read three times), the gradient; calls are a
             # third of the product, the largest, probabilities, the row's own, the gradient and two products

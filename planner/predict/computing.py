@@ -149,7 +149,7 @@ class Computing:
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
         is_head = isinstance(work, Block) and work.kind is BlockKind.HEAD
         is_compiled = of.pointwise == "fused" and not is_head
-        own = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_head and of.loss == "fused" else None
+        own = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_head and of.loss == "online" else None
         fused_s = (work.fused_bytes - work.norm_bytes) / (own or device.memory_bytes_per_s).value
         if fused_s and is_compiled and own is None and device.kind != "cpu":
             fused_s = self._off(ACTIVATIONS, ACTIVATIONS_OFF_BY, fused_s)

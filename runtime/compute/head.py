@@ -29,7 +29,7 @@ class OutputHead:
         """`trained`: the names of what is; `function`: a program's own loss, where the objective is that."""
         self.objective, self.function = semantics.objective, function or known_loss(semantics.objective)
         self._split, self._trained = split, trained
-        self._is_fused, self._n_rows = semantics.loss == "fused", semantics.loss_tile_tokens
+        self._is_fused, self._n_rows = semantics.loss == "online", semantics.loss_tile_tokens
         self.weight, self._prefix = f"{split.head_name}.weight", f"{split.norm_name}."
         self._names = [f"{split.head_name}.{name}" for name in ("weight", "bias") if getattr(split.head, name, None) is not None]
         if semantics.norm == "fused":

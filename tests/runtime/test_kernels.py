@@ -13,6 +13,7 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from planner.model.kernels import FUSED
 from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates
 from runtime.compute.losses import row_losses
@@ -250,7 +251,7 @@ def test_what_no_fused_kernel_computes_is_refused_in_one_line() -> None:
     of = {"gemma2": set(), "gemma": {"loss"}, "ernie4_5": {"norm", "loss"}, "gpt_oss": {"norm", "loss"}}
     assert {name: fusible(Model(tiny_config(name))) for name in of} == of
     for name, part in (("gemma2", "norm"), ("gemma2", "loss"), ("gpt_oss", "pointwise")):
-        how = semantics(attention="eager", **{part: "fused"})
+        how = semantics(attention="eager", **{part: FUSED[part]})
         with pytest.raises(WorkloadError, match=f"no fused kernel computes the {part} of this model; plan with --kernels eager"):
             build_workload(Model(tiny_config(name)), how)
     layer = hf_model(tiny_config("gemma2")).model.layers[0]  # type: ignore[union-attr]
