@@ -17,7 +17,7 @@ from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
 
 Kernel = Literal["eager", "fused"]
-# eager: torch's cross entropy on fp32 logits. online: the maximum and the sum of exponentials of a row of rounded logits in one read
+# eager: torch's cross entropy on fp32 logits. online: maximum and sum of exponentials of a row of rounded logits in one read
 # (online softmax), then the gradient in their place; the output matrix's gradient is accumulated in fp32 by its product
 LossKernel = Literal["eager", "online"]
 # flash: FlashAttention-2, whose backward adds as its threads come; deterministic: the same in a fixed order

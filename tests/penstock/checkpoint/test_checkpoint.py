@@ -141,7 +141,10 @@ def test_a_state_from_before_a_choice_is_of_the_default() -> None:
         refuse_another(state, {"semantics": semantics | {"base": "nf4"}})
 
 
-@pytest.mark.parametrize(("loss", "train", "is_told"), [("fused", ALL, True), ("eager", Train(lora=Lora()), True), ("eager", ALL, False)])
+EARLIER = [("fused", ALL, True), ("eager", Train(lora=Lora()), True), ("eager", ALL, False)]
+
+
+@pytest.mark.parametrize(("loss", "train", "is_told"), EARLIER)
 def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: Train, is_told: bool) -> None:
     """Saved before plans of format 4, which named the loss `fused` and not how adapters are added."""
     planned = "online" if loss == "fused" else "eager"
