@@ -20,7 +20,7 @@ from hwprofiles.schema import Profile, read_profile
 from hwprofiles.several import part_of
 from planner.check.check import check as prove
 from planner.check.check import summary
-from planner.model.kernels import PARTS, with_kernels
+from planner.model.kernels import FUSED, with_kernels
 from planner.model.workload import read_model, supported_attention
 from planner.search.claim import CUT, claimed
 from runtime.errors import PlanError, RanksError, WrongPlanError
@@ -131,7 +131,7 @@ def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels
     """The semantics of a step, with defaults and kernels that suit the model and the machine."""
     from planner.search.micro_batch import LOSS_TILE
 
-    if decided := sorted(given.keys() & {*PARTS, "attention_kernel", "library_kernels"}):
+    if decided := sorted(given.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")

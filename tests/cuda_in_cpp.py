@@ -62,6 +62,7 @@ template <typename Kernel> static void perform(int grid, int block, Kernel kerne
 _ROTATION = "const ELEMENT* x, const ELEMENT* c, const ELEMENT* s, ELEMENT* o, " + ", ".join(f"int i{n}" for n in range(14))
 # What a launch is given, by the kernel's name
 SIGNATURES = {
+    "cross_entropy": "LOGIT* z, const long long* t, const float* e, float* l, int n, int g",
     "squares": "const ELEMENT* x, int n, float* out",
     "sums": "const float* x, int n, double* out",
     "update": "WEIGHT* w, short* r, float* m, float* v, const GRADIENT* g, int n, "
@@ -83,7 +84,7 @@ def in_cpp(folder: Path, file: str, name: str, fused: bool = True, **defined: st
     launch = f'extern "C" void launch(int grid, int block, {given}) {{ perform(grid, block, [=] {{ {name}({names}); }}); }}\n'
     head = "".join(f"#define {key} {value}\n" for key, value in ({"FUSED": int(fused)} | defined).items())
     (folder / f"{name}.cpp").write_text(head + HEAD + source + LAUNCH + launch)
-    flags = ["-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+    flags = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
     run(["g++", *flags, folder / f"{name}.cpp", "-o", folder / f"{name}.so"], check=True)
     library = CDLL(folder / f"{name}.so")
 

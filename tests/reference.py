@@ -424,17 +424,28 @@ def ends_of_pieces(parameters: dict[str, torch.Tensor], n_pieces: int) -> dict[s
 
 
 def at_once(logits: torch.Tensor, targets: torch.Tensor, n_supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss of a tile and the gradient of its mean over the step, from one softmax in fp32, as `loss: fused` means it."""
-    probabilities = torch.softmax(logits.float(), dim=-1)
+    """The summed loss of a tile and the gradient of its mean over the step, by lanes, as `loss: online` means it."""
+    n_threads, z = 32, logits.float()
+    while n_threads < 512 and 8 * n_threads < z.shape[1]:
+        n_threads *= 2
+    tops = torch.full((len(z), 8 * n_threads), torch.finfo(torch.float32).min)
+    sums = torch.zeros_like(tops)
+    for x in F.pad(z, (0, -z.shape[1] % (8 * n_threads)), value=-torch.inf).split(8 * n_threads, dim=1):
+        larger = torch.maximum(tops, x)
+        sums, tops = sums * torch.exp(tops - larger) + torch.exp(x - larger), larger
+    top = tops.max(dim=1, keepdim=True).values
+    total = by_halves(by_halves((sums * torch.exp(tops - top)).view(len(z), n_threads, 8)))[:, None]
     supervised = targets != -100
-    targets = torch.where(supervised, targets, 0)
-    top, at = logits.max(dim=-1)
-    own = torch.stack([row[target] for row, target in zip(logits, targets, strict=True)])
-    largest = torch.stack([row[i] for row, i in zip(probabilities, at, strict=True)])
-    losses = torch.where(supervised, top.float() - own.float() - torch.log(largest), 0.0)
-    wanted = F.one_hot(targets, logits.shape[-1]).float()
-    gradient = (probabilities - wanted) * (supervised.float() / n_supervised)[:, None]
+    targets, share = torch.where(supervised, targets, 0), (supervised.float() / n_supervised)[:, None]
+    own = torch.stack([row[target] for row, target in zip(z, targets, strict=True)])
+    losses = torch.where(supervised, (top[:, 0] - own) + torch.log(total[:, 0]), 0.0)
+    gradient = torch.exp(z - top) * (share / total) - F.one_hot(targets, z.shape[1]) * share
     return losses.sum(), gradient.to(logits.dtype)
+
+
+def by_halves(x: torch.Tensor) -> torch.Tensor:
+    n = x.shape[-1] // 2
+    return by_halves(x[..., :n] + x[..., n:]) if n else x[..., 0]
 
 
 def micro_batch_sums(
@@ -487,9 +498,11 @@ def group_sums(
             logits = F.linear(x, w)
             if cap is not None:
                 logits = torch.tanh(logits / cap) * cap
-            if semantics.loss == "fused":
+            if semantics.loss == "online":
                 loss, d_logits = at_once(logits.detach(), y, n_supervised)
                 dx, *dw = torch.autograd.grad(logits, given, d_logits)
+                if dw:  # accumulated by the product
+                    d_head, dw = torch.addmm(d_head, d_logits.float().t(), x.detach().float()), []
             else:
                 loss = F.cross_entropy(logits.float(), y, ignore_index=-100, reduction="sum")
                 dx, *dw = torch.autograd.grad(loss / n_supervised, given)

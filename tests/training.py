@@ -15,6 +15,7 @@ import torch
 
 from planner.check.check import check
 from planner.lower.lower import lower
+from planner.model.kernels import FUSED
 from planner.model.workload import build_workload, fusible
 from runtime.batch import Batch
 from runtime.executor import execute
@@ -72,7 +73,7 @@ def semantics_of(model_type: str, **fields) -> Semantics:
 
 def fused(model_type: str, attention_kernel: str = "flash") -> dict[str, str]:
     """Every kernel that can be fused for a model type, as fields of the semantics."""
-    return dict.fromkeys(fusible(Model(tiny_config(model_type))), "fused") | {"attention_kernel": attention_kernel}
+    return {part: FUSED[part] for part in fusible(Model(tiny_config(model_type)))} | {"attention_kernel": attention_kernel}
 
 
 def asked(thing) -> str:

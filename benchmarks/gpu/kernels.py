@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.model.workload import read_model
-from runtime.compute.losses import row_losses_and_gradients
+from runtime.compute.cross_entropy import add_product, row_losses_and_gradients
 from runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
 from runtime.host.rounding import Drawn, group_bytes
 from runtime.layers.kernels import use_kernels

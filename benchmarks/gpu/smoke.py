@@ -32,7 +32,7 @@ N_STEPS = 3
 KERNELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "eager": ({}, None),
     "eager, pointwise fused": ({"pointwise": "fused"}, "eager"),
-    "fused": ({"norm": "fused", "loss": "fused", "pointwise": "fused"}, None),
+    "fused": ({"norm": "fused", "loss": "online", "pointwise": "fused"}, None),
 }
 KEPT_WHOLE = Policy(save=saves(all=(1, 2, 3, 4)), accumulation_group=4)
 POLICIES = {

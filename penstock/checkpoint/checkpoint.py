@@ -281,18 +281,33 @@ def _converted_in_words(*states: Mapping[str, Any]) -> str:
     return ", ".join(f"its {_PARTS[part]} is {become(part)}" for part in was)
 
 
+def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Semantics of a state by the names of today; True if the plan computes other bits than the step that saved them.
+
+    Before plans of format 4 there was no `lora_products`: an adapter's product was added to the frozen one after both were rounded,
+    and the loss in few passes was `fused`, which took softmax in fp32 and rounded the output matrix's gradient for each tile.
+    """
+    found, is_older = _as_json(_SEMANTICS_BEFORE) | saved, "lora_products" not in saved
+    train = found["train"]
+    has_adapters = isinstance(train, dict) and isinstance(train.get("lora"), dict)
+    if has_adapters:
+        found["train"] = train | {"lora": {"rslora": False} | train["lora"]}
+    is_renamed = is_older and (found["loss"], planned.get("loss")) == ("fused", "online")
+    return found | ({"loss": "online"} if is_renamed else {}), is_older and (has_adapters or is_renamed)
+
+
 def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:
     """CheckpointError that names the first thing that a state does not share with this run. `converts`: its optimizer may be
-    another, whose state is rounded to what this one keeps, as the words say that are returned; of another rule it has other
-    hyperparameters."""
-    words, is_another_rule = None, False
+    another, whose state is rounded to what this one keeps, of another rule it has other hyperparameters. Returns a line on what the
+    run does not share with the one that saved the state, or None."""
+    notes, is_another_rule = list[str](), False
     afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
     for key, value in expected.items():
         found = state.fields.get(key)
         if key == "semantics" and isinstance(found, dict):
-            found = _as_json(_SEMANTICS_BEFORE) | found
-            if isinstance(train := found["train"], dict) and isinstance(train.get("lora"), dict):
-                found["train"] = train | {"lora": {"rslora": False} | train["lora"]}
+            found, has_other_bits = _in_todays_values(found, value)
+            if has_other_bits:
+                notes.append("written with an earlier arithmetic of loss or adapters: the bits of the run change from here")
             was, now = ({name: of.get(name) for name in _OF_STATE} for of in (found, value))
             if was != now and (found | now) == value and was["optimizer"] in [*Optimizer]:
                 old, new = map(_kept_in_words, (was, now))
@@ -300,14 +315,14 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
                 if not converts or rules == ["lion", "adamw"]:
                     how = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
                     raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {how}, {afresh}")
-                words = f"{state.path}: the state of {old} becomes that of {new}: {_converted_in_words(was, now)}"
+                notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")
                 found, is_another_rule = value, rules[0] != rules[1]
         if key == "optimizer" and is_another_rule and isinstance(found, dict):
             found, value = ({name: said for name, said in of.items() if name not in _OF_RULE} for of in (found, value))
         if found != value:
             what = f"{_IN_WORDS.get(key, key)}{_difference(found, value)}"
             raise CheckpointError(f"{state.path}: of another {what}; resume as it began, {afresh}")
-    return words
+    return f"{state.path}: {'; '.join(notes)}" if notes else None
 
 
 def put_back(state: State, host: HostState, data: RunData) -> None:

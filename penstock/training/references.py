@@ -184,6 +184,8 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
         found = read = None
     if not isinstance(found, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
         raise CheckpointError(f"{path}: no file of a reference; {how}")
+    if not more and found.get("loss") == "fused" and key.get("loss") == "online":  # a run's own, made before plans of format 4
+        del key["loss"]
     if odd := next((name for name in key if found.get(name) != key[name]), None):
         was, now = (str(of.get(odd))[:60] for of in (found, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")

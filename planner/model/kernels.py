@@ -11,7 +11,8 @@ from .config import library_kernels
 from .workload import attentions, fusible
 
 CUDNN_HEAD_DIM = 128  # its backward takes heads up to this width, in multiples of eight
-PARTS = ("norm", "loss", "pointwise")
+# Fields of Semantics that choose a kernel, with the value that is not `eager`
+FUSED = {"norm": "fused", "loss": "online", "pointwise": "fused"}
 
 
 def with_kernels(
@@ -24,7 +25,7 @@ def with_kernels(
     kernels = kernels or ("fused" if profile.device.kind == "cuda" else "eager")
     fused = fusible(model) if kernels == "fused" else frozenset()
     fused -= {"loss"} if semantics.objective.takes_eager else set()
-    chosen: dict[str, Any] = {part: "fused" if part in fused else "eager" for part in PARTS}
+    chosen: dict[str, Any] = {part: kernel if part in fused else "eager" for part, kernel in FUSED.items()}
     # In bf16, as fla's are; the convolution's adds its weight's gradient as its threads come
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
     chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()

@@ -16,7 +16,19 @@ from runtime.errors import WorkloadError
 from runtime.plan import Semantics
 from runtime.plan.objective import CROSS_ENTROPY, SCORE
 from runtime.plan.train import EXPERTS, TARGETS, Train
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
+from runtime.plan.workload import (
+    ITEM_BYTES,
+    LOSS_SCRATCH_ELEMENTS,
+    Attention,
+    Block,
+    BlockKind,
+    Matmul,
+    Model,
+    Parameter,
+    Saved,
+    Workload,
+    loss_lanes,
+)
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .outline import RECORDED_ITEM_BYTES, Outline, Part, mlp_of, play
@@ -25,6 +37,7 @@ from .tape import FP32, FP64, INT64, Tape
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
 LOG_SOFTMAX_READS = 3
+LOSS_SCRATCH_BYTES = 6 * FP32 + 1  # of a logit that `loss: online` widens on a CPU: two results, four in between, a mask
 TEACHER_COPIES = 12  # fp32 values of each id that a teacher says most of, in the divergence's backward; measured
 
 
@@ -51,7 +64,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     if semantics.base == "mxfp4" and model.config.get("model_type") != "gpt_oss":
         _fail(model, "--base mxfp4: experts of gpt_oss alone are packed so; take nf4, int8 or fp8")
     for part in ("norm", "loss", "pointwise"):
-        if getattr(semantics, part) == "fused" and part not in fusible(model):
+        if getattr(semantics, part) != "eager" and part not in fusible(model):
             _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
     if semantics.router_loss and not _modules(model)["has_experts"]:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
@@ -267,6 +280,10 @@ class _Layout:
         logit_bytes, moved_bytes, softmax_bytes, n_calls = self._loss(vocab)
         if any(not p.frozen for p in bias):  # its gradient is a sum of the logits' over rows
             moved_bytes, n_calls = moved_bytes + tokens * vocab * self.item_bytes, n_calls + 2
+        # The tile's weight gradient, its rows and their gradient; online the first is accumulated, and the others are in place
+        scratch_bytes = (vocab * trains + 2 * tile) * width * self.item_bytes
+        if of.loss == "online":
+            scratch_bytes = self._online_scratch_bytes(tile, vocab, width)
         own_sum_bytes = vocab * width * FP32 if of.n_micro_batches > 1 and trains else 0
         pointwise_bytes, fused_bytes, norm_bytes, n_kernels = tape.work
         return Block(
@@ -282,7 +299,7 @@ class _Layout:
             kept_bytes=0,
             own_sum_bytes=own_sum_bytes,
             transient_bytes=tile * vocab * logit_bytes
-            + (vocab * trains + 2 * tile) * width * self.item_bytes  # the tile's weight gradient, its rows and their gradient
+            + scratch_bytes
             + len(bias) * vocab * (self.item_bytes + FP32)
             # a later micro-batch sums its own tiles before they join the running sum
             + own_sum_bytes
@@ -294,12 +311,10 @@ class _Layout:
     def _loss(self, vocab: int) -> tuple[int, int, int, int]:
         """Of a loss: bytes that a logit takes at the peak; traffic of the forward, and what of it is fused; calls of a tile."""
         of, tokens, narrow, item = self.semantics, self.n_tokens, self.item_bytes < FP32, self.item_bytes
-        if of.loss == "fused":
-            # Logits, which become the gradient, probabilities, and wide logits that a CPU makes of narrow ones; moved are, of
-            # forward and backward together, a third: the largest logit, probabilities (read three times), the gradient; calls are a
-            # third of the product, the largest, probabilities, the row's own, the gradient and two products
-            moved_bytes = tokens * vocab * (4 * item + FP32 + FP32 + item) // 3
-            return item + (2 if narrow else 1) * FP32, moved_bytes, moved_bytes, 4
+        if of.loss == "online":
+            # Logits, which become the gradient. A third of what forward and backward move together (read twice, written once), and
+            # of their calls: the product, the kernel, its sum and two products
+            return item, tokens * vocab * item, tokens * vocab * item, 2
         n_after, n_kept = self.tree["logits"] if of.objective.n_labels is None else (0, 0)
         more, softmax_bytes = of.objective.wide - CROSS_ENTROPY.wide, log_softmax_bytes(tokens, vocab)
         # Live in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients, and what another loss makes
@@ -307,6 +322,14 @@ class _Layout:
         each_bytes = 2 * item * n_after + (item + FP32 if narrow else 0) + 2 * more * FP32
         logit_bytes = item * (1 + n_kept) + of.objective.wide * FP32
         return logit_bytes, tokens * vocab * each_bytes + softmax_bytes, softmax_bytes, n_after + narrow + 3 + more
+
+    def _online_scratch_bytes(self, tile: int, vocab: int, width: int) -> int:
+        """Scratch of `loss: online` where no kernel computes it, on a CPU: some logits in fp32; then, of narrow factors of the
+        weight's gradient, all rows of the tile in fp32 beside some of its logits."""
+        lanes = loss_lanes(vocab)
+        wide_bytes = min(tile, max(1, LOSS_SCRATCH_ELEMENTS // lanes)) * lanes * LOSS_SCRATCH_BYTES
+        is_narrow = self.item_bytes < FP32
+        return max(wide_bytes, is_narrow * (tile * width + min(tile * vocab, max(tile, LOSS_SCRATCH_ELEMENTS))) * FP32)
 
     def _bytes_of_tokens(self, tile: int) -> int:
         """What lies beside logits of what a loss is given, or makes, of each token."""

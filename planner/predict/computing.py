@@ -27,6 +27,7 @@ CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's time from call to call, m
 # Where no probe timed them: a third of the memory's rate on an H200 (docs/benchmarks/gpu_2026-11-27.md)
 ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
 NARROW = 256  # k or n of products, as adapters have, that take no less than what they read and write does
+ONLINE_TIMES_OF_A_CPU = 3  # of the traffic of `loss: online` in one kernel: there its definition runs call by call
 BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
 
 
@@ -139,8 +140,11 @@ class Computing:
         return seconds * self.longer_outside.get(name, 1.0)
 
     def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
-        """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum."""
-        return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * (ITEM_BYTES[of.compute_dtype] + 2 * FP32_BYTES)
+        """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum. Online the
+        product itself reads and writes the sum, in the place of a narrow gradient."""
+        item = ITEM_BYTES[of.compute_dtype]
+        bytes_each = 2 * FP32_BYTES + (-item if of.loss == "online" else item)
+        return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * bytes_each
 
     def _pointwise_s(self, work: Block | Tier, of: Semantics, backward: bool = False) -> float:
         """Seconds of what is neither a product nor attention, forward or backward: eager modules, fused kernels, fused norms."""
@@ -149,8 +153,9 @@ class Computing:
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
         is_head = isinstance(work, Block) and work.kind is BlockKind.HEAD
         is_compiled = of.pointwise == "fused" and not is_head
-        own = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_head and of.loss == "fused" else None
+        own = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_head and of.loss == "online" else None
         fused_s = (work.fused_bytes - work.norm_bytes) / (own or device.memory_bytes_per_s).value
+        fused_s *= ONLINE_TIMES_OF_A_CPU if is_head and of.loss == "online" and device.kind == "cpu" else 1
         if fused_s and is_compiled and own is None and device.kind != "cpu":
             fused_s = self._off(ACTIVATIONS, ACTIVATIONS_OFF_BY, fused_s)
         once_s = (work.pointwise_bytes - work.fused_bytes) / eager.value + fused_s + work.norm_bytes / norm.value

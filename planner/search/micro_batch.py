@@ -24,7 +24,7 @@ MORE_PARTS = tuple(1 << n for n in range(9, 31))
 MOST_MICRO_BATCHES = 20_000  # of a step that is looked at: even what groups more could have takes long to list
 # Tokens whose logits exist at a time, where they are not too many. More read the sum of the head's gradient less often; as fused
 # kernels leave little else to do, that shows.
-LOSS_TILE = {"eager": 1024, "fused": 4096}
+LOSS_TILE = {"eager": 1024, "online": 4096}
 SMALLER_LOSS_TILE = 4  # times: a quarter of the logits, as a smaller tile still costs little
 # Tokens: each tile reads its weights' gradient and adds it to a sum, ten bytes a parameter, for six FLOP a parameter and token
 LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128

@@ -67,7 +67,7 @@ def _saved(policy: Policy, n_layers: int) -> str:
 
 def kernels_in_words(semantics: Semantics) -> str:
     """`fused norm, loss and pointwise; cudnn attention; fla.chunk_gated_delta_rule`: kernels besides matrix products."""
-    fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) == "fused"]
+    fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) != "eager"]
     attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
     others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
     return "; ".join([others, f"{attention} attention", *semantics.library_kernels])

@@ -16,7 +16,8 @@ from runtime.plan import Semantics
 from runtime.plan.objective import ANSWER, LAST, Of
 
 from .answers import Answers
-from .losses import Extras, LossFunction, known_loss, row_losses, row_losses_and_gradients, top_and_rest
+from .cross_entropy import add_product, row_losses, row_losses_and_gradients
+from .losses import Extras, LossFunction, known_loss, top_and_rest
 
 Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # of the head's weights and rows: the sum, and what is differentiated
 Gradients = tuple[Tensor, Tensor, Weights]  # the sum; the gradients of rows, and of what is trained of the head
@@ -29,7 +30,7 @@ class OutputHead:
         """`trained`: the names of what is; `function`: a program's own loss, where the objective is that."""
         self.objective, self.function = semantics.objective, function or known_loss(semantics.objective)
         self._split, self._trained = split, trained
-        self._is_fused, self._n_rows = semantics.loss == "fused", semantics.loss_tile_tokens
+        self._is_online, self._n_rows = semantics.loss == "online", semantics.loss_tile_tokens
         self.weight, self._prefix = f"{split.head_name}.weight", f"{split.norm_name}."
         self._names = [f"{split.head_name}.{name}" for name in ("weight", "bias") if getattr(split.head, name, None) is not None]
         if semantics.norm == "fused":
@@ -94,10 +95,13 @@ class OutputHead:
         gradient_ND = torch.empty_like(normed_ND)
         for rows_ND, out_ND, targets_N, *more in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *of_rows.values()):
             of_tile = dict(zip(of_rows, more, strict=True))
-            loss, out_ND[:], of_head = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), of_tile)
-            for name in sums:
-                sums[name] += of_head[name]
-            del of_head  # or two tiles' would be alive at a time
+            if self._is_online:
+                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, of_tile.get("slope"), out_ND)
+            else:
+                loss, out_ND[:], of_head = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), of_tile)
+                for name in sums:
+                    sums[name] += of_head[name]
+                del of_head  # or two tiles' would be alive at a time
             if not self.objective.has_first_pass:
                 loss_sum += loss
         return loss_sum, gradient_ND
@@ -119,6 +123,27 @@ class OutputHead:
         total, slopes = self.function.of_sequences(logps, answers.n_tokens, extras)
         return total, {"slope": answers.spread((slopes / n_losses).float()).reshape(-1)}
 
+    @torch.no_grad()
+    def _online_tile(
+        self,
+        weight_VD: Tensor,
+        normed_ND: Tensor,
+        targets_N: Tensor,
+        n_losses: int,
+        sums: Weights,
+        slope_N: Tensor | None,
+        out_ND: Tensor,
+    ) -> Tensor:
+        """Summed loss of a tile; its rows' gradient goes to `out_ND`, and the weight's is added to its sum, if there is one."""
+        supervised_N = targets_N != UNSUPERVISED
+        each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
+        logits_NV = nn.functional.linear(normed_ND, weight_VD)
+        losses_N, gradient_NV = row_losses_and_gradients(logits_NV, targets_N, each_N)
+        if self.weight in sums:
+            add_product(sums[self.weight], gradient_NV, normed_ND)
+        torch.mm(gradient_NV, weight_VD, out=out_ND)
+        return losses_N.sum()
+
     def _tile(
         self,
         head: Weights,
@@ -131,14 +156,6 @@ class OutputHead:
         """Summed loss of a tile; gradients of what it adds to the step's mean: of its rows, and of what is trained. Where sequences
         were summed before, each row's log-probability has a slope, and what is summed here means nothing."""
         slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
-        if self._is_fused:  # with few passes over logits
-            with torch.no_grad():
-                supervised_N = targets_N != UNSUPERVISED
-                each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
-                logits_NV = nn.functional.linear(normed_ND, head[self.weight])
-                losses_N, gradient_NV = row_losses_and_gradients(logits_NV, targets_N, each_N)
-                of_head = {self.weight: gradient_NV.t() @ normed_ND} if trained else {}
-                return losses_N.sum(), gradient_NV @ head[self.weight], of_head
 
         def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
             if slope_N is not None:
@@ -227,8 +244,8 @@ class OutputHead:
 
     def _cross_entropy(self, head: Weights, normed_ND: Tensor, targets_N: Tensor, reduction: str = "none") -> Tensor:
         """Of each row, 0 where it is not supervised, or their `sum`; fp32."""
-        if self._is_fused:
-            losses_N, _ = row_losses(nn.functional.linear(normed_ND, head[self.weight]), targets_N)
+        if self._is_online:
+            losses_N = row_losses(nn.functional.linear(normed_ND, head[self.weight]), targets_N)
             return losses_N.sum() if reduction == "sum" else losses_N
         logits_NV = self._logits(head, normed_ND)
         return nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=UNSUPERVISED, reduction=reduction)

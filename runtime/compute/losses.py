@@ -205,27 +205,6 @@ def distill(logits: Tensor, targets: Tensor, teacher: Tensor, k: float, beta: fl
     return beta * _kl(theirs_NK, mixed_NK) + (1 - beta) * _kl(own_NK, mixed_NK)
 
 
-def row_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The cross entropy of each row (N,), 0 where it is not supervised, and the probabilities (N, V); both fp32.
-
-    The loss is log(sum(exp(z - z_max))) + z_max - z_target, of which the first term is -log of the largest probability: no pass
-    over logits of its own, and no logarithm of a probability that is too small for fp32.
-    """
-    largest_N, at_N = logits_NV.max(dim=-1)
-    probabilities_NV = logits_NV.softmax(dim=-1, dtype=torch.float32)
-    of_target_N = logits_NV.gather(1, targets_N.clamp(min=0).unsqueeze(1)).squeeze(1)
-    of_largest_N = probabilities_NV.gather(1, at_N.unsqueeze(1)).squeeze(1)
-    losses_N = (largest_N.float() - of_target_N.float()) - of_largest_N.log()
-    return losses_N.masked_fill(targets_N == UNSUPERVISED, 0.0), probabilities_NV
-
-
-def row_losses_and_gradients(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_losses`, and the gradient of what each row has a share `each_N` in: rounded, in the place of the logits."""
-    losses_N, probabilities_NV = row_losses(logits_NV, targets_N)
-    probabilities_NV[torch.arange(len(targets_N), device=targets_N.device), targets_N.clamp(min=0)] -= 1.0
-    return losses_N, torch.mul(probabilities_NV, each_N.unsqueeze(1), out=logits_NV)
-
-
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "label-smoothing": label_smoothing,
     "z-loss": z_loss,

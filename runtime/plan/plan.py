@@ -17,7 +17,7 @@ from .optimizer import Optimizer
 from .setup import Setup
 from .workload import FILE, BlockKind
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_PLAN_FILE_BYTES = 128 * 2**20  # more than twice the longest plan that is made, of 500,000 ops; its tree takes twenty times that
 MAX_BLOCKS = 10_002  # of the deepest model that is read, with embedding and head
 MAX_PARAMETERS = 4096  # of a block: experts are stacked, so that a layer has some twenty
@@ -31,7 +31,7 @@ class Plan(Setup):
 
     profile: dict[str, Any]
     ops: tuple[OpLine, ...]
-    format_version: Literal[3] = 3
+    format_version: Literal[4] = 4
     repeat: Repeat | None = None  # None: every op is performed once a step
     __pydantic_config__ = FILE  # of all that a plan holds, too
 
@@ -63,7 +63,7 @@ class Plan(Setup):
 class _Written(Plan):
     """A plan as it is in a file."""
 
-    format_version: Literal[3]
+    format_version: Literal[4]
     fingerprint: str  # the model's
     claim: dict[str, Any] | None
 

@@ -17,6 +17,9 @@ from .train import ALL, Train, parse_train, training
 from .workload import FILE, Count, Dtype, Natural, Saved
 
 Kernel = Literal["eager", "fused"]
+# eager: torch's cross entropy on fp32 logits. online: maximum and sum of exponentials of a row of rounded logits in one read
+# (online softmax), then the gradient in their place; the output matrix's gradient is accumulated in fp32 by its product
+LossKernel = Literal["eager", "online"]
 # flash: FlashAttention-2, whose backward adds as its threads come; deterministic: the same in a fixed order
 AttentionKernel = Literal["flash", "deterministic", "cudnn"]
 # Functions of other packages, which transformers takes in the place of torch's own calls where they are installed
@@ -47,7 +50,7 @@ class Semantics:
     experts: Literal["grouped_mm"] = "grouped_mm"
     # Which kernels compute. What a plan file does not say is as it was before there was a choice.
     norm: Kernel = "eager"
-    loss: Kernel = "eager"
+    loss: LossKernel = "eager"
     pointwise: Kernel = "eager"  # the MLP's activation and the rotary embedding: the same bits, other time and memory
     attention_kernel: AttentionKernel = "flash"  # of fused attention on a GPU; a CPU has one of its own
     library_kernels: tuple[LibraryKernel, ...] = ()  # of linear attention and convolutions; others are torch's own calls
@@ -58,6 +61,8 @@ class Semantics:
     # compute is `whole`, whose bits are the same for any number of ranks.
     ranks: Count = 1
     train: Train = ALL
+    # Forward of an adapter: the narrow product x A^T, rounded, then the frozen product x W^T accumulates onto its product with B
+    lora_products: Literal["accumulated"] = "accumulated"
     base: Base = "bf16"  # "bf16" stands for the dtype of computing: nothing is packed
     optimizer: Optimizer = Optimizer.ADAMW
     objective: Loss = CROSS_ENTROPY

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 SLOT_ALIGN_BYTES = 256  # where a slot, and a tensor in one, may start
 ALIGN_ELEMENTS = 128  # every tensor starts on a multiple: 256 bytes in bf16, 512 in fp32, whatever the arena's dtype
+LOSS_SCRATCH_ELEMENTS = 2**20  # logits that `loss: online` widens at a time, in each of a few tensors, where it has no kernel
 NORM_TILE_ELEMENTS = 65_536  # of a piece of a parameter, whose squares are added up in fp32; what the norm is made of
 FILE = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -300,6 +301,14 @@ def _sizes(block: Block) -> tuple[object, ...]:
     """All of a block but names."""
     parameters = tuple([(p.shape, p.tied_to, p.frozen) for p in block.parameters])
     return (parameters, *[getattr(block, name) for name in _SIZES])
+
+
+def loss_lanes(vocab: int) -> int:
+    """Partial sums of a row of logits under `loss: online`, 8 for each thread of a kernel's block: a function of the row alone.
+
+    A small vocabulary has fewer (96: 256), a large one 4,096.
+    """
+    return 8 * min(512, max(32, 1 << (-(-vocab // 8) - 1).bit_length()))
 
 
 def has_towers(config: dict[str, Any]) -> bool:

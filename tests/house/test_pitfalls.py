@@ -177,14 +177,15 @@ OTHER_SEMANTICS = {
     "mlp_tile_tokens": 4,
     "attention": "eager",
     "norm": "fused",
-    "loss": "fused",
+    "loss": "online",
     "pointwise": "fused",
     "attention_kernel": "deterministic",
     "sum_groups": 2,
     "ranks": 2,
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
-OF_ONE_VALUE = {"experts", "library_kernels"}  # the latter of types with linear attention: tests/planner/test_outlines.py
+# The last of types with linear attention: tests/planner/test_outlines.py
+OF_ONE_VALUE = {"experts", "lora_products", "library_kernels"}
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {
     "prefetch_depth": 2,

@@ -87,11 +87,11 @@ def chosen(model, machine, **asked):
 @pytest.mark.parametrize(
     ("model", "machine", "asked", "kernels"),
     [
-        ("qwen2.5-7b", "h100-sxm", {}, ("fused", "fused", "fused", "cudnn")),
-        ("qwen2.5-7b", "h100-sxm", {"deterministic": True}, ("fused", "fused", "fused", "deterministic")),
-        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "fused", "fused", "flash")),  # cuDNN's was not measured there
+        ("qwen2.5-7b", "h100-sxm", {}, ("fused", "online", "fused", "cudnn")),
+        ("qwen2.5-7b", "h100-sxm", {"deterministic": True}, ("fused", "online", "fused", "deterministic")),
+        ("qwen2.5-7b", "rtx4090-server", {}, ("fused", "online", "fused", "flash")),  # cuDNN's was not measured there
         ("qwen2.5-7b", "cpu-2core", {}, ("eager", "eager", "eager", "flash")),
-        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "fused", "eager", "flash")),  # whose attention is spelled out
+        ("gpt-oss-120b", "h100-sxm", {}, ("fused", "online", "eager", "flash")),  # whose attention is spelled out
     ],
 )
 def test_a_plan_names_the_fastest_kernels_of_model_and_machine(model, machine, asked, kernels):

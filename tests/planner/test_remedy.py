@@ -96,7 +96,7 @@ def test_less_optimizer_state_is_named_where_it_fits(host_memory, given, said):
 def test_what_changes_no_bit_is_named_first_and_each_with_its_rate(fixed):
     """An 8B in 64 GB, whose 24-bit masters fit by the state of one layer that the device has room for: none of the embeddings'."""
     model, profile = read_model("qwen3-8b"), read_profile("rtx4090-desktop").with_memory(None, 64 * GB)
-    given = Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused", attention_kernel="flash")
+    given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused", attention_kernel="flash")
     semantics = Request(model, given, profile, None, SIZES).resized().semantics
     workload = build_workload(model, semantics)
     asked = baseline(fixed, semantics, workload) if fixed else None
@@ -152,7 +152,7 @@ def test_no_change_makes_the_policy_that_was_named_illegal():
 def test_more_memory_for_a_named_policy_comes_with_a_micro_batch():
     """With more host memory other sizes are the fastest, with which this policy would not fit the device."""
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx5090-desktop")
-    given = Semantics(4096, 16, 1, loss="fused", norm="fused", pointwise="fused")
+    given = Semantics(4096, 16, 1, loss="online", norm="fused", pointwise="fused")
     semantics = Request(model, given, profile, None, SIZES).resized().semantics
     workload = build_workload(model, semantics)
     fixed = baseline("megatrain", semantics, workload)

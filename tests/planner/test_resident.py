@@ -95,7 +95,7 @@ def test_state_is_16_bytes_a_parameter_and_18_with_fp32_sums(batch, n_bytes):
 def test_on_several_devices_it_is_what_fsdp2_keeps():
     """Masters, moments and gradients in fp32, an eighth on each; no bf16 weights beside. A smaller micro-batch may fit."""
     model, eight = read_model("qwen3-32b"), part_of(read_profile("8xh100"), 8)
-    of, cost = Semantics(4096, 8, 8, loss="fused", norm="fused", pointwise="fused", sum_groups=1, ranks=8), CostModel(eight)
+    of, cost = Semantics(4096, 8, 8, loss="online", norm="fused", pointwise="fused", sum_groups=1, ranks=8), CostModel(eight)
     plan = frame(model, build_workload(model, of), of, Policy())
     assert resident(plan, cost).needs.device["state"] == pytest.approx(16 * plan.workload.n_params / 8, rel=1e-4)
     assert (resident(plan, cost).step_s is None, resident_in_parts(plan, cost).step_s is None) == (True, False)

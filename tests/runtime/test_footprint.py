@@ -12,6 +12,7 @@ from penstock.training.device import refuse_what_does_not_fit
 from planner.check.check import check
 from planner.lower.lower import lower
 from planner.model import fused
+from planner.model.kernels import FUSED
 from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload, fusible
 from planner.predict.memory import footprint
@@ -33,7 +34,7 @@ def real_plans(draw: st.DrawFn) -> Plan:
     """Of real, tiny models under any policy and kernels, for any machine."""
     name, machine = draw(st.sampled_from(MODEL_TYPES)), read_profile(draw(st.sampled_from(MACHINES)))
     model = Model(tiny_config(name))
-    kernels = {part: draw(st.sampled_from(["eager", "fused"])) for part in sorted(fusible(model))}
+    kernels = {part: draw(st.sampled_from(["eager", FUSED[part]])) for part in sorted(fusible(model))}
     how = semantics_of(
         name,
         compute_dtype=draw(st.sampled_from(["bf16", "fp32"])),

@@ -282,11 +282,13 @@ def test_a_hand_edited_plan_that_is_well_formed_is_read(tmp_path: Path) -> None:
 
 def test_a_plan_of_an_older_penstock_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """Whatever else it holds: the version is read first."""
-    fields = _fields(tmp_path) | {"format_version": 2}
+    fields = _fields(tmp_path) | {"format_version": 3}
+    fields["semantics"] |= {"loss": "fused"}
+    del fields["semantics"]["lora_products"]
     fields["policy"] |= {"storage": "split", "early_stop": True, "transfer_chunk_bytes": None}
     fields["ops"] = ["load h2d b1 < host_weights[1] > weights[0] ^ 7@1"]
     (tmp_path / "old.json").write_text(json.dumps(fields))
-    assert f"plan of format 2, and this Penstock reads {FORMAT_VERSION}; plan again" in _refused(tmp_path / "old.json")
+    assert f"plan of format 3, and this Penstock reads {FORMAT_VERSION}; plan again" in _refused(tmp_path / "old.json")
     with pytest.raises(PlanError, match="a plan of format 2") as caught:
         Plan.parse(json.dumps(json.loads(str(PLAN)) | {"format_version": 2}))
     _is_one_line(caught.value)

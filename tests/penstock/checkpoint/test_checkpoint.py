@@ -20,6 +20,7 @@ from penstock.checkpoint.model_files import has_weights, load_weights, refuse_qu
 from penstock.checkpoint.tensor_files import Shards, write_tensors
 from runtime.errors import CheckpointError
 from runtime.plan import Policy, Semantics
+from runtime.plan.train import ALL, Lora, Train
 from tests.checkpoints import refused, save, small
 from tests.real_layers import hf_model
 from tests.sessions import session_of, train
@@ -135,9 +136,27 @@ def test_a_state_from_before_a_choice_is_of_the_default() -> None:
     semantics = json.loads(json.dumps(asdict(Semantics(seq_len=32, batch_size=4, micro_batch=2))))
     older = {name: value for name, value in semantics.items() if name not in ("train", "base", "ranks", "sum_groups")}
     state = State(Path("checkpoint-3"), 3, {"semantics": older}, Shards([]))
-    refuse_another(state, {"semantics": semantics})
+    assert refuse_another(state, {"semantics": semantics}) is None
     with pytest.raises(CheckpointError, match="meaning of a step"):
         refuse_another(state, {"semantics": semantics | {"base": "nf4"}})
+
+
+EARLIER = [("fused", ALL, True), ("eager", Train(lora=Lora()), True), ("eager", ALL, False)]
+
+
+@pytest.mark.parametrize(("loss", "train", "is_told"), EARLIER)
+def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: Train, is_told: bool) -> None:
+    """Saved before plans of format 4, which named the loss `fused` and not how adapters are added."""
+    planned = "online" if loss == "fused" else "eager"
+    semantics = json.loads(json.dumps(asdict(Semantics(seq_len=32, batch_size=4, micro_batch=2, loss=planned, train=train))))
+    older = {name: value for name, value in semantics.items() if name != "lora_products"} | {"loss": loss}
+    state = State(Path("checkpoint-3"), 3, {"semantics": older}, Shards([]))
+    line = "checkpoint-3: written with an earlier arithmetic of loss or adapters: the bits of the run change from here"
+    assert refuse_another(state, {"semantics": semantics}) == (line if is_told else None)
+    with pytest.raises(CheckpointError, match=f"meaning of a step .*: loss was .{loss}"):
+        refuse_another(state, {"semantics": semantics | {"loss": "eager" if loss == "fused" else "online"}})
+    state.fields["semantics"] = semantics  # as it is saved now
+    assert refuse_another(state, {"semantics": semantics}) is None
 
 
 CONVERTED = {

@@ -1,0 +1,148 @@
+"""Cross entropy by online softmax (`loss: online`): its definition, a GPU's kernel, and the product that sums a weight's gradient.
+
+For each row z, in fp32: top = max z, total = sum of exp(z - top), loss = log(total) + top - z[target]. The gradient of `each`
+times the loss is exp(z - top) * (each / total), less `each` at the target; rounded once. Rows without a target have 0 of both.
+"""
+
+# N rows, V vocabulary, L lanes, D width
+import warnings
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from runtime.cuda.nvrtc import ELEMENT, Kernel, compiled_kernel
+from runtime.plan.workload import LOSS_SCRATCH_ELEMENTS, loss_lanes
+from runtime.units import on_one_line
+
+FEW_DIGITS = 5e-7  # relative: by as much may exp and log of two libraries differ
+LOWEST = torch.finfo(torch.float32).min  # a maximum before the first logit: no difference of two is then undefined
+
+
+def row_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Cross entropy of each row (N,), fp32; 0 where the target is negative."""
+    return _losses(logits_NV, targets_N, None)
+
+
+def row_losses_and_gradients(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor) -> tuple[Tensor, Tensor]:
+    """`row_losses`, and the gradient of each row's loss times `each_N` (fp32), in the place of the logits."""
+    return _losses(logits_NV, targets_N, each_N), logits_NV
+
+
+def _losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
+    kernel = loss_kernel(logits_NV.device, logits_NV.dtype, logits_NV.shape[1])
+    return defined_losses(logits_NV, targets_N, each_N) if kernel is None else launched(kernel, logits_NV, targets_N, each_N)
+
+
+def defined_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
+    """Losses of some rows at a time, and with `each_N` their gradients, in the order of the kernel: that of a row alone."""
+    n = max(1, LOSS_SCRATCH_ELEMENTS // loss_lanes(logits_NV.shape[1]))
+    shares = targets_N if each_N is None else each_N
+    return torch.cat([
+        _of_rows(*of, has_gradient=each_N is not None)
+        for of in zip(logits_NV.split(n), targets_N.split(n), shares.split(n), strict=True)
+    ])  # fmt: skip
+
+
+def _of_rows(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor, has_gradient: bool) -> Tensor:
+    top_N1, total_N1 = _top_and_total(logits_NV)
+    is_left_out_N1, targets_N1 = targets_N[:, None] < 0, targets_N[:, None].clamp(min=0)
+    of_target_N1 = logits_NV.gather(1, targets_N1).float()
+    losses_N1 = (top_N1 - of_target_N1) + total_N1.log()
+    if has_gradient:
+        scale_N1 = each_N[:, None] / total_N1
+        for part_NL in logits_NV.split(loss_lanes(logits_NV.shape[1]), dim=1):
+            part_NL.copy_((part_NL.float() - top_N1).exp_().mul_(scale_N1))
+        at_target_N1 = (of_target_N1 - top_N1).exp() * scale_N1 - each_N[:, None]
+        logits_NV.scatter_(1, targets_N1, at_target_N1.to(logits_NV.dtype)).masked_fill_(is_left_out_N1, 0.0)
+    return losses_N1.masked_fill(is_left_out_N1, 0.0).squeeze(1)
+
+
+def _top_and_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum (N, 1) of each row, and the sum of exponentials relative to it, first by lanes, relative to their running maxima."""
+    width = loss_lanes(logits_NV.shape[1])
+    tops_NL = torch.full((len(logits_NV), width), LOWEST, device=logits_NV.device)
+    sums_NL = torch.zeros_like(tops_NL)
+    for part in logits_NV.split(width, dim=1):
+        x, top, total = part.float(), tops_NL[:, : part.shape[1]], sums_NL[:, : part.shape[1]]
+        e, is_new = (x - top).abs_().neg_().exp_(), x > top  # of the two factors one is 1, the other exp of less than 0
+        total.copy_(torch.where(is_new, total * e, total).add_(torch.where(is_new, 1.0, e)))
+        torch.maximum(top, x, out=top)
+    top_N1 = tops_NL.amax(dim=1, keepdim=True)
+    total_N1 = _added_by_halves(_added_by_halves(sums_NL.mul_(tops_NL.sub_(top_N1).exp_()).unflatten(1, (-1, 8))).squeeze(-1))
+    return top_N1, total_N1
+
+
+def _added_by_halves(x: Tensor) -> Tensor:
+    """Sum over the last dimension, a power of two, of size 1 then."""
+    while (n := x.shape[-1]) > 1:
+        x = x[..., : n // 2] + x[..., n // 2 :]
+    return x
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------------
+
+
+def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
+    """`defined_losses` by the kernel: a block of threads for each row."""
+    n, vocab = logits_NV.shape
+    losses_N = torch.empty(n, device=logits_NV.device)
+    shares_N = losses_N if each_N is None else each_N.contiguous()
+    assert logits_NV.is_contiguous()
+    assert shares_N.dtype is torch.float32
+    given = [logits_NV, targets_N.contiguous(), shares_N, losses_N, vocab, int(each_N is not None)]
+    kernel((n, 1, 1), (loss_lanes(vocab) // 8, 1, 1), given)
+    return losses_N
+
+
+@lru_cache(maxsize=8)
+def loss_kernel(device: torch.device, dtype: torch.dtype, vocab: int) -> Kernel | None:
+    """Kernel that computes what is defined, for this vocabulary; None for a CPU, and with a warning where a GPU has none."""
+    if device.type == "cpu":
+        return None
+    try:
+        defined: dict[str, str | int] = {"LOGIT": ELEMENT[dtype], "THREADS": loss_lanes(vocab) // 8}
+        kernel = compiled_kernel("loss.cu", "cross_entropy", device=device, **defined)
+        if is_as_defined(kernel, device, dtype, vocab):
+            return kernel
+        cause = "its kernel computes other numbers"
+    except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
+        cause = on_one_line(str(error), 120)
+    slower = "moves more than three times the bytes of each logit, up to a tenth of a step"
+    warnings.warn(f"the loss runs call by call on {device.type} ({cause}): {slower}", RuntimeWarning, stacklevel=2)
+    return None
+
+
+def is_as_defined(kernel: Kernel, device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
+    """True if the kernel and the definition agree on that device, but for a few last digits of exp and log: on rows of small and of
+    large logits, with logits of -inf, with a target at either end, and without one."""
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(8, vocab, generator=generator) * torch.tensor([0.1, 1, 3, 10, 100, 1e4, 3, 3])[:, None]
+    logits_NV[6, 1::3] = -torch.inf
+    targets_N = torch.tensor([0, vocab - 1, vocab // 2, 1, -100, vocab // 3, 0, -100])
+    each_N = torch.tensor([1.0, -1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0], device=device)
+    ours_NV, targets_N = logits_NV.to(device, dtype), targets_N.to(device)
+    wanted_NV = ours_NV.clone()
+    ours_N, wanted_N = launched(kernel, ours_NV, targets_N, each_N), defined_losses(wanted_NV, targets_N, each_N)
+    last_digit = max(torch.finfo(dtype).eps, FEW_DIGITS)
+    are_close = torch.allclose(ours_NV.float(), wanted_NV.float(), rtol=last_digit, atol=FEW_DIGITS)
+    return are_close and torch.allclose(ours_N, wanted_N, rtol=FEW_DIGITS, atol=FEW_DIGITS)
+
+
+# -- the weight's gradient ------------------------------------------------------------------------------------------------
+
+
+def add_product(sum_VD: Tensor, gradient_NV: Tensor, rows_ND: Tensor) -> None:
+    """Add gradient^T x rows to an fp32 sum, which the product accumulates onto: nothing is rounded between tiles."""
+    if sum_VD.is_cuda and gradient_NV.dtype is not torch.float32:
+        try:
+            torch.addmm(sum_VD, gradient_NV.t(), rows_ND, out_dtype=torch.float32, out=sum_VD)
+            return
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of a shape that the library does not take, which is always the same
+            how = f"the output matrix's gradient is a product of fp32 on {sum_VD.device.type} ({on_one_line(str(error), 120)})"
+            warnings.warn(f"{how}: up to ten times slower, a quarter of a step of a large vocabulary", RuntimeWarning, stacklevel=2)
+    n, wide_ND = max(1, LOSS_SCRATCH_ELEMENTS // len(gradient_NV)), rows_ND.float()
+    for part_PD, gradient_NP in zip(sum_VD.split(n), gradient_NV.split(n, dim=1), strict=True):
+        part_PD.addmm_(gradient_NP.t().float(), wide_ND)

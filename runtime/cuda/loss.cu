@@ -1,0 +1,131 @@
+// Cross entropy of rows of logits with their gradients in place, a block for each row: `compute/cross_entropy.py` is the definition.
+//
+// The caller defines LOGIT (float, or unsigned short for the bits of bf16) and THREADS, a power of two. A row is read in vectors of 8
+// logits, vector number i by thread i % THREADS, so that a thread has 8 lanes: running maxima, and sums of exponentials that are
+// relative to them. Lanes are added by halves, 8 of a thread first. No order depends on where a row lies: 16-byte accesses where it is
+// aligned, one logit at a time where it is not, or where a vector is its last and not whole.
+
+#ifndef EXP  // a test of the order defines others, whose bits are the same everywhere
+#define EXP expf
+#define LOG logf
+#endif
+
+struct alignas(16) Words { unsigned x, y, z, w; };
+struct Vector { float of[8]; };
+
+__device__ float widened(float x) { return x; }
+__device__ float widened(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
+
+__device__ unsigned rounded(float x) {  // to bf16, half to even; NaN stays NaN
+    const unsigned bits = __float_as_uint(x);
+    return x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+}
+__device__ void put(float* to, float x) { *to = x; }
+__device__ void put(unsigned short* to, float x) { *to = (unsigned short)rounded(x); }
+
+__device__ Vector whole(const float* from) {
+    const Words a = ((const Words*)from)[0], b = ((const Words*)from)[1];
+    return {__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w),
+            __uint_as_float(b.x), __uint_as_float(b.y), __uint_as_float(b.z), __uint_as_float(b.w)};
+}
+__device__ Vector whole(const unsigned short* from) {
+    const Words a = *(const Words*)from;
+    return {__uint_as_float(a.x << 16), __uint_as_float(a.x & 0xFFFF0000u), __uint_as_float(a.y << 16), __uint_as_float(a.y & 0xFFFF0000u),
+            __uint_as_float(a.z << 16), __uint_as_float(a.z & 0xFFFF0000u), __uint_as_float(a.w << 16), __uint_as_float(a.w & 0xFFFF0000u)};
+}
+__device__ void put_whole(float* to, const Vector& x) {
+    ((Words*)to)[0] = {__float_as_uint(x.of[0]), __float_as_uint(x.of[1]), __float_as_uint(x.of[2]), __float_as_uint(x.of[3])};
+    ((Words*)to)[1] = {__float_as_uint(x.of[4]), __float_as_uint(x.of[5]), __float_as_uint(x.of[6]), __float_as_uint(x.of[7])};
+}
+__device__ void put_whole(unsigned short* to, const Vector& x) {
+    *(Words*)to = {rounded(x.of[0]) | rounded(x.of[1]) << 16, rounded(x.of[2]) | rounded(x.of[3]) << 16,
+                   rounded(x.of[4]) | rounded(x.of[5]) << 16, rounded(x.of[6]) | rounded(x.of[7]) << 16};
+}
+
+#define MINUS_INF __uint_as_float(0xFF800000u)
+#define LOWEST __uint_as_float(0xFF7FFFFFu)  // a maximum before the first logit: no difference of two is then undefined
+
+// Vector number i of a row of n logits; past its end there is no probability.
+__device__ Vector loaded(const LOGIT* row, int i, int n, bool is_aligned) {
+    if (is_aligned && i * 8 + 8 <= n) return whole(row + i * 8);
+    Vector x;
+    #pragma unroll
+    for (int k = 0; k < 8; k++) x.of[k] = i * 8 + k < n ? widened(row[i * 8 + k]) : MINUS_INF;
+    return x;
+}
+__device__ void keep(LOGIT* row, int i, int n, bool is_aligned, const Vector& x) {
+    if (is_aligned && i * 8 + 8 <= n) return put_whole(row + i * 8, x);
+    #pragma unroll
+    for (int k = 0; k < 8; k++)
+        if (i * 8 + k < n) put(&row[i * 8 + k], x.of[k]);
+}
+
+// The loss of each row and, where `has_gradient`, its gradient times `each`, rounded. A target below 0: the row is not supervised.
+extern "C" __global__ void cross_entropy(
+    LOGIT* logits, const long long* targets, const float* each, float* losses, int n, int has_gradient) {
+    __shared__ float shared[THREADS];
+    LOGIT* row = logits + (long long)blockIdx.x * n;
+    const long long target = targets[blockIdx.x];
+    const int t = threadIdx.x, last = (n + 7) / 8 - 1;
+    const bool is_aligned = (unsigned long long)row % 16 == 0;
+    if (target < 0) {
+        if (t == 0) losses[blockIdx.x] = 0.0f;
+        for (int i = t; has_gradient && i <= last; i += THREADS) keep(row, i, n, is_aligned, Vector{});
+        return;
+    }
+    Vector top, sum, next;
+    for (int k = 0; k < 8; k++) top.of[k] = LOWEST, sum.of[k] = 0.0f;
+    if (t <= last) next = loaded(row, t, n, is_aligned);
+    for (int i = t; i <= last; i += THREADS) {
+        const Vector x = next;
+        if (i + THREADS <= last) next = loaded(row, i + THREADS, n, is_aligned);
+        #pragma unroll
+        for (int k = 0; k < 8; k++) {  // one of the two factors is 1, the other exp of less than 0
+            const float e = EXP(-fabsf(__fsub_rn(x.of[k], top.of[k])));
+            const bool is_new = x.of[k] > top.of[k];
+            sum.of[k] = __fadd_rn(is_new ? __fmul_rn(sum.of[k], e) : sum.of[k], is_new ? 1.0f : e);
+            top.of[k] = is_new ? x.of[k] : top.of[k];
+        }
+    }
+    float most = top.of[0];
+    for (int k = 1; k < 8; k++) most = fmaxf(most, top.of[k]);
+    shared[t] = most;
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (t < half) shared[t] = fmaxf(shared[t], shared[t + half]);
+    }
+    __syncthreads();
+    most = shared[0];
+    __syncthreads();
+    for (int k = 0; k < 8; k++) sum.of[k] = __fmul_rn(sum.of[k], EXP(__fsub_rn(top.of[k], most)));
+    #pragma unroll
+    for (int half = 4; half > 0; half /= 2)
+        #pragma unroll
+        for (int k = 0; k < half; k++) sum.of[k] = __fadd_rn(sum.of[k], sum.of[k + half]);
+    shared[t] = sum.of[0];
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (t < half) shared[t] = __fadd_rn(shared[t], shared[t + half]);
+    }
+    __syncthreads();
+    const float total = shared[0];
+    if (t == 0) {
+        const float of_target = target < n ? widened(row[target]) : __uint_as_float(0x7FC00000u);
+        losses[blockIdx.x] = __fadd_rn(__fsub_rn(most, of_target), LOG(total));
+    }
+    if (!has_gradient) return;
+    __syncthreads();  // before the target's logit is written
+    const float share = each[blockIdx.x], scale = __fdiv_rn(share, total);
+    const int from = last - (last - t + THREADS) % THREADS;  // backwards: the row's end may still be in the cache
+    if (from >= 0) next = loaded(row, from, n, is_aligned);
+    for (int i = from; i >= 0; i -= THREADS) {
+        Vector x = next;
+        if (i >= THREADS) next = loaded(row, i - THREADS, n, is_aligned);
+        #pragma unroll
+        for (int k = 0; k < 8; k++) x.of[k] = __fmul_rn(EXP(__fsub_rn(x.of[k], most)), scale);
+        if (target / 8 == i)
+            #pragma unroll
+            for (int k = 0; k < 8; k++) x.of[k] = target % 8 == k ? __fsub_rn(x.of[k], share) : x.of[k];
+        keep(row, i, n, is_aligned, x);
+    }
+}
