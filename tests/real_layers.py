@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from planner.model.workload import build_workload
 from runtime.layers.adapters import adapt
 from runtime.layers.kernels import use_kernels
-from runtime.layers.split import Call
+from runtime.layers.split import Call, shared_inputs
 from runtime.plan import Semantics
 from runtime.plan.workload import Block, Model
 
@@ -192,14 +192,15 @@ def layers_of(
     model = hf_model(config, attn_implementation=attention, **options).to(DTYPES[dtype]).train()
     how = semantics(batch, seq_len, dtype, attention=attention, experts=experts, **kernels)
     blocks = build_workload(Model(config), how).blocks[1:-1]
-    for block, layer in zip(blocks, model.model.layers, strict=True):  # type: ignore[union-attr]
+    for block, (layer, x, kwargs) in zip(blocks, layer_calls(model, config["vocab_size"], batch, seq_len), strict=True):
         if how.train.lora is not None:
-            adapt(layer, f"{block.name}.", [p.name for p in block.trained], how.train.lora)
+            with torch.no_grad(), shared_inputs(layer) as shared:
+                layer(x, **kwargs)
+            adapt(layer, f"{block.name}.", [p.name for p in block.trained], how.train.lora, shared)
         use_kernels(layer, how)
         trained = {p.name for p in block.trained}
         for name, p in layer.named_parameters():
             p.requires_grad_(f"{block.name}.{name}" in trained)
             if "lora_" in name:
                 torch.nn.init.normal_(p, std=0.1)
-    for block, (layer, x, kwargs) in zip(blocks, layer_calls(model, config["vocab_size"], batch, seq_len), strict=True):
         yield block, layer, x.requires_grad_(), kwargs

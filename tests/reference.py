@@ -137,6 +137,10 @@ def put_adapters(model: torch.nn.Module, lora) -> None:
             for name, child in list(part.named_children()):
                 if name in lora.targets and isinstance(child, torch.nn.Linear):
                     setattr(part, name, Adapted(child, lora.rank, scale))
+            for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):  # one input
+                together = [child for name, child in part.named_children() if name in names and isinstance(child, Adapted)]
+                for child in together:
+                    child.together = together
         if "experts" in lora.targets and "experts" in dict(layer.mlp.named_children()):
             adapt_experts(layer.mlp.experts, lora.rank, scale)
 
@@ -167,7 +171,7 @@ def adapt_experts(experts: torch.nn.Module, rank: int, scale: float) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """A linear layer and the two narrow ones of its adapter."""
+    """A linear layer and the two narrow ones of its adapter. The first of several with one input computes all of them."""
 
     def __init__(self, linear: torch.nn.Linear, rank: int, scale: float) -> None:
         super().__init__()
@@ -175,30 +179,46 @@ class Adapted(torch.nn.Module):
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.lora_A = torch.nn.Linear(linear.in_features, rank, **options)
         self.lora_B = torch.nn.Linear(rank, linear.out_features, **options)
+        self.together = [self]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return LowRank.apply(x, self.weight, self.bias, self.lora_A.weight, self.lora_B.weight, self.scale)
+        first = self.together[0]
+        if self is first:
+            parts = [(part.weight, part.bias, part.lora_A.weight, part.lora_B.weight) for part in self.together]
+            self.outputs = list(LowRank.apply(x, self.scale, *(each for part in parts for each in part)))
+        at = self.together.index(self)
+        y, first.outputs[at] = first.outputs[at], None
+        return y
 
 
 class LowRank(torch.autograd.Function):
-    """Its gradients written down, each product rounded once, scale included."""
+    """Its gradients written down, each product rounded once, scale included; a frozen product is added to what there is."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, a, b, scale):
-        h = F.linear(x, a)
-        ctx.save_for_backward(x, weight, a, b, h)
+    def forward(ctx, x, scale, *parts):
+        weights, biases, a, b = (parts[i::4] for i in range(4))
+        h = x.flatten(0, -2) @ torch.cat(a).t()
+        outputs = []
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            y = h.new_zeros(len(h), len(weight)) if bias is None else bias.expand(len(h), -1)
+            y = torch.addmm(y, h[:, i * len(a[0]) :][:, : len(a[0])], b[i].t(), alpha=scale)
+            outputs.append(torch.addmm(y, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1))
+        ctx.save_for_backward(x, h, *parts)
         ctx.scale = scale
-        wide = F.linear(x, weight, bias)
-        return torch.addmm(wide.flatten(0, -2), h.flatten(0, -2), b.t(), alpha=scale).view_as(wide)
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, gradient):
-        x, weight, a, b, h = ctx.saved_tensors
-        rows, x_rows, h_rows = (t.flatten(0, -2) for t in (gradient, x, h))
-        of_h = torch.addmm(torch.zeros_like(h_rows), rows, b, beta=0, alpha=ctx.scale)
-        of_b = torch.addmm(torch.zeros_like(b), rows.t(), h_rows, beta=0, alpha=ctx.scale)
-        towards = torch.addmm(rows @ weight, of_h, a)
-        return towards.view_as(x), None, None, of_h.t() @ x_rows, of_b, None
+    def backward(ctx, *gradients):
+        x, h, *parts = ctx.saved_tensors
+        weights, _, a, b = (parts[i::4] for i in range(4))
+        rows, own, rank = [g.flatten(0, -2) for g in gradients], [None] * len(parts), len(a[0])
+        of_h = torch.cat([torch.addmm(h.new_zeros(len(h), rank), g, b[i], alpha=ctx.scale) for i, g in enumerate(rows)], 1)
+        of_a, towards = of_h.t() @ x.flatten(0, -2), of_h @ torch.cat(a)
+        for i, (g, weight) in enumerate(zip(rows, weights, strict=True)):
+            at = slice(i * rank, (i + 1) * rank)
+            own[4 * i + 2], own[4 * i + 3] = of_a[at], torch.addmm(torch.zeros_like(b[i]), g.t(), h[:, at], alpha=ctx.scale)
+            towards = torch.addmm(towards, g, weight)
+        return towards.view_as(x), None, *own
 
 
 def is_trained(name: str, train) -> bool:

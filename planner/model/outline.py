@@ -184,15 +184,30 @@ class _Player:
             case "rotary":
                 return [fused.rotation(tape, each, operands[-1]) for each in operands[:2]]
             case "gated":
-                gate, up = (self._project(x, f"{name}.{part}_proj") for part in ("gate", "up"))
-                return [self._project(fused.gate(tape, gate, up), f"{name}.down_proj")]
-        return [self._project(x, name)]
+                gate, up = self._project(x, f"{name}.gate_proj", f"{name}.up_proj")
+                return self._project(fused.gate(tape, gate, up), f"{name}.down_proj")
+        if group.results[0] not in self.there:  # else computed with another projection
+            alike = [other for other in self.groups.values() if other is group or self._are_partners(group, other)]
+            made = self._project(x, *(other.name for other in alike))
+            self.there |= {other.results[0]: y for other, y in zip(alike, made, strict=True)}
+        return [self.there[group.results[0]]]
 
-    def _project(self, x: Tensor, name: str) -> Tensor:
-        (n, k), rank = self.outline.parameters[f"{name}.weight"], self.part.rank(name)
-        learns = [of for of in (f"{name}.weight", f"{name}.bias") if of in self.part.trained]
-        frozen = f"{name}.weight" not in learns
-        return self.tape.linear(x, x.n_elements // k, k, n, self._elements(learns), frozen, rank, self.part.drops_out)
+    def _are_partners(self, *groups: Group) -> bool:
+        """True if linear maps of one module have one input, and adapters without dropout: these are computed together."""
+        inputs = {(group.kind, group.operands[0], group.name.rpartition(".")[0]) for group in groups}
+        return len(inputs) == 1 and not self.part.drops_out and all(self.part.rank(group.name) for group in groups)
+
+    def _project(self, x: Tensor, *names: str) -> list[Tensor]:
+        """Linear maps of one input: together where all have adapters without dropout, else one after the other."""
+        shapes = [self.outline.parameters[f"{name}.weight"] for name in names]
+        widths, k, rank, drops_out = [n for n, _ in shapes], shapes[0][1], self.part.rank(names[0]), self.part.drops_out
+        if len(names) > 1 and (drops_out or not all(map(self.part.rank, names))):
+            return [y for name in names for y in self._project(x, name)]
+        if rank:
+            return self.tape.adapted(x, x.n_elements // k, k, widths, rank, drops_out)
+        learns = [of for of in (f"{names[0]}.weight", f"{names[0]}.bias") if of in self.part.trained]
+        frozen = f"{names[0]}.weight" not in learns
+        return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen)]
 
     def _play_call(self, n: int, call: Called) -> None:
         """One call as it is."""

@@ -146,22 +146,26 @@ class Tape:
         self.steps.append(Step(reads, out, held=self.held, **of))
         return out
 
-    def linear(
-        self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False, rank: int = 0, dropout: bool = False
-    ) -> Tensor:
-        """(m, k) @ (k, n), with the bias added in the same call, `n_trained` elements of both; and an adapter beside it
-        (`runtime/layers/adapters.py`), also in one call, which says where it puts what it makes."""
-        if not rank:
-            matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
-            return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
-        reads, narrow = [x], Tensor(m * rank, x.item_bytes)
+    def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False) -> Tensor:
+        """(m, k) @ (k, n), with the bias added in the same call, `n_trained` elements of both."""
+        matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
+        return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
+
+    def adapted(self, x: Tensor, m: int, k: int, widths: Sequence[int], rank: int, dropout: bool = False) -> list[Tensor]:
+        """Frozen products (m, k) @ (k, n) with adapters, one for each n in `widths`: one call, which has no `out=` argument
+        (`runtime/layers/adapters.py`). Backward begins at the last step, which so books the gradients of all factors."""
+        stack, reads, outs = rank * len(widths), [x], list[Tensor]()
+        narrow, n_trained = Tensor(m * stack, x.item_bytes), sum(rank * (k + n) for n in widths)
         if dropout:
             reads.append(self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)]))
-        return self.step(
-            reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow], n_trained=rank * (k + n), moved=0,
-            scratch=narrow.n_bytes, n_calls=3,
-            matmuls=[Matmul(m, k, n, frozen=True), Matmul(m, k, rank), Matmul(m, rank, n)],
-        )  # fmt: skip
+        for i, n in enumerate(widths):
+            first, last = i == 0, i == len(widths) - 1
+            outs.append(self.step(
+                reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow] * first, n_trained=n_trained * last, moved=0,
+                scratch=narrow.n_bytes + k * stack * x.item_bytes * (len(widths) > 1), n_calls=2 + first * (1 + (len(widths) > 1)),
+                matmuls=[Matmul(m, k, stack)] * first + [Matmul(m, rank, n), Matmul(m, k, n, frozen=True)],
+            ))  # fmt: skip
+        return outs
 
     def tile(
         self, inputs: Sequence[Tensor], n_rows: int, tile_rows: int, play: Callable[["Tape", Sequence[Tensor], int], None]

@@ -32,8 +32,9 @@ BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes 
 
 
 def moved_bytes(m: Matmul, item_bytes: int) -> int:
-    """Bytes that a product reads and writes whose result is added to what is there, as an adapter's is."""
-    return m.count * item_bytes * (m.m * m.k + m.k * m.n + 2 * m.m * m.n)
+    """Bytes that a product reads and writes. An adapter's narrow products write their result once: the large product that is
+    accumulated onto it reads it while the memory is idle."""
+    return m.count * item_bytes * (m.m * m.k + m.k * m.n + m.m * m.n)
 
 
 def backward_matmuls(m: Matmul) -> int:

@@ -58,7 +58,8 @@ class Templates:
         self.head = OutputHead(self.split, semantics, {p.name for block in workload.blocks for p in block.trained}, loss)
         for block, layer in enumerate(self.layers, start=1):
             if semantics.train.lora is not None:
-                adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora)
+                shared_inputs = self.split.shared_inputs(block - 1)
+                adapt(layer, self._prefix(block), self._adapters(block), semantics.train.lora, shared_inputs)
         self._refuse_surprises()
         pointwise = CALL_BY_CALL
         if semantics.pointwise == "fused":

@@ -1,12 +1,16 @@
 """Adapters (LoRA): a frozen linear layer plus a trained low-rank product; or all experts of a layer, each plus its own.
 
-y = x W^T + b + s (dropout(x) A^T) B^T, of a frozen weight W, and never merged with it: rounded after the frozen product, after the
-narrow one, and once more for the sum. It is one node of autograd, which keeps what the adapter's gradients need, and one call of a
-library, so that what is remembered of a layer's forward holds both results.
+y = x W^T + b + s (dropout(x) A^T) B^T with a frozen weight W, never merged. The narrow product comes first, h = dropout(x) A^T and
+y = s h B^T + b, each rounded once. The frozen product is accumulated onto y, rounded once. So y is read in the epilogue of a large
+product, where the memory is idle. The gradient of x is computed in the same order: dh A, then g W accumulated onto it.
+
+Projections that get the same input (q, k, v; gate, up) are one autograd node without dropout: one product with their stacked A, one
+for the gradient of the stack, and one sum for the gradient of x. Example with three projections of rank 16: A is (48, I).
+The node is one library call, so that activation checkpointing stores both of its results, y and h.
 """
 
-# N rows, I numbers of each that go in, O that come out, R rank, E experts
-from collections.abc import Iterable
+# N rows, I inputs, O outputs, R rank, S = R times the number of projections with one input, E experts
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,8 +26,11 @@ from runtime.plan.train import ADAPTERS, EXPERTS, Lora
 from .documents import LIBRARY
 
 
-def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora) -> None:
-    """Put adapters into a module, given the names of their factors, which begin with the prefix. WorkloadError where none fits."""
+def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shared_inputs: Iterable[Sequence[str]] = ()) -> None:
+    """Put adapters into a module, given the names of their factors, which begin with the prefix. WorkloadError where none fits.
+
+    `shared_inputs`: names of submodules with the same input, e.g. [("mlp.gate_proj", "mlp.up_proj")] (`split.shared_inputs`).
+    """
     for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in names):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
         part: Any = getattr(module.get_submodule(parent), child, None)
@@ -33,6 +40,10 @@ def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora) -> N
             AdaptedExperts(part, lora)
         else:
             raise WorkloadError(f"{name}: no adapter fits beside it; make the plan again")
+    for submodules in shared_inputs:
+        parts = tuple(part for part in map(module.get_submodule, submodules) if isinstance(part, AdaptedLinear))
+        for part in parts:
+            part.partners = parts
 
 
 def initial_factors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
@@ -64,44 +75,62 @@ class AdaptedLinear(nn.Linear):
         self.lora_A = Factor((lora.rank, linear.in_features), linear.weight)
         self.lora_B = Factor((linear.out_features, lora.rank), linear.weight)
         self.scale, self.dropout, self.is_aside = lora.scale, lora.dropout, False
+        self.partners: tuple[AdaptedLinear, ...] = (self,)  # projections with the same input, computed together
+        self.ready: tuple[Tensor, Tensor] | None = None  # the input and output that a partner's call has computed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_aside:
             return F.linear(x, self.weight, self.bias)
+        ready, self.ready = self.ready, None
+        if ready is not None and ready[0] is x:
+            return ready[1]
         drops = self.training and self.dropout > 0
+        parts = (self,) if drops else self.partners
         dropped = torch.native_dropout(x, self.dropout, True)[0] if drops else x
-        factors = self.lora_A.weight, self.lora_B.weight
-        return _Adapted.apply(x, dropped, self.weight, self.bias, *factors, self.scale)  # type: ignore[no-any-return,no-untyped-call]
+        operands = [t for part in parts for t in (part.weight, part.bias, part.lora_A.weight, part.lora_B.weight)]
+        outputs = dict(zip(parts, _Adapted.apply(x, dropped, self.scale, *operands), strict=True))  # type: ignore[no-untyped-call]
+        y: Tensor = outputs.pop(self)
+        for part, output in outputs.items():
+            part.ready = (x, output)
+        return y
 
 
 class _Adapted(torch.autograd.Function):
-    """Keeps what the adapter reads and makes. The weight is frozen: of its input only the gradient passes through."""
+    """Projections with one input. Operands of each: weight, bias, A and B. Saves the input, h and the matrices."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dropped: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
-    ) -> Tensor:
-        y, h = torch.ops.penstock.adapted_linear(x, dropped, weight_OI, bias_O, a_RI, b_OR, scale)
+    def forward(ctx: Any, x: Tensor, dropped: Tensor, scale: float, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        weights, biases, a, b = (operands[i::4] for i in range(4))
+        outputs, h_NS = torch.ops.penstock.adapted_linear(x, dropped, weights, biases, a, b, scale)
         ctx.drops, ctx.scale = dropped is not x, scale
-        ctx.save_for_backward(dropped, weight_OI, a_RI, b_OR, h)
-        return y  # type: ignore[no-any-return]
+        ctx.save_for_backward(dropped, h_NS, *weights, *a, *b)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dropped, weight_OI, a_RI, b_OR, h = ctx.saved_tensors
-        of_x, of_dropped, _, _, of_a, of_b, _ = ctx.needs_input_grad
-        gradient_NO, dropped_NI, h_NR = (rows(each) for each in (gradients[0], dropped, h))
-        dh_NR = torch.empty_like(h_NR).addmm_(gradient_NO, b_OR, beta=0, alpha=ctx.scale)
-        db_OR = torch.empty_like(b_OR).addmm_(gradient_NO.t(), h_NR, beta=0, alpha=ctx.scale) if of_b else None
-        da_RI = dh_NR.t() @ dropped_NI if of_a else None
-        towards_NI = gradient_NO @ weight_OI if of_x else None
-        towards_dropped = None
-        if ctx.drops and of_dropped:
-            towards_dropped = (dh_NR @ a_RI).view_as(dropped)
-        elif towards_NI is not None and not ctx.drops:
-            towards_NI.addmm_(dh_NR, a_RI)
-        towards = None if towards_NI is None else towards_NI.view_as(dropped)
-        return towards, towards_dropped, None, None, da_RI, db_OR, None
+        dropped, h_NS, *matrices = ctx.saved_tensors
+        n, scale, gradients_NO = len(gradients), ctx.scale, [rows(each) for each in gradients]
+        weights, a, b = matrices[:n], matrices[n : 2 * n], matrices[2 * n :]
+        needed_x, _, _, *needed = ctx.needs_input_grad
+        dh_NS = torch.empty_like(h_NS)
+        of_each = list(zip(gradients_NO, b, h_NS.split(len(a[0]), 1), dh_NS.split(len(a[0]), 1), strict=True))
+        for g_NO, b_OR, _, dh_NR in of_each:
+            dh_NR.addmm_(g_NO, b_OR, beta=0, alpha=scale)
+        da: Sequence[Tensor | None] = (dh_NS.t() @ rows(dropped)).split(len(a[0])) if any(needed[2::4]) else [None] * n
+        db = [
+            torch.empty_like(b_OR).addmm_(g_NO.t(), h_NR, beta=0, alpha=scale) if needed_b else None
+            for (g_NO, b_OR, h_NR, _), needed_b in zip(of_each, needed[3::4], strict=True)
+        ]
+        dx = d_dropped = None
+        if needed_x:
+            dx = dh_NS @ _stacked(a)
+            if ctx.drops:
+                d_dropped, dx = dx.view_as(dropped), torch.mm(gradients_NO[0], weights[0])
+            else:
+                for g_NO, weight_OI in zip(gradients_NO, weights, strict=True):
+                    dx.addmm_(g_NO, weight_OI)
+            dx = dx.view_as(dropped)
+        return dx, d_dropped, None, *(each for pair in zip(da, db, strict=True) for each in (None, None, *pair))
 
 
 class AdaptedExperts(nn.Module):
@@ -169,16 +198,24 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+def _stacked(a: Sequence[Tensor]) -> Tensor:
+    return a[0] if len(a) == 1 else torch.cat(list(a))
+
+
 def _adapted_linear(
-    x: Tensor, dropped: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The product, and what the adapter makes on the way, of the rank's width."""
-    y, h = F.linear(x, weight_OI, bias_O), F.linear(dropped, a_RI)
-    rows(y).addmm_(rows(h), b_OR.t(), alpha=scale)
-    return y, h
+    x: Tensor, dropped: Tensor, weights: list[Tensor], biases: list[Tensor | None], a: list[Tensor], b: list[Tensor], scale: float
+) -> tuple[list[Tensor], Tensor]:
+    """Outputs of projections with one input, and their narrow products side by side, (N, S)."""
+    x_NI, h_NS, outputs = rows(x), rows(dropped) @ _stacked(a).t(), []
+    for weight_OI, bias_O, b_OR, h_NR in zip(weights, biases, b, h_NS.split(len(a[0]), 1), strict=True):
+        begun, beta = (x.new_empty(1), 0) if bias_O is None else (bias_O, 1)
+        y_NO = torch.addmm(begun, h_NR, b_OR.t(), beta=beta, alpha=scale).addmm_(x_NI, weight_OI.t())
+        outputs.append(y_NO.view(*x.shape[:-1], len(weight_OI)))
+    return outputs, h_NS
 
 
 def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The frozen product first: a grouped product cannot accumulate, so the other order would save no pass."""
     a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
     y_NO, h_NR = F.grouped_mm(x_NI, weight_EIO, offs=offs), F.grouped_mm(x_NI, a_ERI.transpose(1, 2), offs=offs)
     return y_NO.add_(F.grouped_mm(h_NR, b_EOR.transpose(1, 2), offs=offs), alpha=scale), h_NR
@@ -187,6 +224,7 @@ def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b:
 LIBRARY.define("adapted_stack(Tensor x, Tensor weight, Tensor offs, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
 LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")
 LIBRARY.define(
-    "adapted_linear(Tensor x, Tensor dropped, Tensor weight, Tensor? bias, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)"
+    "adapted_linear(Tensor x, Tensor dropped, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float scale)"
+    " -> (Tensor[], Tensor)"
 )
 LIBRARY.impl("adapted_linear", _adapted_linear, "CompositeExplicitAutograd")

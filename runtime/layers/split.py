@@ -114,6 +114,7 @@ class _Form:
     spec: Any
     at: int
     left: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    shared_inputs: tuple[tuple[str, ...], ...] = ()
 
 
 _BESIDE_KIND = ("layer_idx", "training")
@@ -144,6 +145,25 @@ def _instead(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
         for part, before in own.items():
             del vars(part)["forward"]
             vars(part).update({} if before is None else {"forward": before})
+
+
+@contextmanager
+def shared_inputs(layer: nn.Module) -> Iterator[list[tuple[str, ...]]]:
+    """Collect the names of linear modules of one parent that get the same tensor, and are called once while the context lasts.
+
+    Example: [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")].
+    """
+    calls, groups, alike = list[tuple[str, Any]](), list[tuple[str, ...]](), dict[tuple[str, int], list[str]]()
+    linear = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
+    notes = {name: lambda _, inputs, name=name: calls.append((name, inputs)) for name in linear}
+    handles = [part.register_forward_pre_hook(notes[name]) for name, part in linear.items()]
+    yield groups
+    for handle in handles:
+        handle.remove()
+    for name, inputs in calls:
+        if inputs and sum(name == other for other, _ in calls) == 1:
+            alike.setdefault((name.rpartition(".")[0], id(inputs[0])), []).append(name)
+    groups += (tuple(names) for names in alike.values() if len(names) > 1)
 
 
 class Split:
@@ -238,7 +258,7 @@ class Split:
             with _instead({self.layers[i]: self._forwards[i]}):
                 layer = copy.deepcopy(self.layers[i]).bfloat16()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), shared_inputs(layer) as shared_by:
                     out_leaves, out_spec = tree_flatten(layer(*args, **kwargs))
             except (AttributeError, TypeError):
                 if _UNREAD not in map(str, leaves):
@@ -252,8 +272,12 @@ class Split:
             if any(t.dim() != 4 or (t.shape[0], t.shape[2]) != self._size for of in left.values() for t in of):
                 self._fail("a layer leaves something for others that is no keys and values")
             form = _Form(out_leaves, out_spec, self._fail("a layer returns no hidden state") if out_at is None else out_at)
-            self._forms_of_kinds[key] = replace(form, left=left)
+            self._forms_of_kinds[key] = replace(form, left=left, shared_inputs=tuple(shared_by))
         return self._forms_of_kinds[key]
+
+    def shared_inputs(self, i: int) -> tuple[tuple[str, ...], ...]:
+        """Names of a layer's linear modules with the same input."""
+        return self._forms[i].shared_inputs
 
     def around(self, weights: Mapping[str, torch.Tensor] | None, handed: Any = None, **batch: Any) -> Any:
         """What the body returns without its layers, if `handed` is what the last layer is said to have returned; else it runs only
