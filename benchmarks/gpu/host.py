@@ -11,7 +11,7 @@ import torch
 
 from hwprofiles.probe.cpu import CpuDevice
 from hwprofiles.probe.device import Ready
-from hwprofiles.probe.works import updates
+from hwprofiles.probe.host_works import updates
 from runtime.host.slabs import host_slab, register_for_dma, touch, unregister
 from runtime.units import MiB
 
@@ -106,7 +106,7 @@ def _optimizer(asked: Asked, note: Note, cores: list[int], slab: torch.Tensor | 
     seconds = 0.1 if asked.tiny else UPDATE_S
     for n_workers in (2,) if asked.tiny else [n for n in WORKERS if n < max(len(cores), min(WORKERS) + 1)]:
         host = CpuDevice(lambda all_cores, n=n_workers: (all_cores, cores[-min(n, len(cores)) :]))  # type: ignore[misc]
-        with host.prepared(updates(n_workers)) as ready:
+        with host.prepared(updates(n_workers, TINY_SLAB_BYTES if asked.tiny else SLAB_BYTES)) as ready:
             alone = _updated(host, ready, seconds)
             beside = None
             if slab is not None:
