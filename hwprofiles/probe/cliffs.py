@@ -39,9 +39,9 @@ def cliffs(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: i
     """Every cliff of a probed machine. `in_use_bytes`: of device memory before our first kernel."""
     if not facts.is_cpu:
         yield from _of_gpu(profile, facts, numbers, in_use_bytes)
-    alone = [(use.cores / row.work.n_threads, row, use) for row, use in numbers.sustained if not row.beside]
-    fraction, row, use = min(alone, key=lambda item: item[0])
-    if fraction < CORES_FRACTION:
+    alone = [(row, use) for row, use in numbers.sustained if not row.beside]
+    if taken := [(row, use) for row, use in alone if use.cores < CORES_FRACTION * row.work.n_threads]:
+        row, use = max(taken, key=lambda one: one[0].work.n_threads)
         found = f"{row.work.name} had {use.cores:.1f} cores' time, and a hypervisor took {use.steal_fraction:.0%}"
         said = "a quota, neighbours or other programs have the rest, and will have it of a run; end them and probe again"
         yield "cores taken", f"cores were not ours: {found}; {said}"
