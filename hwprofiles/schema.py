@@ -73,11 +73,12 @@ class CopyPoint(Part):
 
 
 class OptimizerPoint(Part):
-    """AdamW over fp32 masters, gradients widened, weights rounded; alone and while both links are busy."""
+    """Rate of AdamW over fp32 masters: alone, beside uploads at the full rate, and beside copies in both directions."""
 
     threads: Size
     params_per_s: Quantity
     params_per_s_under_copies: Quantity
+    params_per_s_under_uploads: Quantity | None = None  # None: not measured; the update shares host DRAM by counted bytes
 
 
 def _matmul_rows(points: Sequence[MatmulPoint]) -> list[Row]:
@@ -163,6 +164,8 @@ class Device(Part):
     eager_bytes_per_s: Quantity | None = None  # of unfused pointwise modules, each call's bytes counted; None: the memory's
     fused_bytes_per_s: Quantity | None = None  # of a layer's activation and rotations, a kernel each; None: the memory's
     loss_bytes_per_s: Quantity | None = None  # of the fused loss's passes over logits; None: the memory's
+    unpack_bytes_per_s: Quantity | None = None  # of dequantisation, bytes as `plan/packed.py` counts them; None: the memory's
+    narrow_bytes_per_s: Quantity | None = None  # of products with an adapter's rank as k or n; None: the memory's
     sustained_fraction: Quantity | None = None  # of a burst's rate that products keep in a step; None: rates are a step's
     kernel_overhead_s: Quantity
     op_overhead_s: Quantity
@@ -400,11 +403,16 @@ class Profile(Part):
         curve = self.link.h2d if direction == "h2d" else self.link.d2h
         return along([(p.n_bytes, p.rate.value) for p in curve.bytes_per_s], max(n_bytes, 1.0))
 
-    def optimizer_params_per_s(self, threads: float, under_copies: bool = False) -> float:
+    def optimizer_params_per_s(self, threads: float) -> float:
         """Parameters updated per second by `threads` of them; fewer than measured: in proportion; more: no faster."""
-        points = self.host.optimizer
-        curve = [(float(p.threads), (p.params_per_s_under_copies if under_copies else p.params_per_s).value) for p in points]
+        curve = [(float(p.threads), p.params_per_s.value) for p in self.host.optimizer]
         return along(curve, threads) * min(1.0, threads / curve[0][0])
+
+    def update_fraction_under_uploads(self, threads: float) -> float | None:
+        """Rate of an update beside uploads over its rate alone, at most 1; None where a point was not measured beside uploads."""
+        points = [(float(p.threads), p.params_per_s_under_uploads, p.params_per_s.value) for p in self.host.optimizer]
+        curve = [(n, under.value / alone) for n, under, alone in points if under is not None]
+        return min(1.0, along(curve, threads)) if len(curve) == len(points) else None
 
 
 def _parsed(text: str | bytes, where: str) -> Profile:

@@ -31,6 +31,8 @@ class Truth:
     eager_fraction: float = 0.6
     loss_fraction: float = 0.5
     fused_fraction: float = 0.4
+    unpack_fraction: float = 0.7
+    narrow_fraction: float = 0.3
     load: tuple[float | None, float | None] = (1.7e9, 650.0)  # clock and watts while it works
     made_s: float = 1.2  # that the first run of a shape by cuDNN takes besides
     kernel_s: float = 4e-6
@@ -43,6 +45,10 @@ class Truth:
     params_per_s_of_thread: float = 0.8e9
     most_params_per_s: float = 9e9
     under_copies_fraction: float = 0.8  # of the optimizer's rate
+    under_uploads_fraction: float = 0.9
+    cores_fraction: float = 1.0  # of the time of the host's threads for which they have cores
+    quota_s: float = 1e9  # of work of the host, after which cores are throttled
+    throttled_fraction: float = 1.0
     dram_bytes_per_s: float = 400e9
     reduce_bytes_per_s: float = 80e9
     page_fault_bytes_per_s: float = 4e9
@@ -72,7 +78,7 @@ class FakeGpu(Device):
 
     def __init__(self, truth: Truth, seed: int = 0) -> None:
         self.truth, self.random = truth, random.Random(seed)
-        self.worked_s, self.n_runs = 0.0, 0
+        self.worked_s, self.host_s, self.n_runs = 0.0, 0.0, 0
         self.used_bytes = truth.bare_context_bytes
         self.is_loaded = False
         self.company: list[Work] = []
@@ -123,7 +129,9 @@ class FakeGpu(Device):
         self.made.add(ready.work.name)
         seconds = made_s + n * self.seconds(ready.work) * max(0.5, 1 + self.random.gauss(0, self.truth.noise_fraction))
         if ready.work.lane is Lane.CPU:
-            return Run(seconds)
+            seconds /= self.truth.throttled_fraction if self.host_s > self.truth.quota_s else 1.0
+            self.host_s += seconds
+            return Run(seconds, cpu_s=seconds * self.truth.cores_fraction * ready.work.n_threads)
         self.worked_s += seconds * (ready.work.lane is Lane.GPU)
         return Run(seconds + self.truth.hiccup_s * (self.random.random() < self.truth.hiccups_per_s * seconds))
 
@@ -149,9 +157,9 @@ class FakeGpu(Device):
                 return work.amount / rates[dtype] / (0.8 if way else 1.0) / clock
             case "memory traffic":
                 fractions = {"norm": t.norm_fractions[way], "eager": t.eager_fraction, "loss": t.loss_fraction}
-                fractions["activation"] = t.fused_fraction
+                fractions |= {"activation": t.fused_fraction, "unpacking": t.unpack_fraction, "rank": t.narrow_fraction}
                 fraction = next((of for name, of in fractions.items() if name in work.name), 1.0)
-                before_s = self.seconds(works.product("bf16", *CLOCKED)) if "activation" in work.name else 0.0
+                before_s = self.seconds(works.product("bf16", *CLOCKED)) if "behind" in work.name else 0.0
                 return before_s + work.amount / t.memory_bytes_per_s / fraction + t.kernel_s * work.n_calls * ("eager" in work.name)
             case "calls":
                 return t.kernel_s
@@ -159,7 +167,8 @@ class FakeGpu(Device):
                 return 2 * t.handover_s
             case "optimizer":
                 rate = min(work.n_threads * t.params_per_s_of_thread, t.most_params_per_s)
-                return work.amount / rate / (t.under_copies_fraction if "copies" in beside else 1.0)
+                directions = {other.lane for other in self.company if other.kind == "copies"}
+                return work.amount / rate / (1.0, t.under_uploads_fraction, t.under_copies_fraction)[len(directions)]
             case _:
                 rates = {"host": t.dram_bytes_per_s, "sum ": t.reduce_bytes_per_s, "firs": t.page_fault_bytes_per_s}
                 return work.amount / rates[dtype]

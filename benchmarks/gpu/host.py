@@ -13,12 +13,11 @@ from statistics import median
 
 import torch
 
-from hwprofiles.probe.works import CLIP_FACTOR, SETTINGS
+from hwprofiles.probe.host_works import Task, square_tasks, update_tasks
 from runtime.host.chunks import Scratch
-from runtime.host.norms import squares_tasks
-from runtime.host.optimizer import Master, ParamState, Step, Task, summed
+from runtime.host.optimizer import TASK_ELEMENTS
 from runtime.host.slabs import host_slab, register_for_dma, touch, unregister
-from runtime.host.workers import Workers
+from runtime.host.workers import Workers, together
 from runtime.units import MiB
 
 from .commands import host_bytes
@@ -28,11 +27,9 @@ from .stages import Asked, Note
 SLAB_BYTES, TINY_SLAB_BYTES = 8 * 10**9, 32 * MiB
 COPY_BYTES = (64 * MiB, 512 * MiB)
 COPY_S = 0.5
-STATE_BYTES = 14  # of a parameter: weight, remainder, two fp32 moments, bf16 gradient
-LAYER_ELEMENTS = 233_057_792  # of Qwen2.5-7B: no power of two, for arrays 2^28 bytes apart share their places in a cache
 SIZES = (0.2, 0.8, 3.0, 12.0, 41.0)  # GB of state and gradients
 SWEPT_GB = 12.0  # at which threads, copies and squares are tried
-TINY_SIZES = (0.002, 0.004)
+TINY_SIZES = (0.03, 0.06)
 HOST_SHARE = 0.6  # of the host's memory, for the largest size
 ISSUING_CORES = 2  # which a run leaves to the lanes that issue to a GPU
 UPDATE_S, TINY_UPDATE_S = 1.5, 0.1
@@ -116,52 +113,31 @@ def _sweep(asked: Asked, note: Note, cores: list[int], slab: torch.Tensor | None
         if size_gb * 1e9 > HOST_SHARE * host_bytes(asked) and not asked.tiny:
             note("left out", name=f"update of {size_gb:g} GB", said="more than the host's memory allows")
             continue
-        updates, squares = _tasks(int(size_gb * 1e9 / STATE_BYTES), len(cores))
+        state, in_parallel = _slab(int(size_gb * 1e9), len(cores)), partial(together, n_threads=len(cores))
+        updates = update_tasks(state, in_parallel)
         name, measure = f"update of {size_gb:g} GB", partial(_sustained, asked, note)
         measure(name, updates, lane, "params_per_s")
         if size_gb == swept:
             measure(f"{name}, a thread a core", updates, [core for core in lane if core in firsts] or lane, "params_per_s")
             measure(f"{name}, half the threads", updates, lane[: -(-len(lane) // 2)], "params_per_s")
-            measure(f"squares of {size_gb:g} GB", squares, lane, "host_bytes_per_s")
             if slab is not None:
                 measure(f"{name} beside uploads", updates, lane, "params_per_s", _copying(slab, (True,)))
                 measure(f"{name} beside copies", updates, lane, "params_per_s", _copying(slab, (True, False)))
+            measure(f"squares of {size_gb:g} GB", square_tasks(state, in_parallel), lane, "host_bytes_per_s")
 
 
-Amounts = list[tuple[Task, float]]  # with the parameters, or the bytes, of each task
-
-
-def _tasks(n_elements: int, n_threads: int) -> tuple[Amounts, Amounts]:
-    """Tasks of an update and of sums of squares, over state in slabs laid out as a run's: layer after layer."""
-    updates, squares = Amounts(), Amounts()
-    for first in range(0, n_elements, LAYER_ELEMENTS):
-        n = min(LAYER_ELEMENTS, n_elements - first)
-        slab = host_slab(STATE_BYTES * n)
-        touch([slab], n_threads)
-        half, remainder, *moments, gradient = (
-            part.view(dtype)
-            for part, dtype in zip(
-                slab.split([2 * n, 2 * n, 4 * n, 4 * n, 2 * n]),
-                (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16),
-                strict=True,
-            )
-        )
-        moments[1].fill_(1e-8)
-        for tensor in (half, gradient):
-            tensor.fill_(0.01)
-        step = Step(ParamState(Master(half, remainder), tuple(moments)), summed(gradient), CLIP_FACTOR, 10, SETTINGS)
-        of_update, of_squares = list(step.tasks()), list(squares_tasks(summed(gradient)))
-        updates += [(task, n / len(of_update)) for task in of_update]
-        squares += [(task, gradient.nbytes / len(of_squares)) for task in of_squares]
-    return updates, squares
+def _slab(n_bytes: int, n_threads: int) -> torch.Tensor:
+    slab = host_slab(n_bytes)
+    touch([slab], n_threads)
+    return slab
 
 
 def _sustained(
-    asked: Asked, note: Note, name: str, tasks: Amounts, cores: list[int], unit: str, beside: AbstractContextManager[None] | None = None
+    asked: Asked, note: Note, name: str, tasks: list[Task], cores: list[int], unit: str, beside: AbstractContextManager[None] | None = None
 ) -> None:
     """Wall time of the tasks, walked from end to end again and again; the cores that they had, and the time that was stolen."""
     workers, turns, rates = Workers(len(cores), Scratch), cycle(tasks), list[float]()
-    n_in_piece = len(cores)
+    n_in_piece, amount = len(cores), TASK_ELEMENTS * (2 if unit == "host_bytes_per_s" else 1)  # of a task: bf16 bytes, or parameters
 
     def settled() -> AbstractContextManager[None]:
         os.sched_setaffinity(0, cores)
@@ -173,12 +149,11 @@ def _sustained(
         nonlocal n_in_piece
         settled()
         with workers.helped(settled), beside or nullcontext():
-            workers.run([task for task, _ in islice(turns, n_in_piece)])
+            workers.run(list(islice(turns, n_in_piece)))
             began_s, used_s, stolen_s = time.perf_counter(), time.process_time(), _steal_s()
             while (now_s := time.perf_counter()) - began_s < (TINY_UPDATE_S if asked.tiny else UPDATE_S):
-                piece = list(islice(turns, n_in_piece))
-                workers.run([task for task, _ in piece])
-                rates.append(sum(amount for _, amount in piece) / (took_s := time.perf_counter() - now_s))
+                workers.run(list(islice(turns, n_in_piece)))
+                rates.append(n_in_piece * amount / (took_s := time.perf_counter() - now_s))
                 n_in_piece = max(len(cores), min(len(tasks), round(n_in_piece * PIECE_S / took_s)))
             wall_s = time.perf_counter() - began_s
             used = (time.process_time() - used_s) / wall_s

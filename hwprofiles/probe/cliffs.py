@@ -25,6 +25,7 @@ PAGEABLE_FRACTION = 0.6  # of pinned: 16.1 of 55 GB/s published for an H100
 DUPLEX_FRACTION = 0.7  # of the sum of both directions alone: 0.76-0.89 on PCIe hosts, 0.47 on a GB300 station
 REMOTE_FRACTION = 0.9  # of the best memory node: 32.2 of 37.9 GB/s published across sockets
 THROTTLE_FRACTION = 0.95  # of the rate with which the sustained work began
+CORES_FRACTION = 0.9  # of as many cores as there are threads
 SCALING_FRACTION = 0.6  # of what that number of threads, or the memory, would let the optimizer do
 UPDATE_BYTES_PER_PARAM = Optimizer.ADAMW.update_bytes("fp32", "bf16")
 MARK = ". Cliff: "  # before each line in a source's detail
@@ -38,6 +39,12 @@ def cliffs(profile: Profile, facts: "Facts", numbers: "Numbers", in_use_bytes: i
     """Every cliff of a probed machine. `in_use_bytes`: of device memory before our first kernel."""
     if not facts.is_cpu:
         yield from _of_gpu(profile, facts, numbers, in_use_bytes)
+    alone = [(row, use) for row, use in numbers.sustained if not row.beside]
+    if taken := [(row, use) for row, use in alone if use.cores < CORES_FRACTION * row.work.n_threads]:
+        row, use = max(taken, key=lambda one: one[0].work.n_threads)
+        found = f"{row.work.name} had {use.cores:.1f} cores' time, and a hypervisor took {use.steal_fraction:.0%}"
+        said = "a quota, neighbours or other programs have the rest, and will have it of a run; end them and probe again"
+        yield "cores taken", f"cores were not ours: {found}; {said}"
     first, last = profile.host.optimizer[0], profile.host.optimizer[-1]
     one, rate = first.params_per_s.value, last.params_per_s.value
     linear, memory = one * last.threads / first.threads, profile.host.dram_bytes_per_s.value / UPDATE_BYTES_PER_PARAM

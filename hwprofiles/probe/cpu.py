@@ -1,6 +1,7 @@
 """The CPU as a device: some cores compute, the others copy, update and sum.
 
-Work is timed on the threads and cores that the runtime would give it. Time that other programs took of our cores is told apart.
+Work is timed on the threads and cores that the runtime would give it, by the wall clock. Processor time, steal time and time in the
+scheduler's queue are reported beside it; nothing is subtracted.
 """
 
 import os
@@ -9,45 +10,55 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property, lru_cache, partial
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from runtime.errors import ProfileError
 from runtime.host.chunks import Scratch
 from runtime.host.memory import available_host_bytes
-from runtime.host.slabs import host_slab, settle_allocator
-from runtime.host.workers import Workers
+from runtime.host.slabs import host_slab, settle_allocator, touch
+from runtime.host.workers import Workers, together
 from runtime.machines.lanes import split_cores
 from runtime.plan import Lane
 from runtime.units import MiB, show_bytes
 
 from .device import Device, Facts, Ready, Run
-from .works import COLD_BYTES, HANDOVER, Call, Work, cold_bytes, copying
+from .host_works import LEAST_BYTES
+from .works import COLD_BYTES, HANDOVER, Call, Walk, Work, copying
 
 CPU = torch.device("cpu")
 DEVICE_SHARE = 0.25  # of the free memory, for the arena that stands in for a device
-SLOTS_BYTES = 64 * MiB  # a few device slots, used in turn
+SLOTS_BYTES = 68 * MiB  # a few device slots, used in turn
 WORKING_BYTES = 64 * MiB  # of operands used in turn
 MOST_THREADS = 1024  # on the same cores
-MOST_STOLEN_FRACTION = 0.9  # of a run that is believed to have been others': the rest keeps a time above zero
+STAT = Path("/proc/stat")
+STEAL_FIELD = 8  # of a line of it: the name of the core comes first
 
 
 class CpuDevice(Device):
     """Cores of this machine; beside a GPU, the host's part of it."""
 
-    def __init__(self, split: Callable[[list[int]], tuple[list[int], list[int]]] = split_cores) -> None:
-        """`split`: cores into those that compute or feed a GPU, and the others. ProfileError where too little memory is free."""
+    def __init__(
+        self,
+        split: Callable[[list[int]], tuple[list[int], list[int]]] = split_cores,
+        registered: Callable[[torch.Tensor], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`split`: cores into those that compute or feed a GPU, and the others. `registered`: keeps a slab registered for DMA.
+        ProfileError where too little memory is free."""
         settle_allocator()  # as where a CPU trains
         self.all_cores = tuple(sorted(os.sched_getaffinity(0)))
         self.compute_cores, self.host_cores = map(tuple, split([*self.all_cores]))
         self.free_bytes = available_host_bytes() or 0
         self._pools: dict[Sequence[int], Executor] = {}
         self._beside: list[Work] = []  # what is repeated now
-        self._tasks = lru_cache(maxsize=1)(lambda work: work.tasks())  # the optimizer's state is large
-        needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * cold_bytes()  # for copies on each core, and for optimizer state
+        self._registered, self._slab_owner = registered, ExitStack()
+        self._slab, self._walk = lru_cache(maxsize=1)(self._new_slab), lru_cache(maxsize=1)(self._new_walk)
+        needed_bytes = len(self.all_cores) * COLD_BYTES + 4 * LEAST_BYTES  # for copies on each core, and for optimizer state
         if self.free_bytes < needed_bytes:
             free, needed = show_bytes(self.free_bytes), show_bytes(needed_bytes)
             raise ProfileError(f"{free} of memory are free, and the probe needs {needed}; end other programs")
@@ -76,14 +87,33 @@ class CpuDevice(Device):
         if work.make is not None:
             yield Ready(work, work.make(CPU, WORKING_BYTES))
         elif work.tasks is not None:
-            workers, tasks = Workers(work.n_threads, Scratch), self._tasks(work)
-            with workers.helped(partial(_settle, self._cores_of(work), 1)):
-                yield Ready(work, lambda: workers.run(tasks))
+            workers, walk = Workers(work.n_threads, Scratch), self._walk(work.tasks, work.slab_bytes)
+            with workers.helped(partial(settle, self._cores_of(work), 1)):
+                yield Ready(work, lambda: workers.run([*islice(walk, work.n_tasks)]))
         elif work.place is not None:
             to, source = self._slabs if work.lane is Lane.H2D else self._slabs[::-1]
             yield Ready(work, copying(to, source, int(work.amount)))
         else:
             yield Ready(work, lambda: self.pool(self.host_cores).submit(int).result())
+
+    def _new_slab(self, n_bytes: int) -> torch.Tensor:
+        """Host memory as a run has it: huge pages, touched by all threads of the host, registered for DMA beside a GPU."""
+        self._slab_owner.close()
+        slab = host_slab(n_bytes)
+        self.pool(self.host_cores).submit(touch, [slab], len(self.host_cores)).result()
+        self._slab_owner.enter_context(self._registered(slab))
+        return slab
+
+    def _new_walk(self, tasks: Walk, n_bytes: int) -> Iterator[Any]:
+        """Tasks from end to end of the slab, again and again; the next work of the same tasks goes on where the last one ended."""
+        cores = self.host_cores
+        by_all = partial(together, n_threads=len(cores), settled=partial(settle, cores, 1))
+        return cycle(self.pool(cores).submit(tasks, self._slab(n_bytes), by_all).result())
+
+    def release(self) -> None:
+        self._walk.cache_clear()
+        self._slab.cache_clear()
+        self._slab_owner.close()
 
     @cached_property
     def _slabs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,18 +122,17 @@ class CpuDevice(Device):
 
     def run(self, ready: Ready, n: int) -> Run:
         work, cores = ready.work, self._cores_of(ready.work)
-        n_threads = work.n_threads + sum(other.n_threads for other in self._beside if {*self._cores_of(other)} & {*cores})
+        is_alone = not any({*self._cores_of(other)} & {*cores} for other in self._beside)
 
         def lane() -> Run:
-            began_s, queued_before_s, computed_s = time.perf_counter(), queued_s(), time.process_time()
+            counters = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
+            queued_before_s, began_s = queued_s(), time.perf_counter()
             for _ in range(n):
                 ready.call()
-            seconds = time.perf_counter() - began_s
-            if n_threads == 1:
-                stolen_s = queued_s() - queued_before_s
-            else:  # they wait for each other too: what all of them together did not have of their cores
-                stolen_s = seconds - (time.process_time() - computed_s) / min(n_threads, len(cores))
-            return Run(seconds, 0.0 if work is HANDOVER else min(max(stolen_s, 0.0), MOST_STOLEN_FRACTION * seconds))
+            seconds, waited_s = time.perf_counter() - began_s, queued_s() - queued_before_s
+            after = counters_s(cores) if work.tasks is not None else (0.0, 0.0)
+            is_one_thread = is_alone and work.n_threads == 1 and work is not HANDOVER  # else threads wait for each other too
+            return Run(seconds, waited_s if is_one_thread else 0.0, after[0] - counters[0], after[1] - counters[1])
 
         return self.pool(cores).submit(lane).result()
 
@@ -125,7 +154,7 @@ class CpuDevice(Device):
         """Threads on these cores, kept for the next work: a new one would start its library's threads anew."""
         if cores not in self._pools:
             n_threads = len(cores) if cores == self.compute_cores else 1
-            self._pools[cores] = ThreadPoolExecutor(MOST_THREADS, initializer=_settle, initargs=(cores, n_threads))
+            self._pools[cores] = ThreadPoolExecutor(MOST_THREADS, initializer=settle, initargs=(cores, n_threads))
         return self._pools[cores]
 
 
@@ -140,6 +169,15 @@ def queued_s() -> float:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
+
+
+def counters_s(cores: Sequence[int]) -> tuple[float, float]:
+    """Processor time of this process, and time that a hypervisor took from each of these cores, in the mean, so far."""
+    names, stolen = {f"cpu{core}" for core in cores}, 0
+    with suppress(OSError, ValueError, IndexError):
+        lines = [line.split() for line in STAT.read_text().splitlines()]
+        stolen = sum(int(fields[STEAL_FIELD]) for fields in lines if fields[0] in names)
+    return time.process_time(), stolen / os.sysconf("SC_CLK_TCK") / len(cores)
 
 
 def cpu_name() -> str:
@@ -161,7 +199,7 @@ def memory_nodes(allowed: Sequence[int], folder: Path = Path("/sys/devices/syste
     return tuple(nodes.get(i, ()) for i in range(max(nodes, default=-1) + 1)) or (tuple(allowed),)
 
 
-def _settle(cores: Sequence[int], n_threads: int) -> AbstractContextManager[None]:
+def settle(cores: Sequence[int], n_threads: int) -> AbstractContextManager[None]:
     """Bind the calling thread to the cores, with `n_threads` inside a kernel, for as long as it lives."""
     os.sched_setaffinity(0, cores)  # 0: the calling thread
     torch.set_num_threads(n_threads)

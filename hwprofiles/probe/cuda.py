@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from runtime.errors import PlanError, ProfileError
-from runtime.host.slabs import host_slab, register_for_dma, unregister
+from runtime.host.slabs import SLAB_BYTES, host_slab, register_for_dma, unregister
 from runtime.machines.lanes import split_beside_gpu
 from runtime.machines.streams import CudaStreams
 from runtime.plan import Lane
@@ -42,6 +42,18 @@ def translated() -> Iterator[None]:
         raise (DeviceOutOfMemory if no_memory else DeviceError)(line) from None
 
 
+@contextmanager
+def registered(slab: torch.Tensor) -> Iterator[None]:
+    """Keep a slab registered for DMA, in pieces of which several are registered at once, as a run's slabs are."""
+    pieces = {str(i): piece for i, piece in enumerate(slab.split(SLAB_BYTES))}
+    with translated():
+        addresses = register_for_dma(pieces, n_threads=len(pieces))
+    try:
+        yield
+    finally:
+        unregister(addresses)
+
+
 class CudaDevice(Device):
     """One CUDA device of this process, and the host beside it."""
 
@@ -51,7 +63,7 @@ class CudaDevice(Device):
             raise ProfileError("no CUDA device is visible to torch; use --device cpu, or a shipped profile with --machine")
         if index >= (n_devices := torch.cuda.device_count()):
             raise ProfileError(f"there is no CUDA device {index}; torch sees {n_devices}, counted from 0")
-        self.host, self._device = CpuDevice(split_beside_gpu), torch.device("cuda", index)
+        self.host, self._device = CpuDevice(split_beside_gpu, registered), torch.device("cuda", index)
         try:
             with translated():
                 self._streams = {lane: torch.cuda.Stream(self._device) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
@@ -85,6 +97,9 @@ class CudaDevice(Device):
             memory = torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
             del memory
             torch.cuda.empty_cache()
+
+    def release(self) -> None:
+        self.host.release()
 
     def load(self, ready: Ready, n: int) -> Load:
         if ready.work.lane is Lane.CPU:

@@ -64,10 +64,13 @@ class Ready(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Seconds of works in a row, and for how many of them other programs had the cores."""
+    """Wall time of works in a row, and beside it: for how long other programs kept the one thread of the work from its core;
+    processor time of this process; and time that a hypervisor took from each core of the work, in the mean."""
 
     seconds: float
-    stolen_s: float = 0.0
+    queued_s: float = 0.0
+    cpu_s: float = 0.0
+    steal_s: float = 0.0
 
 
 class Device(Protocol):
@@ -90,6 +93,10 @@ class Device(Protocol):
 
     def beside(self, company: Sequence[Ready]) -> AbstractContextManager[None]:
         """Repeat these without end, each on its own lane, until the context ends; they have begun when it does."""
+
+    def release(self) -> None:
+        """Give back the host memory that works share."""
+        return
 
     def load(self, ready: Ready, n: int) -> Load:
         """What the device says of itself while it does the work n times: a link, for one, may sleep while idle."""

@@ -7,21 +7,23 @@ from typing import Any, get_args
 
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import AttentionKernel, Direction
-from runtime.units import KiB, MiB, show_bytes
+from runtime.units import GB, KiB, MiB, show_bytes
 
-from . import works
+from . import host_works, works
 from .device import DeviceOutOfMemory, Facts
 from .works import Work
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 HEAD_DIMS = (64, 128)
-LARGE_BYTES = 768 * MiB  # that one kernel of a GPU reads and writes: far above a cache
-CLOCKED = 4096, 4096, 4096  # m, k, n of the product that fused activations are behind
-LOGITS = 1024, 131_072  # of a tile of tokens: rows that no multiprocessor holds
+LARGE_BYTES = 771 * MiB  # that one kernel of a GPU reads and writes: far above a cache
+CLOCKED = 4096, 3584, 4736  # m, k, n of the product that kernels bound by memory are behind
+LOGITS = 2048, 152_064  # of a tile of tokens: rows that no multiprocessor holds
+RANK = 16  # of adapters
+CLOCKED_FRACTION = 0.9  # of the time of such a kernel and its product that may be the product's
 SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
 ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
-QUICKER = {"point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # of an effort
+QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # of an effort
 REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
 
 
@@ -57,6 +59,9 @@ class Effort:
     batch_s: float  # of works in a row that are timed as one
     window_s: float  # the same, of several threads or beside other work, which take turns
     longest_s: float  # a work that takes longer is run once, or left out
+    sustained_s: float = 1.5  # of a work of the host's threads
+    piece_s: float = 0.1  # of it, of which the median counts
+    host_bytes: int = 12 * GB  # of the slab that such works walk through, at most
     warm_up_s: float = 0.0  # of the reference
     soak_s: float = 0.0  # of each product, before its rate counts; 0: there are no clocks to wait for
     every: Mapping[Dtype, int]  # of the points below: 2 is every other one
@@ -74,8 +79,8 @@ class Effort:
     def quick(self) -> "Effort":
         """Every other point, and shorter looks at them."""
         every = {dtype: 2 * n for dtype, n in self.every.items()}
-        shorter: dict[str, Any] = {field: getattr(self, field) / times for field, times in QUICKER.items()}
-        return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **shorter)
+        less: dict[str, Any] = {field: type(value)(value / by) for field, by in QUICKER.items() for value in [getattr(self, field)]}
+        return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **less)
 
 
 CPU = Effort(
@@ -91,7 +96,7 @@ CPU = Effort(
     reference=512,
     seq_lens=(128, 256, 512, 1024, 2048, 4096),
     n_heads=2,
-    layer=(512, 512, 1536),
+    layer=(512, 576, 1536),
     tiny_bytes=64,
     copy_bytes=tuple(64 * KiB * 4**i for i in range(6)),
     piece_bytes=8 * MiB,
@@ -113,7 +118,7 @@ GPU = Effort(
     reference=8192,
     seq_lens=(1024, 2048, 4096, 8192, 16384, 32768),
     n_heads=16,
-    layer=(8192, 4096, 14336),
+    layer=(8192, 3584, 18944),
     tiny_bytes=4 * KiB,
     copy_bytes=tuple(64 * KiB * 4**i for i in range(8)),
     piece_bytes=64 * MiB,
@@ -131,9 +136,13 @@ def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Meas
     piece_bytes = min(effort.piece_bytes, sizes[-1])
     # A CPU copies with a core, of which a run spares no more than one.
     copies = tuple(works.copy(direction, piece_bytes) for direction in DIRECTIONS[: 1 if facts.is_cpu else 2])
-    company = (*copies, works.updates(facts.n_host_cores))
+    slab_bytes = host_works.slab_bytes(facts.host_bytes, effort.host_bytes)
+    company = (*copies, host_works.updates(facts.n_host_cores, slab_bytes))
+    yield Measurement("host.dram_bytes_per_s", host_works.traffic(facts.n_cores, slab_bytes))
+    yield Measurement("host.reduce_bytes_per_s", host_works.squares(facts.n_host_cores, slab_bytes))
+    yield Measurement("host.page_fault_bytes_per_s", host_works.first_touch(slab_bytes))
     yield from _copies(effort, facts, sizes, piece_bytes, company[-1])
-    yield from _host(facts, copies)
+    yield from _optimizer(effort, facts, copies, slab_bytes)
     width = effort.reference
     while (reference := works.product("bf16", width, width, width)).n_bytes > room_bytes:
         width //= 2
@@ -171,17 +180,18 @@ def _copies(effort: Effort, facts: Facts, sizes: Sequence[int], piece_bytes: int
         yield from (Measurement(f"{NODES}{node}", works.copy("h2d", piece_bytes, node=node)) for node in nodes)
 
 
-def _host(facts: Facts, copies: tuple[Work, ...]) -> Iterator[Measurement]:
-    """The optimizer over threads, alone and while copies run; sums, memory traffic and first touch."""
+def _optimizer(effort: Effort, facts: Facts, copies: tuple[Work, ...], slab_bytes: int) -> Iterator[Measurement]:
+    """The optimizer over threads: alone, beside uploads and beside copies in both directions. Uploads of a CPU are copies by a core
+    of the host: threads and cores account for these."""
     if facts.is_cpu:
-        yield from _slowdown(works.updates(1), (works.product("fp32", 512, 512, 512),))
+        yield from _slowdown(host_works.updates(1, slab_bytes), (works.product("fp32", 512, 512, 512),))
     most = facts.n_host_cores
-    for n in sorted({*(2**i for i in range(most.bit_length())), most}):
-        yield Measurement("host.optimizer", works.updates(n), "params_per_s")
-        yield Measurement("host.optimizer", works.updates(n), "params_per_s_under_copies", copies)
-    yield Measurement("host.dram_bytes_per_s", works.traffic(facts.n_cores))
-    yield Measurement("host.reduce_bytes_per_s", works.squares(facts.n_host_cores))
-    yield Measurement("host.page_fault_bytes_per_s", works.first_touch())
+    for n in sorted({*[2**i for i in range(most.bit_length())][:: effort.every["bf16"]], most}):
+        work = host_works.updates(n, slab_bytes)
+        yield Measurement("host.optimizer", work, "params_per_s")
+        yield Measurement("host.optimizer", work, "params_per_s_under_copies", copies)
+        if not facts.is_cpu:
+            yield Measurement("host.optimizer", work, "params_per_s_under_uploads", copies[:1])
 
 
 def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, company: tuple[Work, ...]) -> Iterator[Measurement]:
@@ -220,6 +230,12 @@ def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterato
         yield Measurement(f"device.norms.torch-fused.{way}_bytes_per_s", work)
     before = works.product("bf16", *CLOCKED)
     yield Measurement(CLOCK, before)
-    fused = works.activation(effort.layer[0], effort.layer[2], before)
-    yield Measurement("device.fused_bytes_per_s", fused, less=CLOCK, is_optional=True)
-    yield Measurement("device.loss_bytes_per_s", works.loss(*LOGITS), is_optional=True)
+    n_tokens, width, inner = effort.layer
+    behind = {
+        "fused": works.activation(n_tokens, inner),
+        "loss": works.loss(*LOGITS),
+        "unpack": works.unpacking("int8", 3 * ((inner, width), (width, inner))),
+        "narrow": works.narrow(n_tokens, width, inner, RANK),
+    }
+    for name, work in behind.items():
+        yield Measurement(f"device.{name}_bytes_per_s", works.behind(before, work), less=CLOCK, is_optional=True)

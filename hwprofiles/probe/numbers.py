@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from .device import Load
-from .measurements import ALONE, BESIDE, NODES, REFERENCE, SEEN, Measurement
+from .measurements import ALONE, BESIDE, CLOCK, CLOCKED_FRACTION, NODES, REFERENCE, SEEN, Measurement
 from .timings import Timing, lifted
+
+HOST = "host"  # the source of rates of the host's threads
 
 Result = tuple[Measurement, Timing, Load]  # with the seconds of its work, and what the device said of itself meanwhile
 
@@ -16,7 +18,8 @@ class Numbers:
 
     `seen`: those that a profile has no place for, by field. `slowdowns`: time beside other work over time alone, by kind.
     `node_bytes_per_s`: of pinned copies to the device, by the memory node that they come from. `sustained_fraction`: rate of the
-    reference product in the end over that at first. `link`: while copies ran.
+    reference product in the end over that at first. `sustained`: circumstances of works of the host's threads. `link`: while copies
+    ran.
     """
 
     def __init__(self, results: Sequence[Result]) -> None:
@@ -26,6 +29,7 @@ class Numbers:
         alone, beside, self.node_bytes_per_s = (self._below(prefix) for prefix in (ALONE, BESIDE, NODES))
         self.slowdowns = {kind: max(1.0, rate / beside[kind]) for kind, rate in alone.items()}
         self.sustained_fraction = self.seen[REFERENCE + "last"].value / self.seen[REFERENCE + "first"].value
+        self.sustained = [(row, seconds.use) for row, seconds, _ in results if seconds.use is not None]
         self.link = next((load.link for row, _, load in results if row.work.kind == "copies" and load.link), None)
 
     def _below(self, prefix: str) -> dict[str, float]:
@@ -34,11 +38,12 @@ class Numbers:
 
     def write(self, fields: dict[str, Any]) -> None:
         """Put every number in its place among the fields of a profile, its spread widened by what other work and clocks cost."""
-        for (row, _, load), value in zip(self.results, self.values, strict=True):
+        for (row, seconds, load), value in zip(self.results, self.values, strict=True):
             if row.field not in self.seen:
                 slowdown = 1.0 if row.beside else self.slowdowns.get(row.work.kind, 1.0)
                 drift = 1 / self.sustained_fraction if row.follows_clock else 1.0
-                _write(fields, row, value.widened(max(slowdown, drift)).quantity(), load)
+                source = "probe" if seconds.use is None else HOST
+                _write(fields, row, value.widened(max(slowdown, drift)).quantity(source), load)
         ways = [fields["link"][way]["duplex_bytes_per_s"] for way in ("h2d", "d2h")]
         both = Timing(sum(way["value"] for way in ways), max(way["spread_fraction"] for way in ways))
         fields["link"]["duplex_bytes_per_s"] = both.quantity()
@@ -49,7 +54,8 @@ def _values(results: Sequence[Result]) -> list[Timing]:
     call_s = {row.field: seconds.value / row.work.n_calls for row, seconds, _ in results}
     grids: dict[tuple[str, str], dict[int, tuple[tuple[float, float], Timing]]] = defaultdict(dict)
     for i, (row, seconds, _) in enumerate(results):
-        moving = seconds.less(row.work.n_calls * call_s[row.less]) if row.less else seconds
+        most_fraction = CLOCKED_FRACTION if row.less == CLOCK else 0.5
+        moving = seconds.less(row.work.n_calls * call_s[row.less], most_fraction) if row.less else seconds
         grids[row.field, row.key][i] = row.work.size, moving
     above = {i: seconds for grid in grids.values() for i, seconds in lifted(grid).items()}
     times = {i: seconds._replace(value=seconds.value / results[i][0].work.n_calls) for i, seconds in above.items()}

@@ -10,12 +10,12 @@ from hwprofiles.schema import FORMAT_VERSION, Profile
 from runtime.errors import ProfileError
 from runtime.units import MiB, show_bytes, show_seconds
 
-from . import works
+from . import host_works, works
 from .cliffs import MARK, MOST_CHARACTERS, cliffs
 from .cpu import resident_bytes
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts
 from .measurements import DTYPES, Effort, Measurement, measurements
-from .numbers import Numbers, Result
+from .numbers import HOST, Numbers, Result
 from .timings import Stopwatch, Timing
 
 Progress = Callable[[str, float], None]  # what is measured now, and the fraction done
@@ -24,6 +24,7 @@ Progress = Callable[[str, float], None]  # what is measured now, and the fractio
 BEYOND_TORCH_BYTES = 340_000_000
 BEYOND_PROBE_BYTES = 512 * MiB  # of a GPU: kernels that only a run has, and workspaces of cuBLAS (32 MiB a stream)
 MOST_MEMORY_FRACTION = 0.6  # of the free device memory that one work may take
+MOST_DETAIL = 2000  # characters
 MARGINS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)  # of the free memory that an allocator may not get in one piece
 # What holds of every device of a kind: cores and host memory traffic of a copy, and why; and what its memory sizes are.
 COPIES = {
@@ -70,9 +71,12 @@ class _Probe:
         usable_bytes, context_bytes = self._memory(facts)
         process_bytes = resident_bytes()  # before measuring takes memory of its own
         rows = list(measurements(self.effort, facts, int(MOST_MEMORY_FRACTION * self.device.memory()[0])))
-        for i, row in enumerate(rows):
-            self.progress(row.work.kind, i / len(rows))
-            self._measure(row)
+        try:
+            for i, row in enumerate(rows):
+                self.progress(row.work.kind, i / len(rows))
+                self._measure(row)
+        finally:
+            self.device.release()
         numbers, taken_bytes = Numbers(self.results), max(0, total_bytes - self.device.memory()[0] - context_bytes)
         workspace = Timing(taken_bytes + BEYOND_PROBE_BYTES, 0.5).quantity("workspace")
         cores_per_copy, traffic, _ = COPIES[facts.kind]
@@ -156,9 +160,10 @@ class _Probe:
         slow = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in sorted(numbers.slowdowns.items()))
         details = {
             "probe": f"penstock probe --device {facts.kind}: medians of {least} to {most} "
-            f"timings on random data, {show_seconds(watch.busy_s)} in all, other programs having taken "
-            f"{watch.stolen_s / watch.busy_s:.0%} of the time; the same product at {numbers.sustained_fraction:.2f} of its first "
-            f"rate in the end; spread widened by the slowdown while the other lanes work: {slow}{''.join(self.left_out.values())}",
+            f"timings on random data, {show_seconds(watch.busy_s)} in all; the same product at {numbers.sustained_fraction:.2f} "
+            f"of its first rate in the end; spread widened by the slowdown while the other lanes work: {slow}"
+            f"{''.join(self.left_out.values())}",
+            HOST: self._host(facts, numbers),
             "memory": MEMORY[facts.kind],
             "process": f"resident memory of this process with torch ({show_bytes(process_bytes)}, measured) and "
             f"{show_bytes(BEYOND_TORCH_BYTES)} for transformers, templates, data and holes between what the allocator gave",
@@ -169,7 +174,24 @@ class _Probe:
         measured_on = facts.host if facts.is_cpu else f"{facts.name}; {facts.host}"
         common = {"date": date.today().isoformat(), "device": measured_on, "driver": facts.driver}
         return {
-            name: {"kind": "measured" if name in ("probe", "memory") else "assumed", "detail": detail, **common}
+            name: {"kind": "measured" if name in ("probe", HOST, "memory") else "assumed", "detail": detail, **common}
             for name, detail in details.items()
             if name != "workspace" or not facts.is_cpu
         }
+
+    def _host(self, facts: Facts, numbers: Numbers) -> str:
+        """Circumstances of every rate of the host's threads."""
+        effort, n_bytes = self.effort, host_works.slab_bytes(facts.host_bytes, self.effort.host_bytes)
+        found = [
+            f"{row.work.name}{''.join(f' beside {of.lane}' for of in row.beside)} {use.cores:.2f} cores, "
+            f"steal {use.steal_fraction:.0%}, {use.last_third:.2f}"
+            for row, use in numbers.sustained
+            if row.field not in numbers.seen
+        ]
+        how = (
+            f"penstock probe: wall time, nothing subtracted, of {show_seconds(effort.sustained_s)} or more, medians of pieces of "
+            f"{show_seconds(effort.piece_s)}, in {show_bytes(n_bytes)} of huge pages, in slots of layers of "
+            f"{host_works.layer_elements(n_bytes):,} parameters; cores used (processor time over wall time), steal time, and rate "
+            "of the last third over that of the first: "
+        )
+        return (how + "; ".join(found))[:MOST_DETAIL]

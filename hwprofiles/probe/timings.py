@@ -1,7 +1,8 @@
 """Statistics of a probe: how often a work is repeated, and the median and spread of that.
 
 A device that slept is slow at first and one that is hot slow in the end: a work is soaked, and its times settle, before they count.
-Repeats into which other programs cut count only where too few others are left, each without the time for which it was cut.
+All times are wall time. Of works of one thread, repeats into which other programs cut count only where too few others are left.
+Works of the host's threads are sustained: the median of pieces, with the processor time that they had.
 """
 
 import math
@@ -19,7 +20,16 @@ ONE_RUN_SPREAD = 0.1  # of a work so long that it was run once
 SETTLED_FRACTION = 0.02  # that two times in a row may differ by
 MOST_SETTLING = 12  # times that may be thrown away for one work
 MOST_PER_BATCH = 500  # works issued at once: the queue of a stream is finite
-CALM_FRACTION = 0.95  # of a repeat in which our threads had their cores: below it another program cut in
+CALM_FRACTION = 0.95  # of a repeat in which our thread had its core: below it another program cut in
+LEAST_PIECES = 3  # of a sustained work
+
+
+class Use(NamedTuple):
+    """Circumstances of a sustained work."""
+
+    cores: float  # processor time of this process over wall time
+    steal_fraction: float  # of the time of its cores, taken by a hypervisor
+    last_third: float  # its rate in the last third of the time over that in the first: a quota shows here
 
 
 class Timing(NamedTuple):
@@ -27,6 +37,7 @@ class Timing(NamedTuple):
 
     value: float
     spread_fraction: float
+    use: Use | None = None
 
     @staticmethod
     def of(repeats: Sequence[float]) -> "Timing":
@@ -40,9 +51,9 @@ class Timing(NamedTuple):
         least_s *= 1.001
         return self if self.value > least_s else Timing(least_s, self.spread_fraction + least_s / self.value - 1)
 
-    def less(self, overhead_s: float) -> "Timing":
-        """The time without overhead, which is never more than half of it."""
-        return self._replace(value=max(self.value - overhead_s, self.value / 2))
+    def less(self, overhead_s: float, most_fraction: float = 0.5) -> "Timing":
+        """The time without overhead, which is never more than that fraction of it."""
+        return self._replace(value=max(self.value - overhead_s, self.value * (1 - most_fraction)))
 
     def per_second(self, amount: float) -> "Timing":
         """The rate at which `amount` is done in that time."""
@@ -70,21 +81,22 @@ def lifted(times: Mapping[int, tuple[tuple[float, float], Timing]]) -> dict[int,
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Times works on a device, and adds up how long it was at work and for how much of that other programs had the cores."""
+    """Times works on a device, and adds up how long it was at work."""
 
     device: Device
     effort: Effort
     busy_s: float = 0.0
-    stolen_s: float = 0.0
 
     def timing(self, ready: Ready, soak_s: float = 0.0, is_accompanied: bool = False) -> Timing:
         """Seconds of one work: the median of repeats, after `soak_s` of the same work."""
         first = self._run(ready, 1)  # loads kernels and fills allocators
+        if ready.work.tasks is not None:
+            return self._sustained(ready)
         if first.seconds > self.effort.longest_s:
             first = self._run(ready, 1)  # before which cuDNN, say, had first to make a kernel of that shape
         if first.seconds > self.effort.longest_s:
-            return Timing(first.seconds - first.stolen_s, ONE_RUN_SPREAD)
-        n = self._n_per_batch(self._run(ready, 1).seconds, is_accompanied or ready.work.n_threads > 1)
+            return Timing(first.seconds, ONE_RUN_SPREAD)
+        n = self._n_per_batch(self._run(ready, 1).seconds, is_accompanied)
         soaked_s = self.busy_s + soak_s
         while self.busy_s < soaked_s:
             self._run(ready, n)
@@ -100,8 +112,20 @@ class Stopwatch:
     def _run(self, ready: Ready, n: int) -> Run:
         run = self.device.run(ready, n)
         self.busy_s += run.seconds
-        self.stolen_s += run.stolen_s
         return run
+
+    def _sustained(self, ready: Ready) -> Timing:
+        """The median of pieces of a work that goes on without a pause, and what it had of its cores."""
+        n, pieces = max(1, round(self.effort.piece_s / self._run(ready, 1).seconds)), list[Run]()
+        while len(pieces) < LEAST_PIECES or sum(piece.seconds for piece in pieces) < self.effort.sustained_s:
+            pieces.append(self._run(ready, n))
+        seconds, third = [piece.seconds for piece in pieces], len(pieces) // 3
+        wall_s = sum(seconds)
+        first_s, last_s = statistics.median(seconds[:third]), statistics.median(seconds[-third:])
+        cpu_s, steal_s = (sum(getattr(piece, name) for piece in pieces) for name in ("cpu_s", "steal_s"))
+        use = Use(cpu_s / wall_s, steal_s / wall_s, first_s / last_s)
+        middle = Timing.of(seconds)
+        return middle._replace(value=middle.value / n, use=use)
 
     def _n_per_batch(self, call_s: float, takes_turns: bool) -> int:
         batch_s = self.effort.window_s if takes_turns else self.effort.batch_s
@@ -121,7 +145,7 @@ class Stopwatch:
         while len(every) < least or (len(every) < most and spent_s < self.effort.point_s):
             run = self._run(ready, n)
             spent_s += run.seconds
-            every.append(run.seconds - run.stolen_s)
-            if run.stolen_s < (1 - CALM_FRACTION) * run.seconds:
+            every.append(run.seconds)
+            if run.queued_s < (1 - CALM_FRACTION) * run.seconds:
                 calm.append(run.seconds)
         return calm if len(calm) >= least else every

@@ -9,11 +9,9 @@ for zeros draw less power, and rotate through more memory than a cache holds: in
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import cycle, islice
-from pathlib import Path
+from functools import partial
+from itertools import cycle
 from typing import Any, Literal
 
 import torch
@@ -23,25 +21,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
 from runtime.compute.cross_entropy import row_losses_and_gradients
-from runtime.host import chunks, norms, optimizer
 from runtime.host.memory import DTYPE
+from runtime.layers.packed_weights import pack, unpack_into
 from runtime.layers.pointwise import fastest
 from runtime.plan import Lane
-from runtime.plan.optimizer import AdamW
+from runtime.plan.packed import Base, at_once_bytes
 from runtime.units import KiB, MiB
 
 Call = Callable[[], object]  # does a work once; on a stream it returns at once
-Task = Callable[[chunks.Scratch], object]  # a part of a work that threads of the host share
 Make = Callable[[torch.device, int], Call]  # on a device, with operands that rotate through that many bytes
+Walk = Callable[[torch.Tensor, Callable[..., None]], list[Any]]  # tasks from end to end of a slab, filled by what performs calls
 Place = Literal["pinned", "pageable"]
 
-SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
-CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
-COLD_BYTES = 256 * MiB  # of host memory, far above a core's caches
-CACHES, LARGEST_COLD_BYTES = Path("/sys/devices/system/cpu"), 4096 * MiB
-TRAFFIC_BYTES = 8 * MiB  # of one copy within host memory
+COLD_BYTES = 260 * MiB  # of host memory for copies, far above a core's caches, and no power of two
 STRIDE_BYTES = 64 * KiB  # at least, from one copy's place to the next one's
-TASKS_PER_THREAD = 16  # enough that the uneven end of them matters little
 # Left to itself torch takes cuDNN's attention where it thinks it faster, and a run takes the one that it is told to.
 BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -64,7 +57,9 @@ class Work:
     n_calls: int = 1  # library calls, copies or hand-overs in it, each of which takes a time of its own to begin
     place: Place | None = None  # of the host's side of a copy
     node: int | None = None  # the memory node that it is on; None: any
-    tasks: Callable[[], list[Task]] | None = None  # in which threads of the host do it
+    tasks: Walk | None = None  # of the host
+    n_tasks: int = 0  # of one call
+    slab_bytes: int = 0
     n_threads: int = 1
     is_on_all_cores: bool = False  # these threads are, not on the cores of their lane alone
 
@@ -131,19 +126,28 @@ def norm(n_tokens: int, width: int) -> dict[str, Work]:
     return _passes("memory traffic", "fused norm", operands, call, 2 * n_tokens * width * ITEM_BYTES["bf16"], 2.0)
 
 
-def activation(n_tokens: int, inner: int, before: Work) -> Work:
-    """The gated activation of an MLP as a run compiles it, in bf16, forward and backward, behind a product, whose clock it has
-    then, as in a step. The backward counts twice the forward, as in the planner's cost model."""
+def behind(before: Work, work: Work) -> Work:
+    """A work right after a product, at the clock that products leave: alone its kernels run at a higher one than in a step."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
         assert before.make is not None
-        product, kernels = before.make(device, working_bytes), fastest(device, torch.bfloat16)
-        tensors = [torch.randn(n_tokens, inner, device=device).bfloat16() for _ in range(3)]
-        turns = cycle(in_turn(tensors, working_bytes))
+        assert work.make is not None
+        product, kernels = before.make(device, working_bytes), work.make(device, working_bytes)
+        return lambda: (product(), kernels())
+
+    return replace(work, name=f"{work.name}, behind a product", make=make, n_bytes=before.n_bytes + work.n_bytes)
+
+
+def activation(n_tokens: int, inner: int) -> Work:
+    """Gated activation of an MLP by a run's kernels, in bf16, forward and backward. The backward counts twice the forward, as in
+    the planner's cost model."""
+
+    def make(device: torch.device, working_bytes: int) -> Call:
+        kernels = fastest(device, torch.bfloat16)
+        turns = cycle(in_turn([torch.randn(n_tokens, inner, device=device).bfloat16() for _ in range(3)], working_bytes))
 
         def call() -> None:
             gate_TI, up_TI, d_TI = next(turns)
-            product()
             kernels.swiglu(gate_TI, up_TI)
             kernels.swiglu_gradients(d_TI, gate_TI, up_TI)
 
@@ -164,6 +168,46 @@ def loss(n_tokens: int, vocab: int) -> Work:
 
     amount = n_tokens * vocab * 3 * ITEM_BYTES["bf16"]  # read twice, written once
     return Work("memory traffic", "fused loss", make, amount=amount, n_bytes=amount // 3)
+
+
+def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
+    """Dequantisation of some matrices to bf16; bytes as `runtime/plan/packed.py` counts them."""
+
+    def make(device: torch.device, _: int) -> Call:
+        out = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
+        packed = [pack(weight, base) for weight in out]
+
+        def call() -> None:
+            for each, weight in zip(packed, out, strict=True):
+                unpack_into(each, weight, base)
+
+        return call
+
+    amount = sum(at_once_bytes(shape, base, ITEM_BYTES["bf16"]) for shape in shapes)
+    return Work("memory traffic", f"unpacking of {base}", make, amount=amount, n_bytes=8 * sum(map(math.prod, shapes)))
+
+
+def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
+    """Products of adapters on two projections, (width, inner) and (inner, width): down to the rank, and up onto an output. Bytes as
+    `planner.predict.computing.moved_bytes` counts them."""
+
+    def make(device: torch.device, working_bytes: int) -> Call:
+        def random(m: int, n: int) -> torch.Tensor:
+            return torch.randn(m, n, device=device).bfloat16()
+
+        a, b = {n: random(n, rank) for n in (width, inner)}, {n: random(rank, n) for n in (width, inner)}
+        turns = cycle(in_turn([random(n_tokens, width), random(n_tokens, inner)], working_bytes))
+
+        def call() -> None:
+            x_TH, x_TI = next(turns)
+            x_TI.addmm_(x_TH @ a[width], b[inner], beta=0.5)  # numbers stay of their size however often it is added
+            x_TH.addmm_(x_TI @ a[inner], b[width], beta=0.5, alpha=0.01)
+
+        return call
+
+    elements = (width + inner) * (3 * n_tokens + 2 * rank) + 6 * n_tokens * rank  # of m k + k n + 2 m n, over all four
+    n_bytes = 2 * ITEM_BYTES["bf16"] * n_tokens * (width + inner)
+    return Work("memory traffic", f"products of rank {rank}", make, amount=elements * ITEM_BYTES["bf16"], n_bytes=n_bytes)
 
 
 def _passes(
@@ -251,92 +295,11 @@ def library_calls(is_cpu: bool) -> Work:
     return replace(eager(1, 32, 64, is_rotated=False) if is_cpu else pointwise(1), kind="calls")
 
 
-# -- what threads of the host do, on more memory than a cache holds ----------------------------------------------------
-
-
-def updates(n_threads: int) -> Work:
-    """AdamW on split masters and bf16 gradients."""
-
-    def tasks() -> list[Task]:
-        gradient, values, moment = (_elements(n_tasks, dtype) for dtype in (torch.bfloat16, torch.float32, torch.float32))
-        master = optimizer.Master(torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16))
-        master.put(slice(None), values)
-        state = optimizer.ParamState(master, (moment * 1e-3, moment.square() * 1e-6))
-        return [*optimizer.Step(state, optimizer.summed(gradient), CLIP_FACTOR, 10, SETTINGS).tasks()]
-
-    n_tasks = _cold_tasks(n_threads, 14)  # bytes of a parameter's weight, remainder, moments and gradient
-    return _of_threads("optimizer", "optimizer", tasks, optimizer.TASK_ELEMENTS, n_threads, n_tasks)
-
-
-def squares(n_threads: int) -> Work:
-    """The sum of squares of the gradient norm, over bf16 gradients."""
-
-    def tasks() -> list[Task]:
-        return [*norms.squares_tasks(optimizer.summed(_elements(n_tasks, torch.bfloat16)))]
-
-    item_bytes = ITEM_BYTES["bf16"]
-    n_tasks = _cold_tasks(n_threads, item_bytes)
-    return _of_threads("host memory", "sum of squares", tasks, optimizer.TASK_ELEMENTS * item_bytes, n_threads, n_tasks)
-
-
-def traffic(n_cores: int) -> Work:
-    """Copies within host memory by all cores; each byte is read and written."""
-
-    def tasks() -> list[Task]:
-        pieces = filled(max(cold_bytes(), 8 * n_cores * TRAFFIC_BYTES)).split(TRAFFIC_BYTES)
-        calls = [partial(to.copy_, source) for to, source in zip(pieces[::2], pieces[1::2], strict=True)]
-        return [lambda _, call=call: call() for call in calls]  # type: ignore[misc]
-
-    n_tasks = cold_bytes() // (2 * TRAFFIC_BYTES)
-    return replace(_of_threads("host memory", "host copies", tasks, 2 * TRAFFIC_BYTES, n_cores, n_tasks), is_on_all_cores=True)
-
-
-def first_touch() -> Work:
-    """Fresh memory, written for the first time."""
-    n_bytes = COLD_BYTES // 2  # so large that the allocator has none that was touched before
-    return Work("host memory", "first touch", lane=Lane.CPU, amount=n_bytes, tasks=lambda: [lambda _: filled(n_bytes)])
-
-
-def _of_threads(kind: str, name: str, tasks: Callable[[], list[Task]], amount: float, n_threads: int, n_tasks: int) -> Work:
-    """`amount`: of each of `n_tasks`, which are repeated until each thread has `TASKS_PER_THREAD`."""
-    n_tasks = max(n_tasks, TASKS_PER_THREAD * n_threads)
-    common: dict[str, Any] = {"amount": n_tasks * amount, "point": {"threads": n_threads}, "n_threads": n_threads}
-    return Work(
-        kind, f"{name} on {n_threads} threads", lane=Lane.CPU, tasks=lambda: list(islice(cycle(tasks()), n_tasks)), **common
-    )
-
-
-def _cold_tasks(n_threads: int, element_bytes: int) -> int:
-    """So many tasks that no cache holds what they work on, and a few for each thread."""
-    return max(4 * n_threads, cold_bytes() // element_bytes // optimizer.TASK_ELEMENTS)
-
-
-@lru_cache
-def cold_bytes() -> int:
-    """More memory than this machine's caches of the last level hold together. A server's had 300 MiB, and sums that were probed
-    in it were 1.7 times as fast as in any step."""
-    last: dict[str, int] = {}
-    for at in CACHES.glob("cpu[0-9]*/cache/index3"):
-        with suppress(OSError, ValueError):
-            last[(at / "shared_cpu_list").read_text()] = int((at / "size").read_text().removesuffix("K\n")) * KiB
-    return min(max(COLD_BYTES, 2 * sum(last.values())), LARGEST_COLD_BYTES)
-
-
-def _elements(n_tasks: int, dtype: torch.dtype) -> torch.Tensor:
-    """Normal random numbers for so many tasks."""
-    return torch.randn(optimizer.TASK_ELEMENTS).to(dtype).repeat(n_tasks)
-
-
 def in_turn(tensors: Sequence[torch.Tensor], working_bytes: int) -> list[list[torch.Tensor]]:
     """The tensors and copies of them, together about `working_bytes`, at least one set."""
     n_copies = max(1, working_bytes // sum(tensor.nbytes for tensor in tensors)) - 1
     copies = ([t.detach().clone().requires_grad_(t.requires_grad) for t in tensors] for _ in range(n_copies))
     return [list(tensors), *copies]
-
-
-def filled(n_bytes: int) -> torch.Tensor:
-    """Memory of the allocator, every page of it written."""
-    return torch.empty(n_bytes, dtype=torch.uint8).fill_(1)
 
 
 def copying(to: torch.Tensor, source: torch.Tensor, n_bytes: int) -> Call:

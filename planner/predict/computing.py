@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hwprofiles.quantity import Quantity
 from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Profile
 from runtime.plan import AttentionKernel, Semantics
 from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier
@@ -101,9 +102,10 @@ class Computing:
             return n_bytes / self.square_bytes_per_s
         return self.moving_s(n_bytes, SQUARE_KERNELS + len(block.trained))
 
-    def moving_s(self, n_bytes: int, n_kernels: int) -> float:
-        """Seconds of kernels that do little but read and write that many bytes of the device's memory."""
-        return n_bytes / self._memory_bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
+    def moving_s(self, n_bytes: int, n_kernels: int, rate: Quantity | None = None) -> float:
+        """Seconds of kernels that do little but read and write that many bytes of the device's memory, at its rate or their own."""
+        bytes_per_s = (rate or self.profile.device.memory_bytes_per_s).value
+        return n_bytes / bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     @property
     def square_bytes_per_s(self) -> float:
@@ -173,7 +175,8 @@ class Computing:
             if not rate.inside_measured:
                 found = self._off(f"{dtype} matmul ({m.m}, {m.k}) @ ({m.k}, {m.n})", (m.m, math.sqrt(m.k * m.n)), found)
             if min(m.k, m.n) < NARROW:
-                found = max(found, moved_bytes(m, ITEM_BYTES[dtype]) / self._memory_bytes_per_s)
+                narrow = self.profile.device.narrow_bytes_per_s or self.profile.device.memory_bytes_per_s
+                found = max(found, moved_bytes(m, ITEM_BYTES[dtype]) / narrow.value)
             self._matmul_s[dtype, m] = found
         return found
 

@@ -130,7 +130,8 @@ class CostModel(Computing):
             case Kind.LOAD:
                 return self._copy("h2d", loaded_bytes(plan, op.block))
             case Kind.DEQUANTISE:
-                return self._move(*self._unpacked(plan, op.block))
+                n_bytes, n_kernels = self._unpacked(plan, op.block)
+                return self._compute(self.moving_s(n_bytes, n_kernels, self.profile.device.unpack_bytes_per_s), n_bytes)
             case Kind.GATHER:
                 return self._gathered(of.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
@@ -175,10 +176,26 @@ class CostModel(Computing):
                 return self._demand(0.0, 0.0, {})  # shadow and state change places
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
                 rate = update_params_per_s(self.profile, of)
-                uses = {Resource.DRAM: rate * update_bytes_per_param(plan, op.block)}
+                uses = {Resource.DRAM: self._update_draw(rate * update_bytes_per_param(plan, op.block))}
                 return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses | self._all_cores)
             case _:
                 assert_never(op.kind)
+
+    def _update_draw(self, counted_bytes_per_s: float) -> float:
+        """Host DRAM that an update draws at full speed: so much that beside endless uploads it slows to the rate measured there.
+
+        Ops that share a resource slow by one factor, capacity / (update's draw + upload's draw). The draw that makes it the
+        measured fraction is at least the counted bytes, which bounds rest on, and at most the capacity, so that an update alone
+        keeps its rate. An optimizer that moves less than the measured AdamW draws as much less.
+        """
+        profile, n_cores = self.profile, self.profile.host.n_cores
+        fraction, capacity = profile.update_fraction_under_uploads(n_cores), self.capacity[Resource.DRAM]
+        if fraction is None:
+            return counted_bytes_per_s
+        uploads = profile.copy_bytes_per_s("h2d", math.inf) * profile.link.dram_bytes_per_byte
+        measured = profile.optimizer_params_per_s(n_cores) * Optimizer.ADAMW.update_bytes("fp32", "bf16")
+        more = (capacity / fraction - uploads) / measured
+        return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * more))
 
     def _going_back(self, plan: Setup, op: Op, block: Block) -> Demand:
         """A backward, or the loss: besides products, the gradient's way to its slot, and what is computed again."""

@@ -41,6 +41,8 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "eager modules": (Group.DEVICE_MEMORY, ("device.eager_bytes_per_s",)),
     "fused activations": (Group.DEVICE_MEMORY, ("device.fused_bytes_per_s",)),
     "the fused loss": (Group.DEVICE_MEMORY, ("device.loss_bytes_per_s",)),
+    "unpacking": (Group.DEVICE_MEMORY, ("device.unpack_bytes_per_s",)),
+    "narrow products": (Group.DEVICE_MEMORY, ("device.narrow_bytes_per_s",)),
     "device memory": (Group.DEVICE_MEMORY, ("device.memory_bytes_per_s",)),
     "kernels' overhead": (Group.LAUNCH, ("device.kernel_overhead_s",)),
     "ops' overhead": (Group.LAUNCH, ("device.op_overhead_s",)),

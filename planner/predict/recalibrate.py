@@ -43,6 +43,8 @@ RESOURCES: dict[str, tuple[str, ...]] = {
     "device memory": ("device.memory_bytes_per_s", "device.eager_bytes_per_s", "device.norms."),
     "fused activations": ("device.fused_bytes_per_s",),
     "the fused loss": ("device.loss_bytes_per_s",),
+    "unpacking": ("device.unpack_bytes_per_s",),
+    "narrow products": ("device.narrow_bytes_per_s",),
     "kernels' overhead": ("device.kernel_overhead_s",),
     "ops' overhead": ("device.op_overhead_s",),
     "rate of uploads": ("link.h2d.bytes_per_s.",),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hwprofiles.probe import works
+from hwprofiles.probe import host_works, works
 from hwprofiles.probe.cuda import CudaDevice, pci_link, translated
 from hwprofiles.probe.device import DeviceError, DeviceOutOfMemory, Load, PciLink
 from hwprofiles.probe.measurements import GPU
@@ -120,8 +120,10 @@ def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDev
     both, n_calls = [works.copy("h2d", 2**20), works.copy("d2h", 2**20)], [0]
     with device.prepared(both[0]) as up, device.prepared(both[1]) as down, device.beside([up, down]):
         assert stub.most_pinned == 2
-        with device.prepared(works.updates(1)) as ready:
+        with device.prepared(host_works.updates(1, 50_000_000)) as ready:
             assert device.run(ready, 1).seconds > 0
+            assert [n for n in stub.pinned.values() if n != works.COLD_BYTES] == [50_000_000], "the memory of the host's threads"
+    device.release()
     assert (stub.pinned, stub.current) == ({}, [])
 
     def fail() -> None:
@@ -136,6 +138,8 @@ def test_company_runs_both_ways_until_the_context_ends(remembered: tuple[CudaDev
 def test_every_kind_of_work_is_made_and_timed_on_its_stream(remembered: tuple[CudaDevice, RememberingCuda]) -> None:
     device, stub = remembered
     kinds = [works.library_calls(is_cpu=False), works.pointwise(600), works.eager(4, 8, 16), *works.norm(4, 8).values()]
+    kinds += [works.loss(4, 16), works.activation(4, 8), works.unpacking("int8", [(4, 8)]), works.narrow(4, 8, 16, 2)]
+    kinds += [works.behind(works.product("bf16", 4, 8, 16), work) for work in kinds[-4:]]
     for dtype in ("bf16", "fp32"):
         kinds += [works.product(dtype, 4, 8, 16), *works.attention(dtype, 1, 2, 8, 16).values()]
     for work in kinds:

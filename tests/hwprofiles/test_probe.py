@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.probe import cpu, disk, measurements, works
+from hwprofiles.probe import cpu, disk, host_works, measurements, works
 from hwprofiles.probe.cpu import CpuDevice
 from hwprofiles.probe.device import Ready, Run
 from hwprofiles.probe.disk import with_disk
@@ -30,7 +32,9 @@ from penstock.cli.probe import probe
 from runtime.errors import DiskError, ProfileError
 from runtime.host import base_file, optimizer
 from runtime.host.chunks import Scratch
+from runtime.host.workers import together
 from runtime.machines.lanes import split_beside_gpu, split_cores
+from runtime.units import GB
 
 GLANCE = replace(
     measurements.CPU,
@@ -43,6 +47,9 @@ GLANCE = replace(
     odd_shapes=((512, 128, 2048),),
     seq_lens=(128, 512),
     copy_bytes=(2**20, 16 * 2**20),
+    sustained_s=0.03,
+    piece_s=0.01,
+    host_bytes=100_000_000,
 )
 HERE = sorted(os.sched_getaffinity(0))
 Steps = list[tuple[str, float]]
@@ -115,7 +122,7 @@ def test_the_command_writes_json_to_standard_output(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0
     assert Profile.from_json(json.loads(result.stdout)) == found[0]
     assert "numbers:" in result.stderr
-    assert result.stderr.startswith("measuring device memory\nmeasuring copies\nmeasuring optimizer\n")
+    assert result.stderr.startswith("measuring device memory\nmeasuring host memory\nmeasuring copies\nmeasuring optimizer\n")
 
 
 # -- cores and threads ------------------------------------------------------------------------------------------------
@@ -151,7 +158,8 @@ def test_work_runs_on_the_cores_and_threads_of_its_lane() -> None:
     host = ({*device.host_cores}, 1, False)
     assert seen == [({*device.compute_cores}, len(device.compute_cores), False), host, host]
     assert os.sched_getaffinity(0) == mine
-    with device.prepared(replace(works.updates(3), tasks=lambda: [lambda _: (look(), time.sleep(0.05))] * 3)) as ready:
+    work = replace(host_works.updates(3, 10**7), tasks=lambda slab, together: [lambda _: (look(), time.sleep(0.05))] * 3, n_tasks=3)
+    with device.prepared(work) as ready:
         device.run(ready, 1)
     assert seen[3:] == [host] * 3
 
@@ -180,7 +188,8 @@ def fail() -> None:
 
 
 def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
-    """Two threads that compute on one core each wait for half of the time; if both are the probe's, neither is robbed."""
+    """Two threads that compute on one core each wait for half of the time; if both are the probe's, neither is robbed. Wall time is
+    never shortened by it."""
     if not Path("/proc/thread-self/schedstat").exists():
         pytest.skip("this kernel does not count")
     device, x = CpuDevice(), torch.rand(600, 600)
@@ -196,11 +205,14 @@ def test_time_that_other_programs_take_is_seen_and_ours_is_not() -> None:
 
     with ThreadPoolExecutor(1, initializer=lambda: os.sched_setaffinity(0, device.host_cores)) as pool:
         robber = pool.submit(rob)
+        began_s = time.perf_counter()
         robbed = device.run(multiply, 100)
+        wall_s = time.perf_counter() - began_s
         stop[0] = True
         robber.result()
-    assert robbed.stolen_s > 0.25 * robbed.seconds / len(device.host_cores)
-    assert ours.stolen_s / ours.seconds < robbed.stolen_s / robbed.seconds + 0.1
+    assert robbed.queued_s > 0.25 * robbed.seconds / len(device.host_cores)
+    assert ours.queued_s / ours.seconds < robbed.queued_s / robbed.seconds + 0.1
+    assert 0.9 * wall_s < robbed.seconds <= wall_s
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -215,7 +227,7 @@ class Scripted:
     def run(self, ready: Ready, n: int) -> Run:
         self.n_runs += 1
         run = self.runs.pop(0) if len(self.runs) > 1 else self.runs[0]
-        return Run(n * run.seconds, n * run.stolen_s)
+        return Run(n * run.seconds, n * run.queued_s, n * run.cpu_s, n * run.steal_s)
 
 
 def timed(*runs: Run, **effort: Any) -> tuple[Timing, int]:
@@ -228,7 +240,18 @@ def test_disturbed_repeats_count_only_if_too_few_are_left() -> None:
     calm, cut = Run(0.1), Run(0.5, 0.2)
     runs = [calm, calm, calm, cut, cut, calm, cut, calm, cut]  # of which two come before the repeats
     assert timed(*runs, repeats=(3, 7), point_s=100.0)[0].value == pytest.approx(0.1)
-    assert timed(calm, calm, Run(0.2, 0.1), point_s=100.0)[0].value == pytest.approx(0.1), "what the others took is left out"
+    assert timed(calm, calm, Run(0.2, 0.1), point_s=100.0)[0].value == pytest.approx(0.2), "nothing is subtracted"
+
+
+def test_a_sustained_work_is_the_median_of_its_pieces_with_what_it_had_of_its_cores() -> None:
+    work = {"tasks": lambda slab, together: [], "n_threads": 2}
+    runs = [Run(0.02)] * 2 + [Run(0.02, 0.0, 0.04, 0.0)] * 4 + [Run(0.04, 0.0, 0.04, 0.01)] * 2
+    device: Any = Scripted(*runs)
+    watch = Stopwatch(device, replace(GLANCE, piece_s=0.02, sustained_s=0.16))
+    timing = watch.timing(called(fail, **work))
+    assert timing.value == pytest.approx(0.02)
+    assert timing.use == pytest.approx((0.24 / 0.16, 0.02 / 0.16, 0.5))
+    assert watch.busy_s == pytest.approx(0.2), "wall time, twice to begin with and then without a pause"
 
 
 sizes = st.tuples(st.sampled_from([64, 256, 1024]), st.sampled_from([128, 256, 512]))
@@ -247,7 +270,25 @@ def test_lifted_times_rise_with_work_and_are_never_lowered(seconds: dict[tuple[i
 # -- works ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_optimizer_is_the_runtimes_own_on_cold_state(monkeypatch: pytest.MonkeyPatch) -> None:
+class Walked(CpuDevice):
+    """Remembers the tasks that threads are given, in order."""
+
+    def _new_walk(self, tasks: Any, n_bytes: int) -> Any:
+        self.slab = self._slab(n_bytes)
+        every = tasks(self.slab, partial(together, n_threads=1))
+        self.order = list[int]()
+
+        def walk() -> Any:
+            for i in cycle(range(len(every))):
+                self.order.append(i)
+                yield every[i]
+
+        self.n_tasks = len(every)
+        return walk()
+
+
+def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From end to end, and never what the call before has worked on."""
     steps: list[optimizer.Step] = []
 
     def remembered(step: optimizer.Step) -> Any:
@@ -256,17 +297,57 @@ def test_the_optimizer_is_the_runtimes_own_on_cold_state(monkeypatch: pytest.Mon
 
     tasks_of = optimizer.Step.tasks
     monkeypatch.setattr(optimizer.Step, "tasks", remembered)
-    work = works.updates(2)
-    assert work.tasks is not None
-    tasks = work.tasks()
-    assert len(tasks) * optimizer.TASK_ELEMENTS == work.amount
-    master = steps[0].to.master
-    assert master.remainder is not None
-    assert 14 * master.weight.numel() > 10**8
-    before = master.whole()
-    for task in tasks:
-        task(Scratch())
-    assert (master.whole() != before).float().mean() > 0.5
+    monkeypatch.setattr(host_works, "LAYER_ELEMENTS", (10**9, 4_000_000))
+    monkeypatch.setattr(host_works, "TASKS_PER_THREAD", 2)
+    device = Walked()
+    work = host_works.updates(2, 3 * 14 * 4_000_000 + 4096)
+    with device.prepared(work) as ready:
+        assert len(steps) == 3
+        (weight, remainder, first, second), n = steps[1].to.tensors, 4_000_000
+        arrays = weight, remainder, first, second, steps[1].gradient.parts[0]
+        places = [array.data_ptr() - device.slab.data_ptr() for array in arrays]
+        assert places == [12 * n, 14 * n, 16 * n, 20 * n, 3 * 12 * n + 2 * n], "one after another, as a run lays them out"
+        before = [step.to.master.whole() for step in steps]
+        device.run(ready, 1)
+        assert device.order == [*range(4)]
+        assert work.amount == 4 * optimizer.TASK_ELEMENTS
+        device.run(ready, 2)
+        assert device.order == [i % device.n_tasks for i in range(12)]
+        for step, was in zip(steps, before, strict=True):
+            n_worked = n // optimizer.TASK_ELEMENTS * optimizer.TASK_ELEMENTS
+            assert (step.to.master.whole() != was)[:n_worked].float().mean() > 0.5
+    device.release()
+
+
+def test_works_of_the_host_compute_with_finite_numbers_of_every_size() -> None:
+    """None of which is zero or subnormal: those take longer on some processors."""
+    for tasks in (host_works.update_tasks, host_works.square_tasks):
+        slab = torch.zeros(20_000_000, dtype=torch.uint8)
+        work = tasks(slab, partial(together, n_threads=2))
+        assert work
+        kept = slab.view(torch.bfloat16)[: slab.numel() // 2] if tasks is host_works.square_tasks else None
+        for task in work:
+            task(Scratch())
+        if kept is not None:
+            assert kept.float().abs().min() >= 0
+            assert (kept.float().abs() > 2.0**-126).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("n_bytes", [2 * 10**9, 12 * 10**9, 100_000_000])
+def test_no_two_arrays_of_a_slab_are_a_power_of_two_apart(n_bytes: int) -> None:
+    n, n_threads = host_works.layer_elements(n_bytes), 1
+    assert 14 * n * (3 if n in host_works.LAYER_ELEMENTS else 1) <= n_bytes, n_threads
+    starts = [0, 2 * n, 4 * n, 8 * n]
+    apart = {b - a for i, a in enumerate(starts) for b in starts[i + 1 :]}
+    assert all(distance % 2**28 for distance in apart)
+    assert all(distance & (distance - 1) for distance in apart)
+
+
+def test_the_slab_is_a_third_of_memory_at_most_and_larger_than_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_works, "cache_bytes", lambda: 300 * 2**20)
+    given = (100 * GB, 12 * GB), (9 * GB, 12 * GB), (100 * GB, GB), (2 * GB, GB)
+    sizes = [host_works.slab_bytes(free, most) for free, most in given]
+    assert sizes == pytest.approx([12 * GB, 3 * GB, 4 * 300 * 2**20, GB], abs=4096)
 
 
 def test_memory_nodes_are_read_with_the_cores_we_may_use(tmp_path: Path) -> None:
@@ -284,12 +365,22 @@ def test_too_little_memory_is_refused_before_it_is_used(monkeypatch: pytest.Monk
         CpuDevice()
 
 
-def test_cold_is_what_all_caches_together_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_of_the_last_level_are_counted_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for core, (shared, size) in enumerate([("0-1", "307200K"), ("0-1", "307200K"), ("2", "307200K"), ("3", "none")]):
         (at := tmp_path / f"cpu{core}" / "cache" / "index3").mkdir(parents=True)
         (at / "shared_cpu_list").write_text(shared + "\n")
         (at / "size").write_text(size + "\n")
-    monkeypatch.setattr(works, "CACHES", tmp_path)
-    assert works.cold_bytes.__wrapped__() == 4 * 300 * 2**20
-    monkeypatch.setattr(works, "CACHES", tmp_path / "nowhere")
-    assert works.cold_bytes.__wrapped__() == works.COLD_BYTES
+    monkeypatch.setattr(host_works, "CACHES", tmp_path)
+    assert host_works.cache_bytes.__wrapped__() == 2 * 300 * 2**20
+    monkeypatch.setattr(host_works, "CACHES", tmp_path / "nowhere")
+    assert host_works.cache_bytes.__wrapped__() == 0
+
+
+def test_steal_time_is_read_for_the_cores_of_a_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stolen = {"cpu ": 999, "cpu0": 200, "cpu1": 400, "cpu10": 800}
+    (tmp_path / "stat").write_text("".join(f"{name} 1 2 3 4 5 6 7 {n} 0 0\n" for name, n in stolen.items()) + "intr 1\n")
+    monkeypatch.setattr(cpu, "STAT", tmp_path / "stat")
+    hz = os.sysconf("SC_CLK_TCK")
+    assert [cpu.counters_s(cores)[1] for cores in ([0], [0, 1], [10])] == [200 / hz, 300 / hz, 800 / hz]
+    monkeypatch.setattr(cpu, "STAT", tmp_path / "none")
+    assert cpu.counters_s([0])[1] == 0

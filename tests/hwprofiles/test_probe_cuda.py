@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hwprofiles.probe import cuda, works
+from hwprofiles.probe import cuda, host_works, works
 from hwprofiles.probe.device import DeviceError, PciLink
 from hwprofiles.probe.measurements import GPU, Effort
 from hwprofiles.probe.probe import probed
@@ -57,16 +57,17 @@ def assert_found(profile: Profile, truth: Truth) -> None:
                 assert (a.clock_hz, a.watts) == truth.load
     norms, eager = device.norms["torch-fused"], device.eager_bytes_per_s
     assert eager is not None
-    assert device.loss_bytes_per_s is not None
-    assert device.fused_bytes_per_s is not None
+    behind = [getattr(device, f"{name}_bytes_per_s").value for name in ("fused", "loss", "unpack", "narrow")]
     assert device.sustained_fraction is None, "what was soaked is a step's rate"
     found = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
         norms.forward_bytes_per_s.value: truth.norm_fractions[0] * truth.memory_bytes_per_s,
         norms.backward_bytes_per_s.value: truth.norm_fractions[1] * truth.memory_bytes_per_s,
         eager.value: truth.eager_fraction * truth.memory_bytes_per_s,
-        device.fused_bytes_per_s.value: truth.fused_fraction * truth.memory_bytes_per_s,
-        device.loss_bytes_per_s.value: truth.loss_fraction * truth.memory_bytes_per_s,
+        behind[0]: truth.fused_fraction * truth.memory_bytes_per_s,
+        behind[1]: truth.loss_fraction * truth.memory_bytes_per_s,
+        behind[2]: truth.unpack_fraction * truth.memory_bytes_per_s,
+        behind[3]: truth.narrow_fraction * truth.memory_bytes_per_s,
         device.kernel_overhead_s.value: truth.kernel_s,
         device.op_overhead_s.value: truth.handover_s,
         link.duplex_bytes_per_s.value: min(truth.duplex_bytes_per_s, sum(truth.pinned.values())),
@@ -88,6 +89,8 @@ def assert_found(profile: Profile, truth: Truth) -> None:
     for point in host.optimizer:
         rate = min(point.threads * truth.params_per_s_of_thread, truth.most_params_per_s)
         found |= {point.params_per_s.value: rate, point.params_per_s_under_copies.value: truth.under_copies_fraction * rate}
+        assert point.params_per_s_under_uploads is not None
+        found[point.params_per_s_under_uploads.value] = truth.under_uploads_fraction * rate
     for value, true_value in found.items():
         assert_close(value, true_value)
 
@@ -120,7 +123,7 @@ def test_a_machine_of_another_kind_is_found_too() -> None:
     assert_found(profile, truth)
     assert "cliff" not in profile.summary
     assert "left out" not in " ".join(remarks(profile)), "of a kernel that it does not have"
-    assert [p.threads for p in profile.host.optimizer] == [1, 2, 4, 8, 11]
+    assert [p.threads for p in profile.host.optimizer] == [1, 4, 11]
 
 
 def test_memory_is_what_can_be_had_after_the_kernels(thorough: tuple[Profile, FakeGpu, object]) -> None:
@@ -189,6 +192,21 @@ def test_a_hiccup_moves_neither_a_time_nor_its_spread() -> None:
     assert spread <= 0.02
 
 
+def test_a_quota_shows_beside_the_rates_and_wall_time_counts() -> None:
+    """Cores that are throttled later on: no time is subtracted, and the last third is told against the first."""
+    device, work = FakeGpu(replace(QUIET, quota_s=0.9, throttled_fraction=0.5)), host_works.updates(15)
+    with device.prepared(work) as ready:
+        timing = Stopwatch(device, GPU).timing(ready)
+    assert timing.use is not None
+    assert_close(timing.use.last_third, 0.5)
+    assert_close(device.host_s, sum((GPU.sustained_s, 2 * work.amount / 9e9)), 0.2)
+    profile = probed_of(replace(QUIET, cores_fraction=0.8))
+    host = profile.sources[profile.host.optimizer[-1].params_per_s.source].detail
+    assert "optimizer on 15 threads 12.00 cores, steal 0%, 1.00" in host
+    assert "beside h2d beside d2h" in host
+    assert profile.host.optimizer[-1].params_per_s.value == pytest.approx(9e9, rel=0.001)
+
+
 # -- cliffs -----------------------------------------------------------------------------------------------------------
 
 TWO_NODES = (tuple(range(8)), tuple(range(8, 16)))
@@ -210,6 +228,7 @@ def slow(pinned: float, duplex: float) -> dict[str, Any]:
         ({"nodes": TWO_NODES, "remote_fraction": 0.8}, "remote memory", "from node 1"),
         ({"hot_s": 7.0, "hot_fraction": 0.8}, "throttling clocks", "0.80 of its rate"),
         ({"duplex_bytes_per_s": 60e9}, "shared directions", "0.5"),
+        ({"cores_fraction": 0.6}, "cores taken", "host copies on 16 threads had 9.6 cores' time"),
         ({"most_params_per_s": 1.5e9}, "optimizer does not scale", "1.5 Gparam/s on 15 threads"),
         ({"bare_context_bytes": 5 * GB}, "shared device", "5 GB of device memory"),
     ],

@@ -177,7 +177,12 @@ def test_fewer_threads_than_measured_are_slower_in_proportion() -> None:
     ]
     profile = Profile.from_json(fields)
     assert [profile.optimizer_params_per_s(t) for t in (1, 4, 8, 16, 100)] == pytest.approx([0.5e9, 2e9, 4e9, 8e9, 8e9])
-    assert profile.optimizer_params_per_s(8, under_copies=True) == pytest.approx(2e9)
+    assert profile.update_fraction_under_uploads(8) is None, "older profiles have no such rate"
+    for point, fraction in zip(fields["host"]["optimizer"], (0.9, 0.6), strict=True):
+        point["params_per_s_under_uploads"] = quantity(fraction * point["params_per_s"]["value"])
+    measured = Profile.from_json(fields)
+    fractions = [measured.update_fraction_under_uploads(t) for t in (1, 4, 8, 16, 100)]
+    assert fractions == pytest.approx([0.9, 0.9, (0.9 * 0.6) ** 0.5, 0.6, 0.6])
 
 
 def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:

@@ -8,12 +8,15 @@ from hypothesis import given, settings
 from hwprofiles.schema import Profile, read_profile, shipped_profiles
 from planner.lower.lower import lower
 from planner.model.workload import build_workload, read_model
+from planner.predict.computing import moved_bytes
 from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param, update_params_per_s
 from planner.predict.memory import frame
+from planner.predict.simulate import simulate
 from planner.search.answer import model_flop
 from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
 from runtime.plan.optimizer import Optimizer
 from runtime.plan.region import Resource
+from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Saved
 from tests.strategies import plans
 
@@ -109,6 +112,62 @@ def test_an_update_of_less_state_waits_for_memory_or_arithmetic():
         of_arithmetic, of_memory = 0.55 / (n * measured(1)), 18 / 26 / measured(n)
         assert 1 / update_params_per_s(profile, lion) == pytest.approx(max(of_arithmetic, of_memory))
         assert update_params_per_s(profile, SEMANTICS) == measured(n)
+
+
+def under_uploads(name, fraction):
+    """A shipped profile with an update rate beside uploads."""
+    fields = read_profile(name).to_json()
+    for point in fields["host"]["optimizer"]:
+        alone = point["params_per_s"]
+        point["params_per_s_under_uploads"] = alone | {"value": fraction * alone["value"]}
+    return Profile.from_json(fields)
+
+
+@pytest.mark.parametrize(("name", "fraction"), [("h200-16core", 0.9), ("h200-16core", 0.65), ("h100-16core", 0.7), ("gb200", 0.75)])
+def test_a_simulated_update_has_the_measured_rate_alone_and_beside_uploads(name, fraction):
+    """A plan in which uploads never end but for their overheads, and one without uploads."""
+    profile = under_uploads(name, fraction)
+    setup, cost, region = plan_of(), CostModel(profile), region_of(profile)
+    update, load = (demand(cost, setup, kind, 3) for kind in (Kind.UPDATE, Kind.LOAD))
+    n_params, measured = setup.workload.blocks[3].n_params, profile.optimizer_params_per_s(profile.host.n_cores)
+    for uploads, expected in ((0, measured), (1, fraction * measured)):
+        ops = [Op(Kind.UPDATE, 3), *(Op(Kind.LOAD, 3, i) for i in range(40 * uploads))]
+        plan = Plan(setup.semantics, Policy(), setup.model, setup.workload, {}, (), tuple(ops))
+        (span,) = (s for s in simulate(plan, [update] + [load] * 40 * uploads, region, 1).timeline.spans if s.op == 0)
+        assert n_params / (span.end_s - span.start_s) == pytest.approx(expected, rel=0.01)
+    counted = demand(CostModel(read_profile(name)), setup, Kind.UPDATE, 3)
+    assert dict(update.uses)[Resource.DRAM] >= dict(counted.uses)[Resource.DRAM], "bounds rest on the counted bytes"
+    assert update.alone_s == pytest.approx(counted.alone_s)
+
+
+def test_an_update_beside_uploads_draws_between_counted_bytes_and_all_there_is():
+    setup = plan_of()
+    for name, fraction in (("h200-pcie5", 0.5), ("h200-pcie5", 1.0), ("gb10", 1.0), ("rtx4090-desktop", 0.3)):
+        profile = under_uploads(name, fraction)
+        update, counted = (demand(CostModel(p), setup, Kind.UPDATE, 3) for p in (profile, read_profile(name)))
+        drawn, least = (dict(d.uses)[Resource.DRAM] for d in (update, counted))
+        assert least <= drawn <= profile.host.dram_bytes_per_s.value
+        assert update.alone_s == counted.alone_s, "alone it keeps its rate"
+
+
+def test_unpacking_and_narrow_products_take_their_own_rates_where_they_were_measured():
+    fields = read_profile("h200-pcie5").to_json()
+    memory = fields["device"]["memory_bytes_per_s"]
+    fields["device"] |= {f"{of}_bytes_per_s": memory | {"value": memory["value"] / 4} for of in ("unpack", "narrow")}
+    slower, usual = Profile.from_json(fields), read_profile("h200-pcie5")
+    semantics = replace(SEMANTICS, base="int8", train=Train(lora=Lora(rank=16, targets=("up_proj",))))
+    setup = plan_of(semantics=semantics)
+    a, b = (demand(CostModel(p), setup, Kind.DEQUANTISE, 3).alone_s for p in (slower, usual))
+    launches_s = 4 * b - a
+    assert 3 * b < a < 4 * b
+    assert 0 < launches_s < b
+    layer = setup.workload.blocks[3]
+    products = [m for m in layer.matmuls if min(m.k, m.n) == 16]
+    assert products
+    for m in products:
+        slow_s, usual_s = (CostModel(p)._matmul("bf16", m) for p in (slower, usual))
+        assert slow_s == pytest.approx(4 * moved_bytes(m, 2) / memory["value"])
+        assert slow_s > usual_s
 
 
 def test_a_tied_weight_has_two_gradients_and_one_update(profile):

@@ -1,0 +1,150 @@
+"""Rates of the host's updates and sums of squares: a run against the probe, in pairs.
+
+`python -m benchmarks.host_rates` prints a table in Markdown. Each pair is the probe's own works on its slab of memory, and the ops
+of a plan by the runtime's `Updates` in the arenas of a model with layers of real size, on the same threads and cores; the order
+alternates. The target is a median ratio of run to probe within 5 %. Two minutes, 5 GB of memory.
+"""
+
+import argparse
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+
+from hwprofiles.probe import host_works
+from hwprofiles.probe.cpu import CpuDevice, settle
+from hwprofiles.probe.measurements import CPU, Effort
+from hwprofiles.probe.timings import Stopwatch, Timing, Use
+from hwprofiles.schema import read_profile
+from planner.lower.lower import lower
+from planner.model.workload import build_workload, read_model
+from runtime.host.chunks import Scratch
+from runtime.host.host_state import HostState
+from runtime.host.memory import Arenas
+from runtime.host.updates import Updates
+from runtime.host.workers import Workers
+from runtime.plan import Kind, Op, Plan, Policy, Semantics
+from runtime.plan.optimizer import AdamW
+from runtime.plan.workload import ITEM_BYTES, Model
+
+N_PAIRS = 7
+MODEL, N_LAYERS, VOCAB = "qwen2.5-1.5b", 4, 1024  # layers of 46.8 M parameters
+WORKS = ("update", "squares")
+MOST_OFF = 0.05
+Rates = dict[str, float]  # parameters per second, by work
+
+
+def plan_of() -> Plan:
+    """A plan whose layers are of real size, and whose vocabulary and batch are small."""
+    model = read_model(MODEL)
+    model = Model(model.config | {"num_hidden_layers": N_LAYERS, "vocab_size": VOCAB})
+    semantics = Semantics(seq_len=16, batch_size=1, micro_batch=1)
+    return lower(model, build_workload(model, semantics), semantics, Policy(), read_profile("cpu-2core").to_json())
+
+
+class Run:
+    """State and gradients of a plan in its arenas, and the runtime's updates of it."""
+
+    def __init__(self, plan: Plan, workers: Workers[Scratch], n_threads: int) -> None:
+        self.plan, self.step = plan, 0
+        arenas = Arenas(plan.arenas, torch.device("cpu"))
+        arenas.touch(n_threads)
+        self.state = HostState(plan, arenas)
+        for p in self.state.all_owned():
+            self.state.set_weight(p, torch.randn(p.shape))
+        for op in self._ops(Kind.UPDATE):
+            arrived = arenas.view(op["arrived"], plan.host_gradient_dtype(op.block))
+            arrived.copy_(torch.randn(2**20 + 1).to(arrived.dtype).repeat(arrived.numel() // 2**20 + 1)[: arrived.numel()])
+        settings = AdamW(lr=1e-5, weight_decay=0.1)
+        self.updates = Updates(self.state, lambda step: settings, workers, torch.device("cpu"), None)
+
+    def _ops(self, kind: Kind) -> list[Op]:
+        return [op for op in self.plan.ops if op.kind is kind]
+
+    def rates(self, seconds: float) -> Rates:
+        """Medians over steps of about that many seconds in all: parameters of layers over the time of their ops."""
+        found: dict[str, list[float]] = {work: [] for work in WORKS}
+        until_s = time.perf_counter() + seconds
+        while time.perf_counter() < until_s or len(found["update"]) < 3:
+            found["squares"].append(self._rate(Kind.NORM, self.updates.norm))
+            (clip,) = self._ops(Kind.CLIP)
+            self.updates.clip(clip, self.step, list)
+            found["update"].append(self._rate(Kind.UPDATE, partial(self.updates.update, step=self.step)))
+            self.updates.taken(self.step)
+            self.step += 1
+        return {work: median(rates) for work, rates in found.items()}
+
+    def _rate(self, kind: Kind, perform: Callable[[Op], None]) -> float:
+        spent_s, n = 0.0, 0
+        for op in self._ops(kind):
+            began_s = time.perf_counter()
+            perform(op)
+            if 0 < op.block <= N_LAYERS:
+                spent_s, n = spent_s + time.perf_counter() - began_s, n + self.plan.workload.blocks[op.block].n_trained
+        return n / spent_s
+
+
+def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
+    """The probe's rates of the same works on as many threads, and their circumstances."""
+    n_threads, n_bytes = len(device.host_cores), host_works.slab_bytes(device.free_bytes, effort.host_bytes)
+    rates, uses = Rates(), dict[str, Use]()
+    works = host_works.updates(n_threads, n_bytes), host_works.squares(n_threads, n_bytes)
+    for name, work, item_bytes in zip(WORKS, works, (1, ITEM_BYTES["bf16"]), strict=True):
+        with device.prepared(work) as ready:
+            timing = Stopwatch(device, effort).timing(ready)
+        assert timing.use is not None
+        rates[name], uses[name] = work.amount / item_bytes / timing.value, timing.use
+    return rates, uses
+
+
+def pairs(n_pairs: int, effort: Effort) -> list[tuple[Rates, Rates, dict[str, Use], float]]:
+    """Of each pair: rates of the probe and of the run, circumstances of the probe's, and the load average."""
+    device, found = CpuDevice(), []
+    workers = Workers(len(device.host_cores), Scratch)
+
+    def all_pairs() -> None:
+        with workers.helped(partial(settle, device.host_cores, 1)):
+            run = Run(plan_of(), workers, len(device.host_cores))
+            run.rates(0.0)  # compiles
+            for pair in range(n_pairs):
+                before = run.rates(effort.sustained_s) if pair % 2 else None
+                of_probe, uses = probed(device, effort)
+                of_run = before or run.rates(effort.sustained_s)
+                found.append((of_probe, of_run, uses, os.getloadavg()[0]))
+
+    device.pool(device.host_cores).submit(all_pairs).result()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=N_PAIRS)
+    parser.add_argument("--thorough", action="store_true", help="walk through 12 GB of memory, not 2")
+    arguments = parser.parse_args()
+    effort = CPU if arguments.thorough else CPU.quick()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    found = pairs(arguments.pairs, effort)
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, {versions}\n")
+    print("| pair | work | probe, Gparam/s | run, Gparam/s | run / probe | cores used | steal | last third | load |")
+    print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
+    for i, (of_probe, of_run, uses, load) in enumerate(found, start=1):
+        for work in WORKS:
+            a, b, use = of_probe[work], of_run[work], uses[work]
+            circumstances = f"{use.cores:.2f} | {use.steal_fraction:.0%} | {use.last_third:.2f} | {load:.1f}"
+            print(f"| {i} | {work} | {a / 1e9:.3f} | {b / 1e9:.3f} | {b / a:.3f} | {circumstances} |")
+    print()
+    for work in WORKS:
+        ratios = [of_run[work] / of_probe[work] for of_probe, of_run, _, _ in found]
+        middle = Timing.of(ratios)
+        verdict = "within" if abs(middle.value - 1) <= MOST_OFF else "not within"
+        print(f"{work}: median ratio {middle.value:.3f}, {min(ratios):.3f} to {max(ratios):.3f}: {verdict} {MOST_OFF:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Works of the host's threads, on a slab of memory in the layout of a run: updates, sums of squares, memory traffic, first touch.
+
+The slab holds optimizer state in slots of one layer each, arrays one after another as in `runtime/host/host_state.py`:
+
+    weight bf16 | remainder int16 | first moment fp32 | second moment fp32 | next slot ... | gradients bf16, layer by layer
+
+A work walks through the slab from end to end, some tasks a call, so that no call reads the memory of the call before. Distances
+between arrays are those of real layers, never a power of two: two arrays 2^28 bytes apart cost three times as long.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hwprofiles.schema import ITEM_BYTES
+from runtime.host import norms, optimizer
+from runtime.host.chunks import Scratch
+from runtime.plan import Lane
+from runtime.plan.optimizer import AdamW
+from runtime.units import GB, KiB, MiB
+
+from .works import Work
+
+Task = Callable[[Scratch], object]  # part of a work, for any thread
+Together = Callable[[Sequence[Callable[[None], object]]], None]  # performs calls on all threads of the host
+
+SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
+CLIP_FACTOR = 0.5  # any but 1, which would skip the multiplication
+LAYER_ELEMENTS = (233_057_792, 46_797_824, 14_912_384)  # of Qwen2.5-7B, 1.5B and 0.5B: the largest of which SLOTS fit is used
+SLOTS = 3
+STATE_BYTES, GRADIENT_BYTES = 12, 2  # of an element
+ALIGN_ELEMENTS = 128
+TRAFFIC_BYTES = 8 * MiB + 12 * KiB  # of one copy within host memory
+TASKS_PER_THREAD = 16  # of one call, enough that the uneven end of them matters little
+FRESH_BYTES = 130 * MiB  # so large that the allocator has none that was touched before
+MEMORY_FRACTION, MOST_FRACTION = 1 / 3, 1 / 2  # of the host's free memory: of a slab, and of one that caches make larger
+LEAST_BYTES = GB // 4
+CACHES, CACHES_FACTOR = Path("/sys/devices/system/cpu"), 4
+
+
+def slab_bytes(free_bytes: int, most_bytes: int) -> int:
+    """Size of the slab: the smaller of a third of memory and `most_bytes`, but at least four times all last-level caches."""
+    caches_bytes = min(CACHES_FACTOR * cache_bytes(), int(MOST_FRACTION * free_bytes))
+    return max(min(int(MEMORY_FRACTION * free_bytes), most_bytes), caches_bytes) // (4 * KiB) * (4 * KiB)
+
+
+@lru_cache
+def cache_bytes() -> int:
+    """Bytes of all last-level caches together."""
+    last: dict[str, int] = {}
+    for cache in CACHES.glob("cpu[0-9]*/cache/index3"):
+        with suppress(OSError, ValueError):
+            last[(cache / "shared_cpu_list").read_text()] = int((cache / "size").read_text().removesuffix("K\n")) * KiB
+    return sum(last.values())
+
+
+def layer_elements(n_bytes: int) -> int:
+    """Elements of the layer whose slots fill a slab of `n_bytes`; of a slab too small for any real layer, one slot."""
+    each_bytes = STATE_BYTES + GRADIENT_BYTES
+    fits = (n for n in LAYER_ELEMENTS if SLOTS * each_bytes * n <= n_bytes)
+    return next(fits, n_bytes // each_bytes // ALIGN_ELEMENTS * ALIGN_ELEMENTS)
+
+
+def updates(n_threads: int, n_bytes: int = LEAST_BYTES) -> Work:
+    """AdamW on split masters and bf16 gradients."""
+    return _of_threads("optimizer", "optimizer", update_tasks, optimizer.TASK_ELEMENTS, n_threads, n_bytes)
+
+
+def squares(n_threads: int, n_bytes: int = LEAST_BYTES) -> Work:
+    """Sums of squares for the gradient norm, over bf16 gradients that fill the slab."""
+    amount = optimizer.TASK_ELEMENTS * ITEM_BYTES["bf16"]
+    return _of_threads("host memory", "sum of squares", square_tasks, amount, n_threads, n_bytes)
+
+
+def traffic(n_cores: int, n_bytes: int = LEAST_BYTES) -> Work:
+    """Copies within host memory by all cores; each byte is read and written."""
+    return _of_threads("host memory", "host copies", copy_tasks, 2 * TRAFFIC_BYTES, n_cores, n_bytes, is_on_all_cores=True)
+
+
+def first_touch(n_bytes: int = LEAST_BYTES) -> Work:
+    """Fresh memory of the allocator, written for the first time; the slab stays as it is."""
+    common: dict[str, Any] = {"tasks": touch_tasks, "n_tasks": 1, "slab_bytes": n_bytes}
+    return Work("host memory", "first touch", lane=Lane.CPU, amount=FRESH_BYTES, **common)
+
+
+def _of_threads(
+    kind: str, name: str, tasks: Callable[..., list[Task]], amount: float, n_threads: int, n_bytes: int, **fields: Any
+) -> Work:
+    """`amount`: of each task."""
+    n_tasks = TASKS_PER_THREAD * n_threads
+    name, point = f"{name} on {n_threads} threads", {"threads": n_threads}
+    common: dict[str, Any] = {"amount": n_tasks * amount, "point": point, "n_threads": n_threads, "slab_bytes": n_bytes}
+    return Work(kind, name, lane=Lane.CPU, tasks=tasks, n_tasks=n_tasks, **common, **fields)
+
+
+# -- tasks of one walk through a slab, which the first call fills --------------------------------------------------------
+
+
+def update_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
+    """Full tasks of AdamW over every slot; the remainder at the end of a slot is left out, so that all tasks are alike."""
+    n = layer_elements(slab.numel())
+    n_slots = slab.numel() // ((STATE_BYTES + GRADIENT_BYTES) * n)
+    states, gradients = slab[: n_slots * STATE_BYTES * n], slab[n_slots * STATE_BYTES * n :]
+    found, fills = list[Task](), list[Callable[[None], None]]()
+    block = _random_state()
+    for slot, gradient in zip(states.split(STATE_BYTES * n), _arrays(gradients, n), strict=True):
+        weight, remainder, moments = slot[: 2 * n], slot[2 * n : 4 * n], slot[4 * n :].view(torch.float32)
+        master = optimizer.Master(weight.view(torch.bfloat16), remainder.view(torch.int16))
+        state = optimizer.ParamState(master, (moments[:n], moments[n:]))
+        step = optimizer.Step(state, optimizer.summed(gradient), CLIP_FACTOR, 10, SETTINGS)
+        found += step.tasks()[: max(1, n // optimizer.TASK_ELEMENTS)]
+        fills += [partial(_fill, *pair) for pair in zip((*state.tensors, gradient), block, strict=True)]
+    together(fills)
+    return found
+
+
+def square_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
+    """Full tasks over gradients of layers, with which the whole slab is filled."""
+    n = min(LAYER_ELEMENTS[0], slab.numel() // GRADIENT_BYTES)
+    gradients, values = list(_arrays(slab, n)), _random_state()[-1]
+    together([partial(_fill, gradient, values) for gradient in gradients])
+    each = max(1, n // optimizer.TASK_ELEMENTS)
+    return [task for gradient in gradients for task in norms.squares_tasks(optimizer.summed(gradient))[:each]]
+
+
+def copy_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
+    """Copies from the first half of the slab to the second."""
+    half = slab.numel() // 2
+    n = half // TRAFFIC_BYTES * TRAFFIC_BYTES
+    pairs = zip(slab[half : half + n].split(TRAFFIC_BYTES), slab[:n].split(TRAFFIC_BYTES), strict=True)
+    return [lambda _, to=to, source=source: to.copy_(source) for to, source in pairs]  # type: ignore[misc]
+
+
+def touch_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
+    return [lambda _: torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1)]
+
+
+def _arrays(memory: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
+    """Whole bf16 arrays of n elements, one after another."""
+    return (part.view(torch.bfloat16) for part in memory[: memory.numel() // (2 * n) * 2 * n].split(2 * n))
+
+
+def _random_state() -> list[torch.Tensor]:
+    """Weight, remainder, moments and gradient of one task."""
+    values, moment, gradient = (torch.randn(optimizer.TASK_ELEMENTS) for _ in range(3))
+    remainder = torch.empty_like(values, dtype=torch.int16)
+    master = optimizer.Master(torch.empty_like(values, dtype=torch.bfloat16), remainder)
+    master.put(slice(None), values)
+    return [master.weight, remainder, moment * 1e-3, moment.square() * 1e-6, gradient.bfloat16()]
+
+
+def _fill(array: torch.Tensor, block: torch.Tensor, _: None) -> None:
+    """Repeat a block through an array."""
+    for part in array.split(block.numel()):
+        part.copy_(block[: part.numel()])
