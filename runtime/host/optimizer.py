@@ -240,8 +240,6 @@ class Kept(NamedTuple):
 
 # -- kernels of the host -------------------------------------------------------------------------------------------------
 
-SLOWER = 5  # times, by the definition (docs/benchmarks/optimizer_cpu-2core_2026-11-28.md)
-
 
 @cache
 def compiled_update(kept: Kept) -> bool:
@@ -286,7 +284,7 @@ def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
 
 @cache
 def _tell_once(why: str) -> None:
-    warnings.warn(f"the host's optimizer runs uncompiled, about {SLOWER} times slower: {why}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"the host's optimizer runs uncompiled, several times slower: {why}", RuntimeWarning, stacklevel=2)
 
 
 def numbers_of_every_size(n: int, spread: int, seed: int) -> torch.Tensor:
