@@ -3,7 +3,7 @@
 `python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters, and
 of the optimizers that keep less, with one worker and more, beside a copy that moves as many bytes with as many threads, measured in
 turns, and as ratios to AdamW on split masters and to torch's fused kernel alone, in turns too; the bytes per parameter counted from
-the loops; and what the processor's own counters say, where they can be had.
+the loops; and what the processor's own counters say, where they can be had. `--before REVISION` compares with a revision instead.
 """
 
 import argparse
@@ -12,9 +12,11 @@ import os
 import platform
 import struct
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -213,6 +215,57 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
         )
 
 
+# Another revision's cases, in a process of its own: a line of input is a run, a line of output its thread's seconds
+CHILD = """
+import sys, time
+from benchmarks import optimizer as of
+from runtime.host.slabs import settle_allocator
+settle_allocator()
+kind, n = sys.argv[1], int(sys.argv[2])
+case, workers = of.norm_case(n) if kind == "norm" else of.update_case(kind, n), of.Workers(1, of.Scratch)
+with of.settled(), workers.helped(of.settled):
+    for _ in sys.stdin:
+        start_s = time.thread_time()
+        case.run(workers)
+        print(time.thread_time() - start_s, flush=True)
+"""
+
+
+def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> Iterator[str]:
+    """A row for each kind: the revision and this one in turns, round by round, each on one thread of its own process."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", revision, "runtime", "benchmarks"], check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive)
+        for kind in kinds:
+            with ExitStack() as stack:
+                command = [sys.executable, "-c", CHILD, kind, str(n_params)]
+                children = [
+                    stack.enter_context(
+                        subprocess.Popen(
+                            command,
+                            cwd=at,
+                            env=os.environ | {"PYTHONPATH": str(at)},
+                            stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE,
+                            text=True,
+                        )
+                    )
+                    for at in (folder, Path(__file__).parents[1])
+                ]
+                pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round warms up
+            before, after = ([pair[i] / n_params * 1e9 for pair in pairs] for i in (0, 1))
+            ratio = median(a / b for b, a in zip(before, after, strict=True))
+            spread = f"{min(after):.2f} to {max(after):.2f}"
+            yield f"| {kind} | {median(before):.2f} | {median(after):.2f} | {spread} | {ratio:.2f} |"
+
+
+def _one_run(child: "subprocess.Popen[str]") -> float:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    print(file=child.stdin, flush=True)
+    return float(child.stdout.readline())
+
+
 def processor() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -225,11 +278,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", type=int, default=N_PARAMS, help="parameters of a case")
     parser.add_argument("--rounds", type=int, default=N_ROUNDS)
+    parser.add_argument("--kinds", nargs="+", default=[*KINDS, "norm"], help="of --before")
+    parser.add_argument("--before", metavar="REVISION", help="compare with a revision of git, in turns, on one thread")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     asked = parser.parse_args()
     settle_allocator()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     print(f"Commit {commit}; {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.")
+    if asked.before is not None:
+        print(f"{asked.params / 1e6:.1f} M parameters, one thread, {asked.rounds} rounds in turns, medians.\n")
+        print(f"| kind | {asked.before}, ns | now, ns | least to most | ratio |\n|---|---:|---:|---|---:|", flush=True)
+        for row in compared(asked.before, asked.kinds, asked.params, asked.rounds):
+            print(row, flush=True)
+        return
     gradients = f"gradients fp32 beside an fp32 master and else bf16, {asked.rounds} rounds in turns"
     print(f"{asked.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
     print("| what | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")

@@ -1,7 +1,9 @@
 """Compilation of functions on arrays, by numba where it is installed; without it they are interpreted, to the same bits."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -33,6 +35,35 @@ def compiled_bare(function: F) -> F:
     """The same of a function that allocates nothing: references to its arrays are not counted at each access, which takes the event
     loop ten times as long as all else that it does."""
     return compiled(function, _nrt=False, forceinline=True)
+
+
+def compiled_loop(function: F) -> F:
+    """The same of a part of `compiled_kernel`s, with IEEE's division: it is kept with them, not by itself."""
+    return cast(F, numba.njit(nogil=True, error_model="numpy")(function)) if IS_COMPILED else function
+
+
+def compiled_kernel(function: F) -> F:
+    """The same of a kernel; a warning tells once that one is compiled, which takes seconds."""
+    found = compiled(function, error_model="numpy")
+    if IS_COMPILED:
+        kept = vars(found)["_cache"]
+        kept.load_overload = _or_announced(kept.load_overload)
+    return found
+
+
+def _or_announced(load: Callable[..., Any]) -> Callable[..., Any]:
+    def loaded(*args: Any) -> Any:
+        found = load(*args)
+        if found is None:
+            _announce()
+        return found
+
+    return loaded
+
+
+@cache
+def _announce() -> None:
+    warnings.warn("compiling the host's optimizer: seconds, once on this machine", RuntimeWarning, stacklevel=2)
 
 
 def _if_the_disk_lets(access: Callable[..., Any]) -> Callable[..., Any]:

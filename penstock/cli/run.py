@@ -83,8 +83,6 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             return start(n, sys.argv[1:])
         if is_rank():
             take_own_part(settings.device)
-        if not file.plan.semantics.is_lean:
-            _without_machine_code()
         from penstock.training.device import device_of
         from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
@@ -105,17 +103,6 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
         if is_rank() and os.environ.get("RANK", "0") != "0":
             return 1  # rank 0 prints it
         raise
-
-
-def _without_machine_code() -> None:
-    """Have the simulator interpreted in this process: a run simulates one plan, which is not worth the 100 MB that numba takes
-    where no optimizer asks for it (`runtime/host/lean.py`)."""
-    there = sys.modules.get("numba")
-    sys.modules["numba"] = there  # type: ignore[assignment]  # None, where nothing has imported it: then nothing finds it
-    import runtime.compiled  # noqa: F401
-
-    if there is None:
-        del sys.modules["numba"]
 
 
 def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:

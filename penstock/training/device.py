@@ -2,7 +2,6 @@
 
 import os
 
-from runtime.compiled import IS_COMPILED
 from runtime.errors import DoesNotFitError, PlanError
 from runtime.host import memory
 from runtime.layers.attention import refuse_any_order, refuse_missing_attention
@@ -27,11 +26,7 @@ def device_of(asked: str) -> str:
 
 
 def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
-    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot, or another device is to, or where
-    what compiles the host's optimizer is missing."""
-    if plan.semantics.is_lean and not IS_COMPILED:
-        asked = plan.semantics.optimizer_in_words
-        raise PlanError(f"the plan updates by {asked}, whose loops numba compiles, which is not installed: pip install numba")
+    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot, or another device is to."""
     if device != "emulated":
         refuse_missing_libraries(plan.semantics, device)
     if device != "cuda":

@@ -67,8 +67,11 @@ class Shape:
             # Tiles of 2^16 elements, one more for each end of a parameter or a piece
             self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
         # Of each block: bytes of masters (in one piece or in two) and moments; of what is frozen; of what the host has of both
-        per_element = of.optimizer.state_bytes(of.master_dtype)
-        self.own_bytes = [math.ceil(n * per_element / ALIGN_BYTES) * ALIGN_BYTES for n in self.owned]
+        masters = {"fp32": [4.0], "bf16": [2.0], "split24": [2.0, 1.0]}[of.master_dtype]
+        if of.master_dtype == "fp32" and of.compute_dtype == "bf16":
+            masters = [2.0, 2.0]
+        of_element = [*masters, *(of.optimizer.moment_bytes / len(of.optimizer.moments) for _ in of.optimizer.moments)]
+        self.own_bytes = [_own_bytes([math.ceil(n * each) for each in of_element]) for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
         in_memory = [n * (b not in self.on_disk) for b, n in enumerate(self.frozen_bytes)]
         self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(in_memory)]
@@ -108,6 +111,18 @@ class Shape:
             first, n = first - n, 2 * n
             found.append(range(first, micro_batch + 1))
         return found
+
+
+def _own_bytes(arrays: list[int]) -> int:
+    """Arrays one after another, at aligned places, none of which is a multiple of 256 MiB from another."""
+    places = list[int]()
+    end = 0
+    for n_bytes in arrays:
+        while any((end - place) % 2**28 == 0 for place in places):
+            end += ALIGN_BYTES
+        places.append(end)
+        end += n_bytes
+    return -(-end // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _frozen_bytes(plan: Plan, block: int) -> int:

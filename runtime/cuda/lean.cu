@@ -1,4 +1,4 @@
-// A step of AdamW or Lion on less state, in place, by the operations of lean.py: to its bits.
+// A step of AdamW or Lion on less state, in place, by the operations of docs/optimizers.md: to the bits of loops.py.
 //
 // The caller defines WEIGHT, MOMENT and GRADIENT (float, or unsigned short for the bits of bf16; of moments also unsigned char, for
 // groups of int8), IS_SPLIT (a bf16 weight has a remainder, by which it lacks its master) of type REMAINDER, short, or signed char of

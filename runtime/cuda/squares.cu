@@ -1,4 +1,4 @@
-// Sums of squares of a flat gradient in the order of `chunks.squares_of_chunks`, so that they have its bits.
+// Sums of squares of a flat gradient in the order of `chunks.squares`, so that they have its bits.
 //
 // The caller defines ELEMENT (float, or unsigned short for the bits of bf16), CHUNK (a power of two) and THREADS (CHUNK is
 // THREADS squared). A chunk is a matrix of THREADS by THREADS, row after row; its second half of rows is added to the first,

@@ -1,170 +1,112 @@
-"""Loops over the chunks of a flat parameter: each chunk is done with while it is in a core's cache (cache blocking).
+"""The definition of the host optimizer's work, in plain torch and numpy operations, chunk by chunk.
 
-TorchScript runs them on the host: a loop then holds no interpreter lock, and no other thread waits for it. Where torch has none the
-interpreter runs the same functions, with the same results, slower. Signatures have no classes, as TorchScript compiles none.
-
-A byte outside of the scratch memory is read once and, if it changes, written once: `Optimizer.update_bytes` counts them.
+`loops.py` compiles the same to the same bits. The definition runs where numba is missing, is the slow twin of tests, and computes
+the elements at a parameter's end that fill no vector register of torch's kernel.
 """
 
-import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from .rounding import GROUP, HALF, group_bytes, numbers, packed, unpacked
+
+if TYPE_CHECKING:
+    from .optimizer import Step, SummedGradient
+
 CHUNK_ELEMENTS = 65_536  # of the norm's definition: a power of two
-UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # the optimizer's unit. Smaller, the calls would cost more; larger, its scratch leaves a cache
-
-SQUARES_ELEMENTS = 8 * CHUNK_ELEMENTS  # squared at a time: 2 MB, so that a call is much longer than what it takes to make it
-TASK_CHUNKS = 16  # that a thread takes at a time: about a millisecond, far above a hand-over, and short enough to share evenly
-
-_F = TypeVar("_F", bound=Callable[..., object])
+UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # of an update by the definition
+TASK_CHUNKS = 32  # that a thread takes at a time: 2 ms, far above a hand-over, and short enough to share evenly
+SCRATCH_ELEMENTS = 2**13
 
 
 class Scratch:
-    """Memory of one thread for a chunk of an update, or some of a gradient: an allocation per chunk would be page faults."""
+    """A thread's memory for a block: it stays in the core's caches, and no call allocates."""
 
-    def __init__(self, n_elements: int = UPDATE_ELEMENTS, n_squares: int = SQUARES_ELEMENTS) -> None:
-        """Of zeros, so that its pages are there."""
-        self.wide, self.bits = torch.zeros(n_elements), torch.zeros(n_elements, dtype=torch.int32)  # a master
-        self.gradient, self.rounded = torch.zeros(n_squares), torch.zeros(n_squares, dtype=torch.bfloat16)
+    def __init__(self) -> None:
+        self.block = torch.zeros(SCRATCH_ELEMENTS)
 
 
-def scripted(function: _F) -> _F:
-    """The function as TorchScript, or as it is where torch has none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is")  # deprecated; torch has nothing else without a compiler
-        try:
-            return torch.jit.script(function)  # type: ignore[no-any-return]
-        except (AttributeError, NotImplementedError, RuntimeError):
-            return function
+def gradient_of(gradient: "SummedGradient", start: int, end: int) -> torch.Tensor:
+    """Elements of the sum in fp32, rounded to the gradient's dtype."""
+    total = gradient.parts[0][start:end].float()
+    for part in gradient.parts[1:]:
+        total = total + part[start:end]
+    return total.bfloat16().float() if gradient.is_rounded else total
 
 
-def widened(
-    parts: list[torch.Tensor], at: int, n: int, wide: torch.Tensor, rounded: torch.Tensor | None, scale: torch.Tensor | None
-) -> torch.Tensor:
-    """A chunk of the sum of fp32 parts, or of one of any dtype, in fp32 scratch: rounded to `rounded`'s dtype, times `scale`."""
-    total = wide.narrow(0, 0, n)
-    total.copy_(parts[0].narrow(0, at, n))
-    for part in parts[1:]:
-        total.add_(part.narrow(0, at, n))
-    if rounded is not None:
-        narrower = rounded.narrow(0, 0, n)
-        narrower.copy_(total)
-        total.copy_(narrower)
-    if scale is not None:
-        total.mul_(scale)
-    return total
-
-
-def nan_of(wide: torch.Tensor) -> torch.Tensor | None:
-    """Where there are NaN; None if there are none, which a finite sum proves."""
-    total = float(wide.sum())
-    return wide != wide if total - total != 0.0 else None
-
-
-def round_up_half(wide_bits: torch.Tensor, nan: torch.Tensor | None, out_bits: torch.Tensor) -> None:
-    """Round the bits of fp32, in place, to those of bf16, ties away from zero.
-
-    NaN stays NaN (its payload could otherwise carry into the sign).
-    """
-    wide_bits.add_(0x8000).bitwise_right_shift_(16)
-    if nan is not None:
-        wide_bits.masked_fill_(nan, 0x7FC0)
-    out_bits.copy_(wide_bits)
-
-
-def join(weight: torch.Tensor, remainder: torch.Tensor, wide: torch.Tensor, wide_bits: torch.Tensor, bits: torch.Tensor) -> None:
-    """A split master as fp32: the weight's bits are the upper half, and the remainder is added. `wide_bits` are those of `wide`."""
-    wide.copy_(weight)
-    bits.copy_(remainder)
-    wide_bits.add_(bits)
-
-
-def cut(wide: torch.Tensor, wide_bits: torch.Tensor, weight_bits: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Split an fp32 master, which is lost: `wide_bits` are its bits.
-
-    What a weight that was rounded half up lacks is the lower half of the master's bits, read with a sign.
-    """
-    nan = nan_of(wide)
-    remainder.copy_(wide_bits)  # keeps the lower half of each; added to the bits of a NaN, any of them leaves one
-    round_up_half(wide_bits, nan, weight_bits)
-
-
-def update_chunks(
-    start: int, end: int, chunk: int, to: list[torch.Tensor], weight_bits: torch.Tensor, is_split: bool, before: list[torch.Tensor],
-    parts: list[torch.Tensor], rounded: torch.Tensor | None, factor: float, numbers: list[float], n_updates: float,
-    scratch: list[torch.Tensor], operands: list[list[torch.Tensor]],
-) -> None:  # fmt: skip
-    """AdamW by torch's fused kernel, elements start .. end - 1, `start` being a chunk's.
-
-    `to`: the state, of the master, fp32 or bf16, or the bf16 half of a split one and its remainder; then moments. `weight_bits` are
-    those of the first as integers. `before`: a state to start from, which stays; or empty. The gradient is the sum of `parts`,
-    rounded to the dtype of `rounded`, times `factor`. `operands`: a list for each of the kernel's, made by the caller: of lists
-    made in a loop TorchScript would say that nothing reads what the kernel does to them, and leave it out."""
-    wide_scratch, wide_bits_scratch, bits_scratch, gradient_scratch = scratch
-    step = torch.full([], n_updates, dtype=torch.float32)
-    scale = torch.full([], factor, dtype=torch.float32) if factor != 1.0 else None
-    in_place = to[0].dtype == torch.float32  # the kernel then works on the master itself
-    source, first_moment = before if len(before) > 0 else to, 2 if is_split else 1
-    lr, beta1, beta2, weight_decay, eps = numbers
-    for at in range(start, end, chunk):
-        n = min(chunk, end - at)
-        gradient = widened(parts, at, n, gradient_scratch, rounded, scale)
-        wide = to[0].narrow(0, at, n) if in_place else wide_scratch.narrow(0, 0, n)
-        wide_bits = weight_bits.narrow(0, at, n) if in_place else wide_bits_scratch.narrow(0, 0, n)
-        if is_split:
-            join(source[0].narrow(0, at, n), source[1].narrow(0, at, n), wide, wide_bits, bits_scratch.narrow(0, 0, n))
-        elif not in_place or len(before) > 0:
-            wide.copy_(source[0].narrow(0, at, n))
-        operands[0][0], operands[1][0] = wide, gradient
-        for i in range(first_moment, len(to)):
-            moment = to[i].narrow(0, at, n)
-            if len(before) > 0:
-                moment.copy_(source[i].narrow(0, at, n))
-            operands[i - first_moment + 2][0] = moment
+def update(step: "Step", start: int, end: int) -> None:
+    """A step on elements start .. end - 1."""
+    for at in range(start, end, UPDATE_ELEMENTS):
+        here = slice(at, min(at + UPDATE_ELEMENTS, end))
+        before, g = step.start_from or step.to, gradient_of(step.gradient, here.start, here.stop)
+        g = g * torch.tensor(step.factor, dtype=torch.float32)
+        wide = before.master.whole(here).to(torch.float32, copy=True)
+        if step.drawn is not None:
+            _update_drawn(step, here, wide, g)
+            continue
+        moments = [moment[here].clone() for moment in before.moments]
+        lr, beta1, beta2, weight_decay, eps = step.settings.numbers
         torch._fused_adamw_(
-            operands[0], operands[1], operands[2], operands[3], [], [step],
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            [wide], [g], *([moment] for moment in moments), [], [torch.tensor(float(step.n_updates))], lr=lr, beta1=beta1,
+            beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
-        if is_split:
-            cut(wide, wide_bits, weight_bits.narrow(0, at, n), to[1].narrow(0, at, n))
-        elif not in_place:
-            round_up_half(wide_bits, nan_of(wide), weight_bits.narrow(0, at, n))
+        step.to.master.put(here, wide)
+        for kept, moment in zip(step.to.moments, moments, strict=True):
+            kept[here] = moment
 
 
-def squares_of_chunks(
-    start: int, end: int, chunk: int, parts: list[torch.Tensor], rounded: torch.Tensor | None, scratch: torch.Tensor
-) -> list[float]:
+def _update_drawn(step: "Step", here: slice, wide: torch.Tensor, gradient: torch.Tensor) -> None:
+    """The arithmetic of docs/optimizers.md, and its rounding."""
+    assert step.drawn is not None
+    (keys, is_master_drawn, first), n = step.drawn, len(wide)
+    w, g, by = wide.numpy(), gradient.numpy(), np.array(step.scalars, np.float32)
+    groups = slice(group_bytes(here.start), group_bytes(here.stop))
+    before = (step.start_from or step.to).moments
+    m, *rest = [
+        unpacked(x[groups].numpy(), n, i == 1) if x.dtype is torch.uint8 else x[here].float().numpy() for i, x in enumerate(before)
+    ]
+    with np.errstate(all="ignore"):
+        if step.rule == "lion":
+            u = m + by[1] * (g - m)
+            w = w * by[0] - np.where(u > 0, by[3], np.where(u < 0, -by[3], u))
+            after = [m + by[2] * (g - m)]
+        else:
+            m, v = m + by[1] * (g - m), rest[0] * by[2] + (by[3] * g) * g
+            w = w * by[0] + (by[6] * m) / (np.sqrt(v) * by[4] + by[5])
+            after = [m, v]
+        for i, (kept, x) in enumerate(zip(step.to.moments, after, strict=True)):
+            random = numbers(keys[i + 1], first + here.start, n)
+            if kept.dtype is torch.uint8:
+                kept[groups] = torch.from_numpy(packed(x, i == 1, random[::GROUP]))
+            elif kept.dtype is torch.bfloat16:
+                kept[here].view(torch.int16).copy_(bf16_bits(torch.from_numpy(x), torch.from_numpy(random)))
+            else:
+                kept[here] = torch.from_numpy(x)
+    carried = torch.from_numpy(numbers(keys[0], first + here.start, n)) if is_master_drawn else torch.tensor(HALF)
+    step.to.master.put(here, torch.from_numpy(w), carried)
+
+
+def bf16_bits(wide: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
+    """fp32 rounded to bf16, up where the bits cut off and a 16-bit number carry. NaN stays NaN."""
+    return torch.where(wide.isnan(), 0x7FC0, wide.view(torch.int32) + carried >> 16).short()
+
+
+def squares(gradient: "SummedGradient", start: int, end: int) -> list[float]:
     """fp32 sum of squares of each chunk of elements start .. end - 1, in an order that any processor can keep: the second half of
-    the places in a chunk is added to the first, and so on, until one is left. A chunk is a power of two of them, the last one
-    filled up with zeros. As many chunks at a time as `scratch` holds."""
-    sums: list[float] = []
-    for at in range(start, end, scratch.numel()):
-        n = min(scratch.numel(), end - at)
-        squares = scratch.narrow(0, 0, -(-n // chunk) * chunk)
-        widened(parts, at, n, squares, rounded, None)
-        squares.narrow(0, n, squares.numel() - n).zero_()
-        rows, half = squares.mul_(squares).view(-1, chunk), chunk // 2
-        while half > 0:
-            rows.narrow(1, 0, half).add_(rows.narrow(1, half, half))
-            half = half // 2
-        found: list[float] = rows.select(1, 0).tolist()
-        sums += found
+    the places in a chunk is added to the first, and so on, until one is left. The last chunk is filled up with zeros."""
+    sums = list[float]()
+    for at in range(start, end, CHUNK_ELEMENTS):
+        x = gradient_of(gradient, at, min(at + CHUNK_ELEMENTS, end))
+        x = torch.nn.functional.pad(x * x, (0, CHUNK_ELEMENTS - len(x)))
+        while len(x) > 1:
+            x = x[: len(x) // 2] + x[len(x) // 2 :]
+        sums.append(float(x))
     return sums
 
 
-def add_chunks(
-    start: int, end: int, chunk: int, total: torch.Tensor, part: torch.Tensor, is_first: bool, scratch: torch.Tensor
-) -> None:
-    """Add a part of any dtype to an fp32 sum, which begins at zero with the first."""
-    for at in range(start, end, chunk):
-        n = min(chunk, end - at)
-        running, wide = total.narrow(0, at, n), scratch.narrow(0, 0, n)
-        wide.copy_(part.narrow(0, at, n))
-        if is_first:
-            running.zero_()
-        running.add_(wide)
-
-
-run_update, run_squares, run_add = scripted(update_chunks), scripted(squares_of_chunks), scripted(add_chunks)
+def add(total: torch.Tensor, part: torch.Tensor, is_first: bool, start: int, end: int) -> None:
+    """Add elements of any dtype to an fp32 sum; the first part is added to zero."""
+    for at in range(start, end, UPDATE_ELEMENTS):
+        here = slice(at, min(at + UPDATE_ELEMENTS, end))
+        total[here] = (torch.zeros(()) if is_first else total[here]) + part[here].float()

@@ -17,8 +17,9 @@ from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
 from runtime.ranks import Ranks
 from runtime.units import on_one_line
 
-from .chunks import CHUNK_ELEMENTS, Scratch, run_squares
-from .optimizer import SummedGradient, summed, tasks_of
+from . import chunks
+from .chunks import CHUNK_ELEMENTS, Scratch
+from .optimizer import SummedGradient, compiled_squares, summed, tasks_of
 
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -26,8 +27,14 @@ NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None) -> list[Callable[[Scratch], list[float]]]:
     """Tasks that give fp32 sums of squares of a flat gradient's chunks, to be `added` in order; in each cut chunks begin anew."""
 
+    is_compiled = compiled_squares(gradient.parts[0].dtype)
+
     def work(start: int, end: int, own: Scratch) -> list[float]:
-        return run_squares(start, end, CHUNK_ELEMENTS, list(gradient.parts), gradient.rounded(own), own.gradient)
+        if is_compiled:
+            from . import loops
+
+            return loops.squares_of(gradient, start, end, own)
+        return chunks.squares(gradient, start, end)
 
     whole = [range(gradient.numel())] if cuts is None else cuts
     return [task for cut in whole for task in tasks_of(work, cut.stop, cut.start)]

@@ -5,31 +5,32 @@ whole. A task is some chunks of one parameter, and needs nothing but a thread's 
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from functools import cache, lru_cache, partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from runtime.compiled import IS_COMPILED
 from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from runtime.errors import PlanError
 from runtime.plan.optimizer import AdamW, Hyperparameters
 
 from . import chunks
 from .chunks import Scratch
-from .rounding import TURN, Drawn, group_bytes, packed, signed
-
-if TYPE_CHECKING:
-    from . import lean
+from .rounding import HALF, TURN, Drawn, group_bytes, packed, signed
 
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
-PROBE_ELEMENTS = 2**16 + 27  # that a device's kernel is held to the host's bits on
+PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
 WIDTH = 4  # elements of a thread of `adamw.cu`
+VECTOR_ELEMENTS = 16  # a multiple of the elements in a vector register of torch's AdamW, which computes the rest in another sequence
 MOST_BLOCKS = 2**14  # of a kernel, whose threads go on to more elements
 
 T = TypeVar("T")
 Task = Callable[[Scratch], None]
+Work = Callable[[int, int, Scratch], None]  # on elements start .. end - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +47,32 @@ class Master:
         if self.remainder is None:
             return self.weight[part]
         weight, remainder = self.weight[part], self.remainder[part]
-        wide = torch.empty_like(weight, dtype=torch.float32)
-        shift = 8 * (remainder.itemsize == 1)
+        wide, shift = torch.empty_like(weight, dtype=torch.float32), 8 * (remainder.itemsize == 1)
         for at in range(0, wide.numel(), chunks.CHUNK_ELEMENTS):  # or the bits would be a second copy
             one = slice(at, at + chunks.CHUNK_ELEMENTS)
-            bits = torch.empty_like(wide[one], dtype=torch.int32)
-            chunks.join(weight[one], remainder[one].short() << shift, wide[one], wide.view(torch.int32)[one], bits)
+            bits = wide[one].view(torch.int32)
+            bits.copy_(weight[one].view(torch.int16)).bitwise_left_shift_(16).add_(remainder[one].int() << shift)
         return wide
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """The same, one piece after another: put together whole, a split master would be a second one."""
         return (self.whole(slice(at, at + chunks.UPDATE_ELEMENTS)) for at in range(0, self.weight.numel(), chunks.UPDATE_ELEMENTS))
 
-    def put(self, part: slice, given: torch.Tensor) -> None:
+    def put(self, part: slice, given: torch.Tensor, carried: torch.Tensor | int = HALF) -> None:
         """Store numbers of any dtype. bf16 is rounded half up: ties away from zero, NaN stays NaN. That keeps a split into a bf16
-        weight and a 16-bit remainder exact, which rounding to even does not. Masters of 24 bits are rounded so, too."""
+        weight and a 16-bit remainder exact, which rounding to even does not. Masters of 24 bits are rounded so, too. `carried`:
+        16-bit numbers, to round a master stochastically."""
         if self.weight.dtype is torch.float32:
             self.weight[part] = given
             return
-        wide = given.to(torch.float32, copy=True)
-        wide_bits, weight_bits = wide.view(torch.int32), self.weight[part].view(torch.int16)
-        if self.remainder is not None and self.remainder.dtype is torch.int8:
-            wide_bits.copy_(torch.where(wide.isnan(), wide_bits, wide_bits + 0x80 & ~0xFF))
-            lacks = torch.empty_like(weight_bits)
-            chunks.cut(wide, wide_bits, weight_bits, lacks)
-            self.remainder[part] = lacks >> 8
-        elif self.remainder is not None:
-            chunks.cut(wide, wide_bits, weight_bits, self.remainder[part])
-        else:
-            chunks.round_up_half(wide_bits, chunks.nan_of(wide), weight_bits)
+        wide = given.to(torch.float32)
+        if self.remainder is not None:
+            bits, is_short = wide.view(torch.int32), self.remainder.dtype is torch.int8
+            if is_short:
+                bits = torch.where(wide.isnan(), 0x7FC00000, bits + (carried >> 8) & ~0xFF)
+            self.remainder[part] = (bits >> 8 * is_short).to(self.remainder.dtype)
+            wide, carried = bits.view(torch.float32), HALF
+        self.weight[part].view(torch.int16).copy_(chunks.bf16_bits(wide, carried))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +111,6 @@ class SummedGradient:
         """Whether rounding the sum may change it."""
         return self.dtype is torch.bfloat16 and self.parts[0].dtype is not torch.bfloat16
 
-    def rounded(self, scratch: Scratch) -> torch.Tensor | None:
-        """Scratch of the dtype to which the sum is rounded; None where that changes nothing."""
-        return scratch.rounded if self.is_rounded else None
-
 
 def summed(gradient: torch.Tensor | SummedGradient) -> SummedGradient:
     """A gradient that is one tensor, as a sum."""
@@ -131,8 +125,15 @@ def tasks_of(work: Callable[[int, int, Scratch], T], end: int, start: int = 0) -
 def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[Task]:
     """Add a flat gradient of any dtype to the running fp32 sum, which begins at zero with the first."""
 
+    is_compiled = compiled_add(part.dtype)
+
     def work(start: int, end: int, own: Scratch) -> None:
-        chunks.run_add(start, end, chunks.UPDATE_ELEMENTS, total, part, is_first, own.gradient)
+        if is_compiled:
+            from . import loops
+
+            loops.add_part(total, part, is_first, start, end)
+        else:
+            chunks.add(total, part, is_first, start, end)
 
     return tasks_of(work, total.numel())
 
@@ -142,7 +143,7 @@ class Step:
     """A step of an optimizer on one flat parameter: in place, or `start_from` what is elsewhere and stays as it is.
 
     The gradient is multiplied by `factor` in scratch memory. `n_updates` counts from 1 (bias correction). `drawn`: what rounds the
-    state of an optimizer that keeps less, by the `rule` of its arithmetic (`lean.py`); None: AdamW to the bits of torch's.
+    state of an optimizer that keeps less, by the `rule` of its arithmetic; None: AdamW to the bits of torch's.
     """
 
     to: ParamState
@@ -154,48 +155,48 @@ class Step:
     rule: str = "adamw"
     drawn: Drawn | None = None
 
-    def run(self, start: int, end: int, chunk: int, own: Scratch) -> None:
-        """Elements start .. end - 1, `chunk` at a time."""
-        before, weight = [] if self.start_from is None else self.start_from.tensors, self.to.master.weight
-        weight_bits = weight.view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
-        chunks.run_update(
-            start, end, chunk, self.to.tensors, weight_bits, self.to.master.remainder is not None, before,
-            list(self.gradient.parts), self.gradient.rounded(own), self.factor, self.settings.numbers, float(self.n_updates),
-            [own.wide, own.wide.view(torch.int32), own.bits, own.gradient], [[own.wide] for _ in (0, 1, *self.to.moments)],
-        )  # fmt: skip
-
     def tasks(self) -> list[Task]:
         """The host's, to be shared."""
-        if (less := self._less()) is not None:
-            return tasks_of(lambda start, end, own: less.run(start, end), self.gradient.numel())
-        return tasks_of(lambda start, end, own: self.run(start, end, chunks.UPDATE_ELEMENTS, own), self.gradient.numel())
+        n = self.gradient.numel()
+        n_compiled = n if self.drawn is not None else n - n % VECTOR_ELEMENTS
+        if not compiled_update(self.kept):
+            n_compiled = 0
+        tasks = tasks_of(lambda start, end, own: chunks.update(self, start, end), n, n_compiled)
+        if n_compiled:
+            from . import loops
 
-    def _less(self) -> "lean.Update | None":
-        """The same for an optimizer that keeps less."""
+            tasks = tasks_of(loops.update_of(self), n_compiled) + tasks
+        return tasks
+
+    @property
+    def kept(self) -> "Kept":
+        """The kernel that it needs."""
+        of, gradient = self.to.master, self.gradient.parts[0].dtype
+        kept = Kept(of.weight.dtype, of.remainder is not None, gradient)
+        return kept if self.drawn is None else Kept(*kept[:3], self.to.moments[0].dtype, self.rule, self.drawn.is_master_drawn)
+
+    @property
+    def scalars(self) -> list[float]:
+        """What the update multiplies by, divides by and adds, in the order in which kernels take it; each is rounded to fp32
+        once."""
+        numbers, n_updates = self.settings.numbers, self.n_updates
         if self.drawn is None:
-            return None
-        from . import lean  # and with it numba, which no other run needs
-
-        parts = tuple(map(lean.bits_of, self.gradient.parts))
-        states = (self.to, self.start_from or self.to)
-        to, before = (lean.state_of(of.master.weight, of.master.remainder, of.moments) for of in states)
-        by = lean.scalars(self.rule, self.settings.numbers, self.n_updates)
-        return lean.Update(self.rule, self.drawn, by, to, before, parts, self.gradient.is_rounded, self.factor)
+            return factors(numbers, n_updates)
+        lr, beta1, beta2, weight_decay, eps = numbers
+        decay, rate, correction = 1 - lr * weight_decay, lr / (1 - beta1**n_updates), 1 / math.sqrt(1 - beta2**n_updates)
+        of_lion, of_adamw = [decay, 1 - beta1, 1 - beta2, lr, 0, 0, 0], [decay, 1 - beta1, beta2, 1 - beta2, correction, eps, -rate]
+        return of_lion if self.rule == "lion" else of_adamw
 
     def on_device(self, kernel: Kernel | None) -> None:
         """All of it by a device's kernel; without one by a processor in its place, on this thread."""
-        (gradient,), of, n_elements = self.gradient.parts, self.to.master, self.gradient.numel()
-        if kernel is None and (less := self._less()) is not None:
-            return less.run(0, n_elements)
+        (gradient,), of, by, keys = self.gradient.parts, self.to.master, self.scalars, list[int]()
         if kernel is None:
-            chunk = min(chunks.UPDATE_ELEMENTS, n_elements)
-            return self.run(0, n_elements, chunk, Scratch(chunk, chunk))
-        by, keys = factors(self.settings.numbers, self.n_updates), list[int]()
+            own = Scratch()
+            for task in self.tasks():
+                task(own)
+            return
         if self.drawn is not None:
-            from . import lean
-
             assert self.drawn.first == 0, "turns of a kernel begin with the parameter"
-            by = lean.scalars(self.rule, self.settings.numbers, self.n_updates).tolist()
             keys = [signed(key) for key in self.drawn.keys]
         moments = self.to.moments[0], self.to.moments[-1]
         tensors = [of.weight, of.weight if of.remainder is None else of.remainder, *moments, gradient]
@@ -208,7 +209,6 @@ class Step:
                 (THREADS, 1, 1),
                 [*parts, n, *turn, *keys, self.factor, *by],
             )
-        return None
 
 
 def factors(numbers: list[float], n_updates: int) -> list[float]:
@@ -221,7 +221,8 @@ def factors(numbers: list[float], n_updates: int) -> list[float]:
 
 
 class Kept(NamedTuple):
-    """What a kernel of a device is made for. `moments`: of `lean.py`, their dtype, uint8 of groups; None: torch's AdamW."""
+    """The layout and rule that a kernel, of the host or a device, is made for. `moments`: their dtype, uint8 of groups; None: those
+    of torch's AdamW, fp32."""
 
     weight: torch.dtype
     is_split: bool
@@ -239,6 +240,93 @@ class Kept(NamedTuple):
         defined |= {"REMAINDER": "signed char" if self.is_split and self.is_drawn else "short"}
         defined |= {"MOMENT": ELEMENT[self.moments], "IS_LION": int(self.rule == "lion"), "IS_DRAWN": int(self.is_drawn)}
         return by("lean.cu", "update_less", **defined)
+
+
+# -- kernels of the host -------------------------------------------------------------------------------------------------
+
+
+@cache
+def compiled_update(kept: Kept) -> bool:
+    """True if the host has a compiled kernel for this layout that gives the definition's bits; else a warning says why not."""
+    return _is_used(f"{kept.rule} on {kept}", lambda: list(_differences(kept)))
+
+
+@cache
+def compiled_squares(dtype: torch.dtype) -> bool:
+    def differences() -> list[str]:
+        from . import loops
+
+        x, own = numbers_of_every_size(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
+        asked = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
+        return [f"of {len(x)}" for of in asked if loops.squares_of(of, 0, of.numel(), own) != chunks.squares(of, 0, of.numel())]
+
+    return _is_used(f"sum of squares of {dtype}", differences)
+
+
+@cache
+def compiled_add(dtype: torch.dtype) -> bool:
+    def differences() -> list[str]:
+        from . import loops
+
+        x, (a, b) = numbers_of_every_size(1000, 8, 0), torch.zeros(2, 1000)
+        for is_first in (True, False):
+            loops.add_part(a, x.to(dtype), is_first, 0, 1000)
+            chunks.add(b, x.to(dtype), is_first, 0, 1000)
+        return [] if torch.equal(a, b) else ["a sum"]
+
+    return _is_used(f"sum of {dtype}", differences)
+
+
+def _is_used(name: str, differences: Callable[[], list[str]]) -> bool:
+    if not IS_COMPILED:
+        _tell_once("numba is not installed")
+        return False
+    if found := differences():
+        _tell_once(f"the compiled {name} differs from its definition here ({found[0]})")
+    return not found
+
+
+@cache
+def _tell_once(why: str) -> None:
+    warnings.warn(f"the host's optimizer runs uncompiled, several times slower: {why}", RuntimeWarning, stacklevel=2)
+
+
+def numbers_of_every_size(n: int, spread: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-spread, spread, (n,), generator=generator)
+    return torch.randn(n, generator=generator) * 10.0**exponents
+
+
+def _differences(kept: Kept, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[str]:
+    """Tensors in which the compiled kernel and the definition differ after steps on numbers of every size."""
+    from . import loops
+
+    drawn = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn, TURN - 128)
+    for seed, settings in enumerate((AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1))):
+        states = list[ParamState]()
+        remainder = torch.int8 if kept.is_drawn else torch.int16
+        for _ in range(2):
+            moments = (numbers_of_every_size(n, 6, seed), numbers_of_every_size(n, 6, seed + 9).square())[
+                : 2 - (kept.rule == "lion")
+            ]
+            if kept.moments is torch.uint8:
+                moments = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(moments))
+            lacks = torch.zeros(n, dtype=remainder) if kept.is_split else None
+            master = Master(torch.zeros(n, dtype=kept.weight), lacks)
+            master.put(slice(None), numbers_of_every_size(n, 2, seed))
+            states.append(ParamState(master, tuple(x.to(kept.moments or torch.float32) for x in moments)))
+        for n_updates, factor in ((1, 1.0), (1000, 0.37)):
+            gradient = summed(numbers_of_every_size(n, 8, n_updates).to(kept.gradient))
+            one, other = (Step(state, gradient, factor, n_updates, settings, None, kept.rule, drawn) for state in states)
+            loops.update_of(one)(0, n, Scratch())
+            chunks.update(other, 0, n)
+        names = ("weight", *["remainder"] * kept.is_split, "first moment", "second moment")
+        for name, a, b in zip(names, states[0].tensors, states[1].tensors, strict=False):
+            if not torch.equal(a, b):
+                yield f"{name}, {settings}"
+
+
+# -- kernels of a device -------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8)

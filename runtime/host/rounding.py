@@ -40,6 +40,27 @@ def drawn(seed: int, n_updates: int, name: str, first: int, is_master_drawn: boo
     return Drawn((master, moment, second), is_master_drawn, first)
 
 
+def begin(key: int, turn: Any) -> Any:
+    """The place in the mixed order at which a turn begins: a hash, whose products stay below 2^63."""
+    x = (key + turn) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return (x ^ (x >> 16)) & 0xFFFF
+
+
+def mixed(x: Any) -> Any:
+    """The 16-bit numbers at places of the mixed order, by a bijection."""
+    x = ((x ^ (x >> 8)) * 0x88B5) & 0xFFFF
+    x = ((x ^ (x >> 7)) * 0xDB2D) & 0xFFFF
+    return x ^ (x >> 9)
+
+
+def numbers(key: int, first: int, n: int) -> Any:
+    """16-bit random numbers of n elements from a place on, as int32."""
+    places = np.arange(first, first + n)
+    return mixed((begin(key, places // TURN) + places) % TURN).astype(np.int32)
+
+
 def signed(key: int) -> int:
     """As a kernel takes it: in 32 bits, with a sign."""
     return key - 2**32 if key >= 2**31 else key

@@ -18,7 +18,18 @@ from .chunks import Scratch
 from .host_state import HostState
 from .memory import DTYPE
 from .norms import SharedNumbers, added, clip_factor, squares_kernels, squares_on_device, squares_tasks
-from .optimizer import Kept, Step, SummedGradient, Task, add_tasks, device_kernel, summed
+from .optimizer import (
+    Kept,
+    Step,
+    SummedGradient,
+    Task,
+    add_tasks,
+    compiled_add,
+    compiled_squares,
+    compiled_update,
+    device_kernel,
+    summed,
+)
 from .rounding import Drawn, drawn
 from .workers import Workers
 
@@ -71,14 +82,17 @@ class Updates:
         self.forget()
 
     def _compile(self) -> None:
-        """The loops of `lean.py`, now: two lanes may be the first to ask for one, and a compiler of Python's is for one thread."""
+        """Compile the kernels of the host now: in a step the first worker that needs one would, and the others wait."""
         plan, of = self.plan, self.plan.semantics
-        for b, owned in enumerate(self.state.owned) if of.is_lean else ():
+        for b, owned in enumerate(self.state.owned):
             dtype = DTYPE[plan.gradient_dtype(b) if b in plan.policy.device_blocks else plan.host_gradient_dtype(b)]
             gradient = SummedGradient((torch.empty(0, dtype=dtype),), DTYPE[of.gradient_dtype])
             for p in owned[:1]:
                 if (state := self.state.param_state(p)).master.weight.device.type == "cpu":
-                    Step(state, gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).on_device(None)
+                    compiled_update(Step(state, gradient, 1.0, 1, AdamW(), None, self._rule, self._drawn(p, 1)).kept)
+                    compiled_squares(dtype)
+            if not plan.reduced:
+                compiled_add(DTYPE[plan.gradient_dtype(b)])
 
     def forget(self) -> None:
         """Begin a run; what one that failed in the middle of a step has left is dropped."""

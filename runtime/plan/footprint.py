@@ -13,7 +13,7 @@ from .workload import ITEM_BYTES, Attention, Saved, text_of
 SHORT_BLOCK, LONG_BLOCK, LONG_TOKENS = 64, 256, 768
 USUAL_WORKSPACE_BYTES = 2**30  # assumed, of a GPU whose profile is not at hand
 INT64 = 8  # bytes of a position
-COMPILER_BYTES = 125_000_000  # of a process that updates less state, with numba and its loops; 190 MB the first time
+COMPILER_BYTES = 125_000_000  # numba and the kernels of the host's optimizer in a process
 CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads it before it calls the kernel
 
 
@@ -43,7 +43,7 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
     """Bytes of the host's memory for one of `n_here` ranks on it, by arena, and what each of them compiles updates with: what is
     frozen is there once for all."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
-    needs |= {"compiler": COMPILER_BYTES} if plan.semantics.is_lean else {}
+    needs["compiler"] = COMPILER_BYTES
     if n_here > 1 and not plan.workload.trains_all:
         frozen_bytes = sum(len(alike) * plan.frozen_bytes(alike[0]) for alike in plan.workload.classes)
         needs["state"] -= frozen_bytes - -(-frozen_bytes // n_here)

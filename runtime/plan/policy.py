@@ -81,7 +81,7 @@ class Semantics:
 
     @property
     def is_lean(self) -> bool:
-        """Whether a step is not torch's AdamW on fp32 moments, but one of `runtime/host/lean.py`."""
+        """True if a step is not torch's AdamW on fp32 moments, but of the arithmetic of docs/optimizers.md."""
         return self.optimizer is not Optimizer.ADAMW or self.weight_rounding == "stochastic"
 
     @property

@@ -78,7 +78,7 @@ HOME = {
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
-    "numba": {"runtime/compiled.py"},
+    **{library: {"runtime/compiled.py", "runtime/host/loops.py"} for library in ("numba", "llvmlite")},
     "transformers": {
         *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "meta_models", "split")),
         "penstock/checkpoint/conversion.py",
@@ -93,7 +93,8 @@ HOME = {
     **{library: {"penstock/training/monitors.py"} for library in ("wandb", "mlflow")},
     "numpy": {
         *("penstock/data", "planner/bounds", "planner/lower", "planner/predict", "planner/search"),
-        *("planner/show/memory.py", "runtime/compiled.py", "runtime/host/lean.py", "runtime/host/rounding.py"),
+        *("planner/show/memory.py", "runtime/compiled.py"),
+        *(f"runtime/host/{name}.py" for name in ("chunks", "loops", "rounding")),
     },
 }
 

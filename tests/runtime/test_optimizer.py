@@ -1,6 +1,8 @@
 """The host's AdamW, norms and sums in chunks, by several threads: the bits of the plainest code."""
 
 import os
+import platform
+import re
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.executor import OpError, execute
-from runtime.host import chunks, lean, optimizer, rounding, updates
+from runtime.host import chunks, loops, optimizer, rounding, updates
 from runtime.host.chunks import Scratch
 from runtime.host.memory import DTYPE
 from runtime.host.norms import added, squares_tasks, sum_of_squares
@@ -29,9 +31,10 @@ from tests.training import machine_for, plan_of, same_bits, semantics_of
 from tests.updating import update_
 
 KINDS = ("split", "bf16", "fp32")
+GRADIENTS = (torch.bfloat16, torch.float32)
 SETTINGS = AdamW(1e-2, 0.9, 0.95, 1e-8, 0.1)
 ODD = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -3e38, 3.4e38, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8)
-SIZES = (1, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
+SIZES = (1, 15, 127, 4096, chunks.UPDATE_ELEMENTS + 65)
 
 
 def random_state(kind: str, n: int, seed: int, odd: bool = False) -> ParamState:
@@ -135,7 +138,7 @@ def test_less_state_is_updated_as_by_a_plain_loop_whole_or_cut(rule, kind, momen
             drawn = rounding.Drawn(keys, is_drawn, part.start)
             step = Step(mine, gradient, 0.3, 3, SETTINGS, start_from if elsewhere else None, rule, drawn)
             for task in step.tasks():
-                task(Scratch(1, 1))
+                task(Scratch())
         found.append(to)
     assert all(map(equal_but_for_nans_payload, *([t.float() for t in of.tensors] for of in found)))
     how = optimizing(f"{rule}:moments={moments}" + (f",master={kind}" if is_drawn else ""), None)
@@ -158,7 +161,7 @@ def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
     """No byte can be written: nothing is kept, and the loop runs."""
     code = """if 1:
         import resource
-        from runtime.host.lean import begin
+        from runtime.host.loops import begin
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         print(begin.signatures, begin(5, 6), getattr(begin, "signatures", ()))"""
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
@@ -217,7 +220,7 @@ def of_part(state: ParamState, part: slice) -> ParamState:
 def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
     """By 0.1 % an update, which is less than half of what bf16 tells apart: to the nearest it would not at all. In int8 too, and
     where fp16 scales would not: of roots of 1e-5."""
-    assert sorted(lean.order()[: rounding.TURN].tolist()) == list(range(rounding.TURN)), "some number is likelier than others"
+    assert sorted(loops.order()[: rounding.TURN].tolist()) == list(range(rounding.TURN)), "some number is likelier than others"
     n, settings, small = 4096, replace(SETTINGS, beta2=0.999), np.full(2**17, 1e-10, np.float32)
     groups = tuple(torch.from_numpy(rounding.packed(x, is_root)) for x, is_root in ((0 * small, False), (small, True)))
     of_groups = ParamState(Master(torch.zeros(2**17)), groups)
@@ -227,7 +230,7 @@ def test_a_moment_of_fewer_bits_decays_as_it_should_on_average():
         for of in (state, of_groups):
             gradient = summed(torch.zeros_like(of.master.weight))
             for task in Step(of, gradient, 1.0, n_updates, settings, None, "adamw", drawn).tasks():
-                task(Scratch(1, 1))
+                task(Scratch())
     assert float(rounding.Int8Moment(groups[1], 2**17, True).whole().mean()) == pytest.approx(1e-10 * 0.999**300, rel=2e-2)
     assert float(state.moments[1].float().mean()) == pytest.approx(0.999**300, rel=2e-3)
     assert 0.02 < float(state.moments[1].float().std()) < 0.05, "elements go down together"
@@ -252,21 +255,44 @@ def test_a_gradient_is_summed_rounded_widened_and_scaled(n_parts, found, dtype, 
     assert sum_of_squares(gradient) == float(halved(whole.square()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_torchscript_and_the_interpreter_leave_the_same_bits(kind, monkeypatch):
-    """TorchScript once left the optimizer's kernel out: it did not see what the kernel does to lists made inside the loop."""
-    for loop in (chunks.run_update, chunks.run_squares, chunks.run_add):
-        assert isinstance(loop, torch.jit.ScriptFunction)
-    n, found = chunks.UPDATE_ELEMENTS + 200, []
-    gradients = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    for loop in (chunks.run_update, chunks.update_chunks):
-        monkeypatch.setattr(chunks, "run_update", loop)
-        state = random_state(kind, n, seed=8)
-        for i, gradient in enumerate(gradients):  # TorchScript compiles anew after the first calls
-            update_(state, gradient, 0.5, i + 1, SETTINGS)
-        found.append(state)
-    assert same_bits(wide_master(found[0]), wide_master(found[1]))
-    assert all(map(same_bits, found[0].moments, found[1].moments))
+# Every layout that a plan may ask for: weight or master, split or not, gradient, moments, rule, drawn
+TABLE = [
+    optimizer.Kept(w, s, g) for w, s in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)) for g in GRADIENTS
+]
+TABLE += [
+    optimizer.Kept(DTYPE["fp32" if master == "fp32" else "bf16"], "split" in master, torch.bfloat16, DTYPE[moments], rule, is_drawn)
+    for rule, (master, is_drawn), moments in product(
+        ("adamw", "lion"), (("split", False), ("split24", True), ("bf16", True), ("fp32", False)), ("fp32", "bf16", "int8")
+    )
+]
+
+
+@pytest.mark.fast("some")
+@pytest.mark.parametrize("kept", TABLE, ids=str)
+def test_every_kernel_gives_the_definitions_bits_with_packed_roots_and_quotients(kept):
+    """Scalar ones are ten times as slow: LLVM emits them where it cannot prove that arrays are apart."""
+    n_before = len(loops.update.signatures)
+    assert list(optimizer._differences(kept)) == []
+    if platform.machine() != "x86_64":
+        pytest.skip("the assembly of x86 is read")
+    for signature in loops.update.signatures[n_before:]:
+        assembly = loops.update.inspect_asm(signature)
+        packed = {name: re.findall(rf"\bv?{name}ps\b.*%[xyz]mm", assembly) for name in ("sqrt", "div")}
+        needed = ["sqrt", "div"] * (kept.rule == "adamw")
+        assert all(packed[name] for name in needed), f"{kept} is scalar"
+
+
+def test_a_kernel_whose_bits_differ_is_named_and_not_used(monkeypatch):
+    """Also without numba: the definition runs, and one line says so."""
+    kept = optimizer.Kept(torch.float32, False, torch.float32)
+    monkeypatch.setattr(optimizer, "_differences", lambda kept: iter(["weight"]))
+    optimizer._tell_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"times slower: the compiled adamw on .* differs .*weight"):
+        assert not optimizer.compiled_update.__wrapped__(kept)
+    monkeypatch.setattr(optimizer, "IS_COMPILED", False)
+    with pytest.warns(RuntimeWarning, match="numba is not installed"):
+        assert not optimizer.compiled_squares.__wrapped__(torch.float32)
+    assert not optimizer.compiled_add.__wrapped__(torch.float32)
 
 
 @settings(max_examples=200)
