@@ -28,10 +28,11 @@ QUERY = (
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "ecc.mode.current",
     "mig.mode.current", "persistence_mode",
 )  # fmt: skip
+_CACHES = "/sys/devices/system/cpu/cpu0/cache"
 FILES = (
     "/sys/kernel/mm/transparent_hugepage/enabled", "/sys/kernel/mm/transparent_hugepage/defrag", "/proc/sys/vm/overcommit_memory",
-    "/proc/sys/vm/max_map_count", "/sys/devices/system/cpu/cpu0/cache/index2/size", "/sys/devices/system/cpu/cpu0/cache/index3/size",
-    "/sys/devices/system/cpu/cpu0/cache/index3/shared_cpu_list", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max", "/proc/loadavg",
+    "/proc/sys/vm/max_map_count", f"{_CACHES}/index2/size", f"{_CACHES}/index3/size", f"{_CACHES}/index3/shared_cpu_list",
+    "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/cpu.max", "/proc/loadavg",
 )  # fmt: skip
 COMMANDS = (("lscpu",), ("lscpu", "-e"), ("nvidia-smi",), ("nvidia-smi", "topo", "-m"), ("free", "-b"), ("df", "-h", "/tmp"))
 COMMAND_S = 5.0

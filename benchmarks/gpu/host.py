@@ -133,11 +133,18 @@ def _slab(n_bytes: int, n_threads: int) -> torch.Tensor:
 
 
 def _sustained(
-    asked: Asked, note: Note, name: str, tasks: list[Task], cores: list[int], unit: str, beside: AbstractContextManager[None] | None = None
+    asked: Asked,
+    note: Note,
+    name: str,
+    tasks: list[Task],
+    cores: list[int],
+    unit: str,
+    beside: AbstractContextManager[None] | None = None,
 ) -> None:
     """Wall time of the tasks, walked from end to end again and again; the cores that they had, and the time that was stolen."""
     workers, turns, rates = Workers(len(cores), Scratch), cycle(tasks), list[float]()
-    n_in_piece, amount = len(cores), TASK_ELEMENTS * (2 if unit == "host_bytes_per_s" else 1)  # of a task: bf16 bytes, or parameters
+    amount = TASK_ELEMENTS * (2 if unit == "host_bytes_per_s" else 1)  # of a task: bytes of bf16 gradients, or parameters
+    n_in_piece = len(cores)
 
     def settled() -> AbstractContextManager[None]:
         os.sched_setaffinity(0, cores)
@@ -193,4 +200,3 @@ def _copying(slab: torch.Tensor, ways: Sequence[bool]) -> Iterator[None]:
             stop.set()
         for lane in lanes:
             lane.result()
-

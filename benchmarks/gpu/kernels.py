@@ -274,7 +274,8 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
         moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
         # The definition needs several times the memory: bits are compared where it has room
         some = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
-        are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in zip(*map(several, (function(*some), definition(*some))), strict=True))
+        pairs = zip(several(function(*some)), several(definition(*some)), strict=True)
+        are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
         is_kernel = function is not definition
         note(
             "kernel", name=name, seconds=seconds, bytes_per_s=moved_bytes / seconds, are_bits_equal=are_equal, is_kernel=is_kernel,
@@ -284,14 +285,18 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
 def _loss(shapes: Shapes, width: int, vocab: int, device: torch.device, note: Note) -> None:
     """The loss of a tile, in place, and the head's weight gradient, which its product adds to fp32 sums."""
     for n_tokens in shapes.loss_tiles:
-        logits_NV, targets_N = _random(n_tokens, vocab, device=device), torch.randint(vocab, (n_tokens,), device=device)
-        each_N, x_ND = torch.full((n_tokens,), 1 / n_tokens, device=device), _random(n_tokens, width, device=device)
-        seconds = _seconds_behind(lambda: row_losses_and_gradients(logits_NV, targets_N, each_N), shapes, device)
-        note("loss", name=f"{n_tokens} rows", seconds=seconds, bytes_per_s=LOSS_BYTES * logits_NV.numel() / seconds)
-        sum_VD = torch.zeros(vocab, width, device=device)
-        alone_s = _seconds_behind(lambda: logits_NV.t() @ x_ND, shapes, device)
-        both_s = _seconds_behind(lambda: add_product(sum_VD, logits_NV, x_ND), shapes, device)
-        note("head's weight gradient", name=f"{n_tokens} rows of it", seconds=both_s, slowdown=both_s / alone_s)
+        _loss_of_tile(n_tokens, width, vocab, shapes, device, note)
+
+
+def _loss_of_tile(n_tokens: int, width: int, vocab: int, shapes: Shapes, device: torch.device, note: Note) -> None:
+    logits_NV, targets_N = _random(n_tokens, vocab, device=device), torch.randint(vocab, (n_tokens,), device=device)
+    each_N, x_ND = torch.full((n_tokens,), 1 / n_tokens, device=device), _random(n_tokens, width, device=device)
+    seconds = _seconds_behind(lambda: row_losses_and_gradients(logits_NV, targets_N, each_N), shapes, device)
+    note("loss", name=f"{n_tokens} rows", seconds=seconds, bytes_per_s=LOSS_BYTES * logits_NV.numel() / seconds)
+    sum_VD = torch.zeros(vocab, width, device=device)
+    alone_s = _seconds_behind(lambda: logits_NV.t() @ x_ND, shapes, device)
+    both_s = _seconds_behind(lambda: add_product(sum_VD, logits_NV, x_ND), shapes, device)
+    note("head's weight gradient", name=f"{n_tokens} rows of it", seconds=both_s, slowdown=both_s / alone_s)
 
 
 def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.device, note: Note) -> None:

@@ -153,8 +153,8 @@ def _host_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
                 rates = f"{_scaled(row['h2d_bytes_per_s'], 1e9)} GB/s up, {_scaled(row['d2h_bytes_per_s'], 1e9)} GB/s down"
                 yield [row["what"], size, rates]
             case "sustained":
-                used = f"{row['cores_used']:.1f} cores used of {row['n_threads']}, {row['steal_s']:.2f} s stolen of {row['wall_s']:.1f}"
-                yield [row["name"], NOTHING, f"{figures(row)}; {used}"]
+                stolen = f"of {row['n_threads']}; {row['steal_s']:.2f} of {row['wall_s']:.1f} s stolen"
+                yield [row["name"], NOTHING, f"{figures(row)} {stolen}"]
 
 
 def _kernel_rows(rows: Sequence[Row]) -> Iterator[list[str]]:

@@ -49,7 +49,14 @@ class Compute:
     """The ops of the gpu lane that compute. Only that lane's thread may use it."""
 
     def __init__(
-        self, plan: Plan, arenas: Arenas, templates: Templates, batches: PreparedBatches, seed: int, rank: int = 0, head: Head | None = None
+        self,
+        plan: Plan,
+        arenas: Arenas,
+        templates: Templates,
+        batches: PreparedBatches,
+        seed: int,
+        rank: int = 0,
+        head: Head | None = None,
     ) -> None:
         """`batches` gives a step's tokens on the device, those of this rank if there are several. `head`: of a forward plan, which
         has no backward; it gets what the last layer made."""
@@ -240,7 +247,7 @@ class Compute:
     def _add(self, op: Op, running: Weights, begins: bool, found: Weights, in_place: Collection[str] = ()) -> None:
         """Add gradients to the running sum, and it to those that wait for it; the last of all is rounded into `gradient`.
 
-        Gradients that begin a sum are added to zero in one pass, which turns -0.0 into +0.0. Those `in_place` are in the sum already.
+        Gradients that begin a sum are added to zero in one pass, which turns -0.0 into +0.0. Those `in_place` are there already.
         """
         assert found.keys() <= running.keys()
         for name, total in running.items():

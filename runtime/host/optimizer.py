@@ -25,7 +25,7 @@ from .rounding import HALF, TURN, Drawn, group_bytes, packed, signed
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
 PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
 WIDTH = 4  # elements of a thread of `adamw.cu`
-VECTOR_ELEMENTS = 16  # a multiple of the elements in a vector register of torch's AdamW, which computes the rest in another sequence
+VECTOR_ELEMENTS = 16  # a multiple of the elements in a vector register of torch's AdamW, which computes the rest otherwise
 MOST_BLOCKS = 2**14  # of a kernel, whose threads go on to more elements
 
 T = TypeVar("T")

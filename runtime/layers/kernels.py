@@ -69,7 +69,7 @@ def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
 
 
 def gate_of(part: nn.Module) -> str | None:
-    """The gated activation of a module that is down(act(gate(x)) * up(x)), a name of `pointwise.GATES`; None for any other module."""
+    """Gated activation of a module that is down(act(gate(x)) * up(x)): a name of `pointwise.GATES`; None for other modules."""
     if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
         return None
     (x,) = _drawn((256,))

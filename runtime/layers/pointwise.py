@@ -147,7 +147,7 @@ def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: s
 
 
 class OneKernel:
-    """A function, computed by a kernel. The function itself is called for operands that the kernel does not read (of several dtypes,
+    """A function, computed by a kernel. The function itself is called for operands that the kernel does not read (several dtypes,
     or not contiguous), and for all operands from the first call on in which a number differs."""
 
     def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
