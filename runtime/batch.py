@@ -48,27 +48,35 @@ Batches = Callable[[int], Batch]  # of each step
 class PreparedBatches:
     """Batches made ahead of their use: `prepare(step)` on one thread, the call with the same step on another.
 
-    No two batches are made at the same time. A call whose batch is not prepared makes it. An error is raised by the call, and a
-    batch that an interrupted run did not use stays for the next run: a source that counts its own calls loses nothing.
+    No two batches are made at the same time. A call whose batch is not prepared makes it, and a later `prepare` of that step makes
+    nothing. An error is raised by the call, and a batch that an interrupted run did not use stays for the next run: a source that
+    counts its own calls loses nothing.
     """
 
     def __init__(self, make: Batches, move: Callable[[Batch], Batch] = lambda batch: batch) -> None:
         """`make` builds a batch in host memory, `move` copies it to the device on the thread that uses it."""
         self._make, self._move, self._making = make, move, threading.Lock()
         self._ready: dict[int, Batch | Exception] = {}
+        self._last_used = -1  # step
 
     def prepare(self, step: int) -> None:
         with self._making:
-            if step not in self._ready:
-                try:
-                    self._ready[step] = self._make(step)
-                except Exception as error:  # the step before is still in progress and shall end
-                    self._ready[step] = error
+            if step > self._last_used:  # else a lane was faster
+                self._make_once(step)
+
+    def _make_once(self, step: int) -> None:
+        if step not in self._ready:
+            try:
+                self._ready[step] = self._make(step)
+            except Exception as error:  # the step before is still in progress and shall end
+                self._ready[step] = error
 
     def __call__(self, step: int) -> Batch:
+        self._last_used = step  # before the batch is taken: `prepare` would make it again
         outcome = self._ready.pop(step, None)  # without the lock: a later batch may be in the making
         if outcome is None:
-            self.prepare(step)
+            with self._making:
+                self._make_once(step)
             outcome = self._ready.pop(step)
         if isinstance(outcome, Exception):
             raise outcome

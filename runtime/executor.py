@@ -260,8 +260,8 @@ class Execution:
         """Report steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
         last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, self._quiet_s
         while True:
-            while self._n_prepared < min(self._n_begun + 1, len(self.numbers)):
-                self.machine.prepare(self.numbers[self._n_prepared])
+            while self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):  # which a stop shortens at any time
+                self.machine.prepare(numbers[self._n_prepared])
                 self._n_prepared += 1
             yield from self._done()
             if self._n_reported == len(self.numbers) or self._failure is not None:
