@@ -78,7 +78,8 @@ HOME = {
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
-    **{library: {"runtime/compiled.py", "runtime/host/loops.py"} for library in ("numba", "llvmlite")},
+    "numba": {"runtime/compiled.py", "runtime/host/loops.py"},
+    "llvmlite": {"runtime/host/loops.py"},
     "transformers": {
         *(f"runtime/layers/{name}.py" for name in ("adapters", "documents", "kernels", "meta_models", "split")),
         "penstock/checkpoint/conversion.py",
