@@ -4,18 +4,14 @@
 the elements at a parameter's end that fill no vector register of torch's kernel.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
+from .param_state import CHUNK_ELEMENTS as CHUNK_ELEMENTS
+from .param_state import UPDATE_ELEMENTS as UPDATE_ELEMENTS
+from .param_state import SummedGradient, UpdateArguments, bf16_bits
 from .rounding import GROUP, HALF, group_bytes, numbers, packed, unpacked
 
-if TYPE_CHECKING:
-    from .optimizer import Step, SummedGradient
-
-CHUNK_ELEMENTS = 65_536  # of the norm's definition: a power of two
-UPDATE_ELEMENTS = 2 * CHUNK_ELEMENTS  # of an update by the definition
 TASK_CHUNKS = 32  # that a thread takes at a time: 2 ms, far above a hand-over, and short enough to share evenly
 SCRATCH_ELEMENTS = 2**13
 
@@ -27,7 +23,7 @@ class Scratch:
         self.block = torch.zeros(SCRATCH_ELEMENTS)
 
 
-def gradient_of(gradient: "SummedGradient", start: int, end: int) -> torch.Tensor:
+def gradient_of(gradient: SummedGradient, start: int, end: int) -> torch.Tensor:
     """Elements of the sum in fp32, rounded to the gradient's dtype."""
     total = gradient.parts[0][start:end].float()
     for part in gradient.parts[1:]:
@@ -35,7 +31,7 @@ def gradient_of(gradient: "SummedGradient", start: int, end: int) -> torch.Tenso
     return total.bfloat16().float() if gradient.is_rounded else total
 
 
-def update(step: "Step", start: int, end: int) -> None:
+def update(step: UpdateArguments, start: int, end: int) -> None:
     """A step on elements start .. end - 1."""
     for at in range(start, end, UPDATE_ELEMENTS):
         here = slice(at, min(at + UPDATE_ELEMENTS, end))
@@ -46,9 +42,9 @@ def update(step: "Step", start: int, end: int) -> None:
             _update_drawn(step, here, wide, g)
             continue
         moments = [moment[here].clone() for moment in before.moments]
-        lr, beta1, beta2, weight_decay, eps = step.settings.numbers
+        (first, second), (lr, beta1, beta2, weight_decay, eps) = moments, step.settings.numbers
         torch._fused_adamw_(
-            [wide], [g], *([moment] for moment in moments), [], [torch.tensor(float(step.n_updates))], lr=lr, beta1=beta1,
+            [wide], [g], [first], [second], [], [torch.tensor(float(step.n_updates))], lr=lr, beta1=beta1,
             beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         step.to.master.put(here, wide)
@@ -56,7 +52,7 @@ def update(step: "Step", start: int, end: int) -> None:
             kept[here] = moment
 
 
-def _update_drawn(step: "Step", here: slice, wide: torch.Tensor, gradient: torch.Tensor) -> None:
+def _update_drawn(step: UpdateArguments, here: slice, wide: torch.Tensor, gradient: torch.Tensor) -> None:
     """The arithmetic of docs/optimizers.md, and its rounding."""
     assert step.drawn is not None
     (keys, is_master_drawn, first), n = step.drawn, len(wide)
@@ -87,12 +83,7 @@ def _update_drawn(step: "Step", here: slice, wide: torch.Tensor, gradient: torch
     step.to.master.put(here, torch.from_numpy(w), carried)
 
 
-def bf16_bits(wide: torch.Tensor, carried: torch.Tensor) -> torch.Tensor:
-    """fp32 rounded to bf16, up where the bits cut off and a 16-bit number carry. NaN stays NaN."""
-    return torch.where(wide.isnan(), 0x7FC0, wide.view(torch.int32) + carried >> 16).short()
-
-
-def squares(gradient: "SummedGradient", start: int, end: int) -> list[float]:
+def squares(gradient: SummedGradient, start: int, end: int) -> list[float]:
     """fp32 sum of squares of each chunk of elements start .. end - 1, in an order that any processor can keep: the second half of
     the places in a chunk is added to the first, and so on, until one is left. The last chunk is filled up with zeros."""
     sums = list[float]()

@@ -10,25 +10,23 @@ before a loop, gives up at seven arrays and emits a scalar loop, ten times as sl
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
+from numba import extending, types
 from numpy.typing import NDArray
 
 from runtime.compiled import compiled_kernel, compiled_loop
 
 from . import rounding
 from .chunks import CHUNK_ELEMENTS, Scratch
+from .param_state import ParamState, SummedGradient, UpdateArguments
 from .rounding import GROUP, HALF, INFINITE, LEAST, MOST, NEAREST, PACK, PACK_BYTES, TURN
 
-if TYPE_CHECKING:
-    from .optimizer import ParamState, Step, SummedGradient, Work
-
 Bits = NDArray[Any]
+intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its own types are those of Python functions, not of calls
 BLOCK_ELEMENTS = 2**11  # a turn consists of whole blocks
 SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
 ROW_ELEMENTS = 2**8  # of a chunk of the norm, which is a square of so many rows
@@ -43,7 +41,7 @@ def chosen(by_types: Callable[..., Any]) -> Callable[..., Any]:
     def name(*args: Any) -> Any:
         raise NotImplementedError
 
-    overload(name, jit_options={"error_model": "numpy"}, strict=False)(by_types)
+    extending.overload(name, jit_options={"error_model": "numpy"}, strict=False)(by_types)
     return name
 
 
@@ -466,7 +464,7 @@ def bits(tensor: torch.Tensor) -> Bits:
     return tensor.view(torch.int32 if tensor.dtype is torch.float32 else torch.int16).numpy().view(f"u{tensor.itemsize}")
 
 
-def state_bits(state: "ParamState") -> tuple[Bits | None, ...]:
+def state_bits(state: ParamState) -> tuple[Bits | None, ...]:
     """Weight or master, remainder, moments."""
     of = state.master
     return (
@@ -475,26 +473,30 @@ def state_bits(state: "ParamState") -> tuple[Bits | None, ...]:
     )
 
 
-def update_of(step: "Step") -> "Work":
+def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
     """The step on elements start .. end - 1, with a thread's scratch memory."""
     drawn, gradient, to = step.drawn, step.gradient, state_bits(step.to)
     before = to if step.start_from is None else state_bits(step.start_from)
     parts = tuple(map(bits, gradient.parts))
     first, keys = (0, (0, 0, 0)) if drawn is None else (drawn.first, drawn.keys)
-    orders = None if drawn is None else order(), order() if drawn is not None and drawn.is_master_drawn else None
-    of_gradient = (parts[0], parts[-1]), len(parts), gradient.is_rounded, np.float32(step.factor)
+    mixed = None if drawn is None else order()
+    mixed_of_weight = mixed if drawn is not None and drawn.is_master_drawn else None
+    both, scale = (parts[0], parts[-1]), np.float32(step.factor)
     by = np.array(step.scalars, np.float32)
 
     def run(start: int, end: int, own: Scratch) -> None:
         x = bits(own.block)
         sums = None if parts[0].itemsize == 2 else x[:BLOCK_ELEMENTS]
         wide = x[BLOCK_ELEMENTS:] if step.to.moments[0].dtype is torch.uint8 else None
-        update(start, end, first, keys, *orders, to, before, before is not to, *of_gradient, by, sums, wide)
+        elsewhere, n_parts, is_rounded = before is not to, len(parts), gradient.is_rounded
+        update(
+            start, end, first, keys, mixed, mixed_of_weight, to, before, elsewhere, both, n_parts, is_rounded, scale, by, sums, wide
+        )  # fmt: skip
 
     return run
 
 
-def squares_of(gradient: "SummedGradient", start: int, end: int, own: Scratch) -> list[float]:
+def squares_of(gradient: SummedGradient, start: int, end: int, own: Scratch) -> list[float]:
     parts, out = tuple(map(bits, gradient.parts)), np.empty(-(-(end - start) // CHUNK_ELEMENTS), np.uint32)
     squares(start, end, (parts[0], parts[-1]), len(parts), gradient.is_rounded, out, bits(own.block))
     return out.view(np.float32).tolist()
