@@ -33,7 +33,7 @@ TESTS = (
     "tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py",
     "tests/runtime/test_packed_weights.py", "tests/runtime/test_device_norms.py",
 )  # fmt: skip
-TESTS_OF_KERNELS = (*TESTS[3:], "tests/runtime/test_kernels.py", "tests/runtime/test_losses.py")
+TESTS_OF_KERNELS = (*TESTS[3:], "tests/runtime/test_kernels.py", "tests/runtime/test_cross_entropy.py")
 
 
 class CommandError(RuntimeError):

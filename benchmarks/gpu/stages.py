@@ -64,7 +64,7 @@ CALLS = {"first": 1, "second": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 
 
 # What every stage needs, by the name under which it is imported; what pydantic needs too, as its wheels are carried one by one.
 NEEDED = (
-    "torch", "transformers", "safetensors", "tokenizers", "numpy", "scipy", "click", "rich",
+    "torch", "transformers", "safetensors", "tokenizers", "numpy", "scipy", "numba", "llvmlite", "click", "rich",
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "typing_extensions",
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 from hwprofiles.laws import AttentionLaw
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
+from planner.model.kernels import FUSED
 from planner.model.tape import FP32, Call, Tape, Tensor
 from planner.model.workload import build_workload, log_softmax_bytes, read_model
 from planner.predict.cost import CostModel
@@ -167,10 +168,10 @@ def _in_a_model_s(row: OpRow, profile: Profile, name: str) -> float:
 
 def _as_named(row: OpRow, profile: Profile) -> tuple[Semantics, Profile]:
     """The semantics with the kernels that a row's text names, and the profile with the rates of its attention."""
-    kernel: Kernel = "eager" if "eager" in row.kernel else "fused"
+    kernels: dict[str, Any] = dict.fromkeys(FUSED, "eager") if "eager" in row.kernel else FUSED
     rates, flash = profile.device.attention, any(name in row.kernel for name in ("fa2", "flash", "transformers"))
     own = next((name for name in ATTENTION_NAMES.values() if name in ("fa3", "cudnn") and name in rates), None)
-    of = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], norm=kernel, loss=kernel, pointwise=kernel)
+    of = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], **kernels)
     if flash or own is None:
         return of, profile
     # Plans know the fastest kernel by the name of cuDNN's

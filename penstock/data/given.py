@@ -14,7 +14,8 @@ from runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective, Of
 class Batches(Protocol):
     """The batches of a run by the number of the step, which alone decides them: then a resumed run trains on the same batches.
 
-    Called from one thread, for consecutive steps; after a resume, for a later one. A resumed run compares the name of their class.
+    Called by one thread at a time, for consecutive steps; after a resume, for a later one. A resumed run compares the name of
+    their class.
     """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:

@@ -32,7 +32,7 @@ def rotation(tape: Tape, x: Tensor, table: Tensor) -> Tensor:
 
 
 def gate(tape: Tape, opening: Tensor, up: Tensor) -> Tensor:
-    """silu(opening) * up: the activation is not kept, and made again from what is."""
+    """act(opening) * up, act SiLU or GELU: the activation is not kept, and computed again from its operands."""
     return tape.step([opening, up], up.n_elements, call=Call.FUSED, saves=[opening, up], scratch=2 * up.n_bytes)
 
 

@@ -72,8 +72,9 @@ def gate_of(part: nn.Module) -> str | None:
     """Gated activation of a module that is down(act(gate(x)) * up(x)): a name of `pointwise.GATES`; None for other modules."""
     if {name for name, _ in part.named_children()} != PLAIN_MLP or not _is_gated(type(part).forward):
         return None
+    act: Any = part.act_fn
     (x,) = _drawn((256,))
-    y = _made(part.act_fn, x) if type(part.act_fn) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
+    y = _made(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
     same = (name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256))))
     return next(same, None)
 

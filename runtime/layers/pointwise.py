@@ -116,7 +116,7 @@ def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = 
         if gate not in (*gates, "rotate", "rotate_back"):
             continue
         try:
-            one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)))
+            one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)), dtype=dtype)
         except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
             _warn(
                 function, device, dtype, f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
@@ -150,9 +150,10 @@ class OneKernel:
     """A function, computed by a kernel. The function itself is called for operands that the kernel does not read (several dtypes,
     or not contiguous), and for all operands from the first call on in which a number differs."""
 
-    def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS) -> None:
-        """`most`: elements between the first and the last of an operand in one launch, which counts in 32 bits."""
-        self._function, self._kernel, self._most = function, kernel, most
+    def __init__(self, function: Function, kernel: Kernel, most: int = MOST_ELEMENTS, dtype: torch.dtype | None = None) -> None:
+        """`most`: elements between the first and the last of an operand in one launch, which counts in 32 bits. `dtype`: of the
+        operands for which the kernel is compiled; None: that of a call's."""
+        self._function, self._kernel, self._most, self._dtype = function, kernel, most, dtype
         self._is_rotary = function in (rotate, rotate_back)
         self._n_results = 2 if function.__name__.endswith("_gradients") else 1
         self._compared = set[tuple[Any, ...]]()  # shapes, strides and alignments
@@ -178,7 +179,7 @@ class OneKernel:
 
     def _takes(self, inputs: Operands) -> bool:
         x = inputs[0]
-        if x.numel() == 0 or any(y.dtype is not x.dtype for y in inputs):
+        if x.numel() == 0 or any(y.dtype is not (self._dtype or x.dtype) for y in inputs):
             return False
         if not self._is_rotary:
             return all(y.is_contiguous() and y.shape == x.shape for y in inputs)

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.expected import EXPECTED
 from benchmarks.gpu.harness import ARCHIVE, DONE, FAILED, INTERRUPTED, SKIPPED, STREAM, Harness, Results
+from benchmarks.gpu.host import SIZES
 from benchmarks.gpu.packages import missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
@@ -27,6 +29,12 @@ from tests.tour import ROOT
 
 TINY = ["--device", "cpu", "--tiny"]
 NAMES = [stage.name for stage in STAGES]
+# Lines for which a CPU gives figures, too
+DECIDED = {
+    ("facts", "cores"), ("kernels", "kernel"), ("kernels", "loss"), ("kernels", "head's weight gradient"), ("kernels", "unpack"),
+    ("kernels", "update"), ("probe", "measured"), ("batch-64", "measured"), ("batch-64", "update alone"), ("batch-64", "profile"),
+    ("lora", "measured"), ("tests-of-kernels", "measured"),
+}  # fmt: skip
 
 
 @pytest.mark.long
@@ -55,11 +63,16 @@ def test_a_tiny_run_goes_through_all_stages_and_retries_failures(tmp_path, monke
     tried = [row for row in stream.rows() if row["what"] == "tried" and row["stage"] == "fsdp2"]
     assert [(row["batch_size"], row["micro_batch"]) for row in tried][:2] == [(1, 1), (2, 2)]
     assert all(row["n_layers"] == 2 and row["tokens_per_s"] > 0.0 for row in tried)
+    decided = [row for row in stream.rows() if "decision" in row]
+    assert {(row["stage"], row["what"]) for row in decided} == DECIDED
+    assert all((row["expected"], row["decision"]) in EXPECTED.values() for row in decided)
     files = sorted(path.name for path in results.iterdir())
     assert files == ["page.md", "profile.json", STREAM, ARCHIVE], "few files come back from a machine that is lent"
     with tarfile.open(results / ARCHIVE) as tar:
         assert {STREAM, "logs/host.log", "logs/smoke-llama.log", "plans/batch-64.plan.json", "page.md"} <= {*tar.getnames()}
-    assert "| host | failed |" in (results / "page.md").read_text()
+    page = (results / "page.md").read_text()
+    assert "| host | failed |" in page
+    assert "| batch-64 | update alone |" in page
 
     n_rows = len(stream.rows())
     command = [sys.executable, "-m", "benchmarks.gpu", *TINY, "--home", tmp_path]
@@ -158,6 +171,12 @@ def test_stages_are_functions_and_fit_into_their_calls():
     assert {name for name in NAMES if name in FULL.cases} == {*FULL.cases}
     page = "\n".join(lines([]))
     assert all(f"| {name} | to be measured |" in page for name in NAMES)
+
+
+def test_every_expected_figure_is_of_a_line_of_a_stage():
+    assert {stage for stage, _ in EXPECTED} <= {*NAMES}
+    assert {f"update of {gb:g} GB" for gb in SIZES} <= {line for stage, line in EXPECTED if stage == "host"}
+    assert all(figure and decision for figure, decision in EXPECTED.values())
 
 
 @pytest.mark.soak

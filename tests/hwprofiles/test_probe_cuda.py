@@ -57,17 +57,15 @@ def assert_found(profile: Profile, truth: Truth) -> None:
                 assert (a.clock_hz, a.watts) == truth.load
     norms, eager = device.norms["torch-fused"], device.eager_bytes_per_s
     assert eager is not None
-    behind = [getattr(device, f"{name}_bytes_per_s").value for name in ("fused", "loss", "unpack", "narrow")]
+    for name in ("fused", "loss", "unpack", "narrow"):
+        true_value = getattr(truth, f"{name}_fraction") * truth.memory_bytes_per_s
+        assert_close(getattr(device, f"{name}_bytes_per_s").value, true_value, 2 * MOST_OFF)  # of a difference of two times
     assert device.sustained_fraction is None, "what was soaked is a step's rate"
     found = {
         device.memory_bytes_per_s.value: truth.memory_bytes_per_s,
         norms.forward_bytes_per_s.value: truth.norm_fractions[0] * truth.memory_bytes_per_s,
         norms.backward_bytes_per_s.value: truth.norm_fractions[1] * truth.memory_bytes_per_s,
         eager.value: truth.eager_fraction * truth.memory_bytes_per_s,
-        behind[0]: truth.fused_fraction * truth.memory_bytes_per_s,
-        behind[1]: truth.loss_fraction * truth.memory_bytes_per_s,
-        behind[2]: truth.unpack_fraction * truth.memory_bytes_per_s,
-        behind[3]: truth.narrow_fraction * truth.memory_bytes_per_s,
         device.kernel_overhead_s.value: truth.kernel_s,
         device.op_overhead_s.value: truth.handover_s,
         link.duplex_bytes_per_s.value: min(truth.duplex_bytes_per_s, sum(truth.pinned.values())),

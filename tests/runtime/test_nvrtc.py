@@ -26,6 +26,7 @@ SOURCES: dict[str, list[dict[str, str | int]]] = {
     "adamw.cu": [{"WEIGHT": of, "GRADIENT": of, "IS_SPLIT": split} for of, split in ((BF16, 1), (BF16, 0), (FP32, 0))],
     "lean.cu": [_LEAN | {"MOMENT": moment} for moment in (BF16, BYTE)],
     "squares.cu": [{"ELEMENT": of, "CHUNK": nvrtc.THREADS**2, "THREADS": nvrtc.THREADS} for of in (BF16, FP32)],
+    "loss.cu": [{"LOGIT": of, "THREADS": 512} for of in (BF16, FP32)],
 }  # fmt: skip
 INCLUDED = {"vectors.cu"}
 # (loads, stores) of 16 bytes a thread; each kernel of pointwise.cu has as many of one element, for what fills no vector
@@ -78,6 +79,7 @@ def test_every_source_is_compiled_here() -> None:
     assert all(f'#include "{name}"' not in nvrtc.source(file) for file in SOURCES for name in INCLUDED)
 
 
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", SOURCES)
 def test_a_source_compiles_for_each_architecture(file: str, architecture: int) -> None:
@@ -86,6 +88,7 @@ def test_a_source_compiles_for_each_architecture(file: str, architecture: int) -
     assert binary[:4] == b"\x7fELF"
 
 
+@pytest.mark.soak_cases("1", "2", "4", "5", "7")
 @pytest.mark.parametrize("n", range(len(SOURCES["pointwise.cu"])))
 def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
     """One element at a time in the loop over the rest alone: were the vectors split, there would be four or eight as many."""
@@ -99,6 +102,7 @@ def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
         assert found == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name
 
 
+@pytest.mark.soak_cases("1", "2", "4", "5", "7")
 @pytest.mark.parametrize("n", range(len(SOURCES["unpack.cu"])))
 def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> None:
     of = SOURCES["unpack.cu"][n]
@@ -113,6 +117,7 @@ def test_unpacking_loads_the_codes_of_8_numbers_and_stores_16_bytes(n: int) -> N
     assert {key: k for key, k in found.items() if key[0] == "ld" and key[1] > 1} == expected
 
 
+@pytest.mark.soak_cases("1", "2")
 @pytest.mark.parametrize("n", range(len(SOURCES["adamw.cu"])))
 def test_adamw_loads_and_stores_8_and_16_bytes(n: int) -> None:
     """The compiler may write a loop twice: for either form of the first moment's interpolation."""
@@ -124,6 +129,20 @@ def test_adamw_loads_and_stores_8_and_16_bytes(n: int) -> None:
     for way in ("ld", "st"):
         assert (found[way, 16], found[way, 8]) == (by_vectors * n_wide[way], by_vectors * n_short[way])
         assert (found[way, 4], found[way, 2]) == (one_by_one * n_wide[way], one_by_one * n_short[way])
+
+
+@pytest.mark.parametrize("n", range(len(SOURCES["loss.cu"])))
+def test_the_loss_loads_and_stores_16_bytes(n: int) -> None:
+    ((_, found),) = accesses(compiled("loss.cu", n, 90)[0])
+    assert found["ld", 16] > 0
+    assert found["st", 16] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("file", "n"), [(file, n) for file in ("lean.cu", "squares.cu") for n in range(1, len(SOURCES[file]))])
+def test_other_definitions_compile(file: str, n: int) -> None:
+    """Definitions of files whose accesses no test counts."""
+    assert compiled(file, n, 90)[1][:4] == b"\x7fELF"
 
 
 @pytest.mark.skipif(which("cuobjdump") is None, reason="no cuobjdump")

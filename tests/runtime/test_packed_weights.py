@@ -291,6 +291,7 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
 
 
 @NEEDS_A_COMPILER
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_kernel_unpacks_to_the_bits_of_torchs_calls(base, dtype, tmp_path):

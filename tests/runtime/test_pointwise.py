@@ -37,6 +37,7 @@ def unchecked(one: OneKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.T
 
 
 @NEEDS_A_COMPILER
+@pytest.mark.fast("pairs")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["rotate", "rotate_back"])
 @pytest.mark.parametrize("most", [MOST_ELEMENTS, 3000])
@@ -52,6 +53,7 @@ def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, most:
 
 
 @NEEDS_A_COMPILER
+@pytest.mark.fast("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", GATED)
 def test_gated_activations_have_torchs_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
