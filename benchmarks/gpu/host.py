@@ -142,8 +142,11 @@ def _sustained(
     beside: AbstractContextManager[None] | None = None,
 ) -> None:
     """Wall time of the tasks, walked from end to end again and again; the cores that they had, and the time that was stolen."""
-    workers, turns, rates = Workers(len(cores), Scratch), cycle(tasks), list[float]()
-    amount = TASK_ELEMENTS * (2 if unit == "host_bytes_per_s" else 1)  # of a task: bytes of bf16 gradients, or parameters
+    n_parts = 1
+    while n_parts * len(tasks) < 2 * len(cores):  # or two threads would be at one task at a time
+        n_parts *= 2
+    workers, turns, rates = Workers(len(cores), Scratch), cycle(_cut(tasks, n_parts)), list[float]()
+    amount = TASK_ELEMENTS // n_parts * (2 if unit == "host_bytes_per_s" else 1)  # of a task: bf16 gradients, or parameters
     n_in_piece = len(cores)
 
     def settled() -> AbstractContextManager[None]:
@@ -161,7 +164,7 @@ def _sustained(
             while (now_s := time.perf_counter()) - began_s < (TINY_UPDATE_S if asked.tiny else UPDATE_S):
                 workers.run(list(islice(turns, n_in_piece)))
                 rates.append(n_in_piece * amount / (took_s := time.perf_counter() - now_s))
-                n_in_piece = max(len(cores), min(len(tasks), round(n_in_piece * PIECE_S / took_s)))
+                n_in_piece = max(len(cores), round(n_in_piece * PIECE_S / took_s))
             wall_s = time.perf_counter() - began_s
             used = (time.process_time() - used_s) / wall_s
             n, third = len(cores), max(1, len(rates) // 3)
@@ -172,6 +175,13 @@ def _sustained(
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(measure).result()
+
+
+def _cut(tasks: list[Task], n: int) -> list[Task]:
+    """Each task, which is a partial call on elements start .. end - 1, in n equal parts."""
+    size = TASK_ELEMENTS // n
+    starts = [(task.func, task.args[0] + i * size) for task in tasks for i in range(n)]
+    return [partial(function, start, start + size) for function, start in starts]
 
 
 def _steal_s() -> float:

@@ -35,7 +35,7 @@ SLOTS = 3
 STATE_BYTES, GRADIENT_BYTES = 12, 2  # of an element
 ALIGN_ELEMENTS = 128
 TRAFFIC_BYTES = 8 * MiB + 12 * KiB  # of one copy within host memory
-TASKS_PER_THREAD = 16  # of one call, enough that the uneven end of them matters little
+TASKS_PER_THREAD = 8  # of one call, enough that the uneven end of them matters little
 FRESH_BYTES = 130 * MiB  # so large that the allocator has none that was touched before
 MEMORY_FRACTION, MOST_FRACTION = 1 / 3, 1 / 2  # of the host's free memory: of a slab, and of one that caches make larger
 LEAST_BYTES = GB // 4
@@ -104,7 +104,7 @@ def update_tasks(slab: torch.Tensor, together: Together) -> list[Task]:
     """Full tasks of AdamW over every slot; the remainder at the end of a slot is left out, so that all tasks are alike."""
     n = layer_elements(slab.numel())
     n_slots = slab.numel() // ((STATE_BYTES + GRADIENT_BYTES) * n)
-    states, gradients = slab[: n_slots * STATE_BYTES * n], slab[n_slots * STATE_BYTES * n :]
+    states, gradients, _ = slab.tensor_split([n_slots * STATE_BYTES * n, n_slots * (STATE_BYTES + GRADIENT_BYTES) * n])
     found, fills = list[Task](), list[Callable[[None], None]]()
     block = _random_state()
     for slot, gradient in zip(states.split(STATE_BYTES * n), _arrays(gradients, n), strict=True):

@@ -118,7 +118,7 @@ def _own_bytes(arrays: list[int]) -> int:
     places = list[int]()
     end = 0
     for n_bytes in arrays:
-        while any((end - place) % 2**28 == 0 for place in places):
+        while n_bytes and any((end - place) % 2**28 == 0 for place in places):
             end += ALIGN_BYTES
         places.append(end)
         end += n_bytes

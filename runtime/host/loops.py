@@ -31,7 +31,8 @@ BLOCK_ELEMENTS = 2**11  # a turn consists of whole blocks
 SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
 ROW_ELEMENTS = 2**8  # of a chunk of the norm, which is a square of so many rows
 NARROW, EIGHT, NAN = np.uint32(16), np.uint32(8), np.uint32(0x7FC0)
-WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, OF_WEIGHT, OF_FIRST, OF_SECOND = range(8)  # operands, each an alias scope
+# Operands, each an alias scope; MOMENT: numbers of either moment, which an update reads as FIRST or SECOND
+WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, OF_WEIGHT, OF_FIRST, OF_SECOND, GROUPS, MOMENT = range(10)
 begin = compiled_loop(rounding.begin)
 
 
@@ -60,9 +61,10 @@ def _apart(builder: Any, access: Any, operand: int) -> Any:
     """Mark a load or store: it overlaps no access of another operand."""
     module = builder.module
     domain = module.add_metadata(["host optimizer"])
-    scopes = [module.add_metadata([f"operand {i}", domain]) for i in range(8)]
-    access.set_metadata("alias.scope", module.add_metadata([scopes[operand]]))
-    access.set_metadata("noalias", module.add_metadata([s for i, s in enumerate(scopes) if i != operand]))
+    scopes = [module.add_metadata([f"operand {i}", domain]) for i in range(MOMENT)]
+    own = (FIRST, SECOND) if operand == MOMENT else (operand,)
+    access.set_metadata("alias.scope", module.add_metadata([scopes[i] for i in own]))
+    access.set_metadata("noalias", module.add_metadata([s for i, s in enumerate(scopes) if i not in own]))
     return access
 
 
@@ -213,16 +215,16 @@ def unpack(groups: Bits, is_root: bool, wide: Bits, other: Bits) -> None:
     for k in range(len(groups) // PACK_BYTES):
         at = k * PACK_BYTES
         for i in range(PACK):
-            code = load(groups, at + i, SECOND)
-            store(wide, k * PACK + i, code if is_root else np.uint32(np.int32(code << np.uint32(24)) >> np.int32(24)), FIRST)
+            code = load(groups, at + i, GROUPS)
+            store(wide, k * PACK + i, code if is_root else np.uint32(np.int32(code << np.uint32(24)) >> np.int32(24)), MOMENT)
         for j in range(PACK // GROUP):
-            low, high = load(groups, at + PACK + 2 * j, SECOND), load(groups, at + PACK + 2 * j + 1, SECOND)
+            low, high = load(groups, at + PACK + 2 * j, GROUPS), load(groups, at + PACK + 2 * j + 1, GROUPS)
             for i in range(GROUP):
                 store(other, k * PACK + j * GROUP + i, (low << NARROW) | (high << np.uint32(24)), GRADIENT)
     for i in range(len(wide)):
-        code, scale = np.float32(np.int32(load(wide, i, FIRST))), number(load(other, i, GRADIENT))
+        code, scale = np.float32(np.int32(load(wide, i, MOMENT))), number(load(other, i, GRADIENT))
         x = scale * code
-        store(wide, i, bits_of(x * x if is_root else x / (np.float32(254) - abs(code))), FIRST)
+        store(wide, i, bits_of(x * x if is_root else x / (np.float32(254) - abs(code))), MOMENT)
 
 
 @compiled_loop
@@ -231,7 +233,7 @@ def pack(wide: Bits, is_root: bool, random: Bits, groups: Bits, other: Bits) -> 
     for g in range(len(wide) // GROUP):
         first, most = g * GROUP, LEAST
         for i in range(GROUP):
-            most = max(most, load(wide, first + i, FIRST) & np.uint32(0x7FFFFFFF))
+            most = max(most, load(wide, first + i, MOMENT) & np.uint32(0x7FFFFFFF))
         most = min(most, INFINITE)
         largest = number(most)
         if is_root:
@@ -239,18 +241,18 @@ def pack(wide: Bits, is_root: bool, random: Bits, groups: Bits, other: Bits) -> 
         scale = (most + np.uint32(random[first])) >> NARROW
         if scale <= LEAST >> NARROW or scale > MOST >> NARROW:
             for i in range(GROUP):
-                store(wide, first + i, np.uint32(0), FIRST)
+                store(wide, first + i, np.uint32(0), MOMENT)
             scale = INFINITE >> NARROW if scale > MOST >> NARROW else np.uint32(0)
         at = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
-        store(groups, at, scale, SECOND)
-        store(groups, at + 1, scale >> np.uint32(8), SECOND)
+        store(groups, at, scale, GROUPS)
+        store(groups, at + 1, scale >> np.uint32(8), GROUPS)
         for i in range(GROUP):
             store(other, first + i, bits_of(largest), GRADIENT)
     for k in range(len(groups) // PACK_BYTES):
         for i in range(PACK):
-            x, by = number(load(wide, k * PACK + i, FIRST)), number(load(other, k * PACK + i, GRADIENT))
+            x, by = number(load(wide, k * PACK + i, MOMENT)), number(load(other, k * PACK + i, GRADIENT))
             code = by * x if is_root else (np.float32(254) * x) / (by + abs(x))
-            store(groups, k * PACK_BYTES + i, bits_of(code + NEAREST), SECOND)
+            store(groups, k * PACK_BYTES + i, bits_of(code + NEAREST), GROUPS)
 
 
 # -- kernels -------------------------------------------------------------------------------------------------------------
@@ -258,14 +260,15 @@ def pack(wide: Bits, is_root: bool, random: Bits, groups: Bits, other: Bits) -> 
 
 @compiled_loop
 def sum_gradient(first: Bits, second: Bits, n_parts: int, is_rounded: bool, n: int, wide: Bits) -> None:
-    """fp32 bits of one or two parts, rounded to bf16 (ties to even) if asked."""
+    """fp32 bits of one or two parts, rounded to bf16 (ties to even) if asked. NaN stays NaN."""
     for i in range(n):
         total = number(load(first, i, FIRST) << narrow(first))
         if n_parts == 2:
             total += number(load(second, i, SECOND) << narrow(second))
         bits = bits_of(total)
         if is_rounded:
-            bits = (bits + np.uint32(0x7FFF) + ((bits >> NARROW) & np.uint32(1))) & np.uint32(0xFFFF0000)
+            even = (bits + np.uint32(0x7FFF) + ((bits >> NARROW) & np.uint32(1))) & np.uint32(0xFFFF0000)
+            bits = NAN << NARROW if total != total else even
         store(wide, i, bits, GRADIENT)
 
 
@@ -398,8 +401,9 @@ def row_squares(first: Bits, second: Bits, n_parts: int, is_rounded: bool, n: in
 
 @compiled_loop
 def add_half(to: Bits, of: Bits, n: int) -> None:
+    """Both are parts of one memory, which other additions write: of one alias scope."""
     for i in range(n):
-        store(to, i, bits_of(number(load(to, i, FIRST)) + number(load(of, i, SECOND))), FIRST)
+        store(to, i, bits_of(number(load(to, i, GRADIENT)) + number(load(of, i, GRADIENT))), GRADIENT)
 
 
 @compiled_kernel

@@ -102,7 +102,7 @@ class Setup:
         *padded, last = found
         for name in padded:
             begin = begins[-1] + found[name]
-            while any((begin - other) % ALIASED_BYTES == 0 for other in begins):
+            while n_elements and any((begin - other) % ALIASED_BYTES == 0 for other in begins):
                 begin += SLOT_ALIGN_BYTES
             found[name] = begin - begins[-1]
             begins.append(begin)

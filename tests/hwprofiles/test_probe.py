@@ -297,13 +297,14 @@ def test_the_optimizer_is_the_runtimes_own_on_slots_of_a_real_layer(monkeypatch:
 
     tasks_of = optimizer.Step.tasks
     monkeypatch.setattr(optimizer.Step, "tasks", remembered)
-    monkeypatch.setattr(host_works, "LAYER_ELEMENTS", (10**9, 4_000_000))
+    n = 2 * optimizer.TASK_ELEMENTS + 2**17 + 2**9  # two tasks, and a rest that is left out
+    monkeypatch.setattr(host_works, "LAYER_ELEMENTS", (10**9, n))
     monkeypatch.setattr(host_works, "TASKS_PER_THREAD", 2)
     device = Walked()
-    work = host_works.updates(2, 3 * 14 * 4_000_000 + 4096)
+    work = host_works.updates(2, 3 * 14 * n + 30_000_000)  # with room for some more gradients, but for no slot
     with device.prepared(work) as ready:
         assert len(steps) == 3
-        (weight, remainder, first, second), n = steps[1].to.tensors, 4_000_000
+        weight, remainder, first, second = steps[1].to.tensors
         arrays = weight, remainder, first, second, steps[1].gradient.parts[0]
         places = [array.data_ptr() - device.slab.data_ptr() for array in arrays]
         assert places == [12 * n, 14 * n, 16 * n, 20 * n, 3 * 12 * n + 2 * n], "one after another, as a run lays them out"
