@@ -287,7 +287,7 @@ def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> t
     Before plans of format 4 there was no `lora_products`: an adapter's product was added to the frozen one after both were rounded,
     and the loss in few passes was `fused`, which took softmax in fp32 and rounded the output matrix's gradient for each tile.
     """
-    found, is_older = _as_json(_SEMANTICS_BEFORE) | saved, "lora_products" not in saved
+    found, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
     train = found["train"]
     has_adapters = isinstance(train, dict) and isinstance(train.get("lora"), dict)
     if has_adapters:

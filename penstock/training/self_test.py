@@ -167,8 +167,8 @@ def _streamed(own: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.T
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """On one thread, without a trace in the process's random numbers. Ignore warnings, except those of the host's optimizer, which come once
-    a process."""
+    """On one thread, without a trace in the process's random numbers. Ignore warnings, except those of the host's optimizer, which
+    come once a process."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -250,11 +250,11 @@ class Compute:
         Gradients that begin a sum are added to zero in one pass, which turns -0.0 into +0.0. Those `in_place` are there already.
         """
         assert found.keys() <= running.keys()
-        for name, total in running.items():
+        for name, view in running.items():
             if name in found:
-                torch.add(found[name], 0.0 if begins else total, out=total)
+                torch.add(found[name], 0.0 if begins else view, out=view)
             elif begins and name not in in_place:
-                total.zero_()
+                view.zero_()
         for slot in op.every("into"):
             total = self._views.gradients(op.block, slot, "fp32")
             for name, view in total.items():
