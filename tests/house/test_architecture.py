@@ -58,7 +58,7 @@ MOST_KINDS = 23  # of op; three of them are what several ranks do together, one 
 # documents are kept apart, kernels of other packages, adapters of experts and on ranks, routers' loss, embeddings of each layer;
 # penstock by pairs, rollouts, references, teachers, the self-test, towers, and the merging of experts; planner by what users met,
 # forward plans, rings of what is saved; hwprofiles by the loss's rate.
-MOST_LINES = {"runtime": 10_478, "planner": 9_069, "hwprofiles": 2_365, "penstock": 9_484, "tests": 28_184}
+MOST_LINES = {"runtime": 10_728, "planner": 9_129, "hwprofiles": 2_515, "penstock": 9_484, "tests": 28_684}
 APART = {"planner/model"}
 
 # Where each third-party library lives, by folder or file: replacing one is then the work of these.
