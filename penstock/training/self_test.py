@@ -167,14 +167,12 @@ def _streamed(own: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.T
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """On one thread, without a trace in the process's random numbers. Ignore warnings, except those of the host's optimizer, which
-    come once a process."""
+    """On one thread, without a trace in the process's random numbers; of warnings only those of the host's optimizer are shown."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("default", ".*host's optimizer", RuntimeWarning)
+            warnings.filterwarnings("ignore", "(?!.*host's optimizer)")
             yield
     finally:
         torch.set_num_threads(n_threads)
