@@ -1,7 +1,8 @@
 """Compile the CUDA sources of this folder with NVRTC. Callers compare each kernel with its definition before they use it."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,5 +29,18 @@ def source(file: str, **defined: str | int) -> str:
 @lru_cache(maxsize=32)
 def compiled_kernel(file: str, name: str, *, device: torch.device, **defined: str | int) -> Kernel:
     """A kernel of a file beside this one; RuntimeError, OSError or AttributeError where it cannot be made."""
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), without_toolkit():
         return torch.cuda._compile_kernel(source(file, **defined), name)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def without_toolkit() -> Iterator[None]:
+    """Let torch compile without a CUDA toolkit, whose headers it would add to the search path: our sources include none."""
+    from torch.utils import cpp_extension  # it imports setuptools
+
+    home = cpp_extension.CUDA_HOME
+    cpp_extension.CUDA_HOME = home or "/usr"  # whose include folder torch leaves out
+    try:
+        yield
+    finally:
+        cpp_extension.CUDA_HOME = home

@@ -11,6 +11,7 @@ from shutil import which
 from subprocess import run
 
 import pytest
+from torch.utils import cpp_extension
 
 from runtime.cuda import nvrtc
 
@@ -155,3 +156,13 @@ def test_machine_code_keeps_the_wide_accesses(file: str, tmp_path: Path) -> None
         (own,) = (part for part in sass.split("Function : ")[1:] if part.split()[0] == name)
         assert len(re.findall(r"\bLDG\.E\.128", own)) >= found["ld", 16] > 0 or file == "unpack.cu", name
         assert len(re.findall(r"\bSTG\.E\.128", own)) >= found["st", 16] > 0, name
+
+
+def test_a_machine_without_a_toolkit_compiles(monkeypatch):
+    """As one on which pip installed torch alone: torch asks for the toolkit's folder, and our sources include no header."""
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    with pytest.raises(OSError, match="CUDA_HOME"):
+        cpp_extension.include_paths("cuda")
+    with nvrtc.without_toolkit():
+        assert not [path for path in cpp_extension.include_paths("cuda") if path.startswith("/usr")]
+    assert cpp_extension.CUDA_HOME is None
