@@ -57,15 +57,28 @@ def test_a_rotary_embedding_has_torchs_bits(name: str, dtype: torch.dtype, most:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", GATED)
 def test_gated_activations_have_torchs_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """In bf16 all but a few bits, and those within an ulp; fp32 within 1e-4: exp, tanh and erf of C are not those of torch."""
+    """In bf16 all but a few bits, and those within an ulp; fp32 within 1e-4: exp, tanh and erf of C are not those of torch.
+
+    GELU of a gate below -2 is a difference of numbers near 1: an ulp of them, times the other operands, is let pass.
+    """
     one, function = one_kernel(name, dtype, tmp_path, most=2**18), function_of(name)
     for n, inputs in enumerate(probes(function, CPU, dtype)):
         assert (len(list(one._launches(inputs))) > 1) == (n == 0)
         for ours, theirs in zip(unchecked(one, inputs), several(function(*inputs)), strict=True):
             assert ours.stride() == theirs.stride()
-            torch.testing.assert_close(ours, theirs, rtol=2**-7 if dtype is torch.bfloat16 else 1e-4, atol=1e-37, equal_nan=True)
+            assert bool(_are_close(ours, theirs, inputs, name.startswith("geglu")).all())
             if dtype is torch.bfloat16:
                 assert int((ours.view(torch.int16) != theirs.view(torch.int16)).sum()) <= OTHER_SHARE * ours.numel()
+
+
+def _are_close(ours: torch.Tensor, theirs: torch.Tensor, inputs: tuple[torch.Tensor, ...], is_gelu: bool) -> torch.Tensor:
+    a, b = ours.double(), theirs.double()
+    slack = torch.full_like(a, 1e-37)
+    if is_gelu:
+        gate, others = inputs[-2].double(), [x.double().abs() for x in (*inputs[:-2], inputs[-1])]
+        slack += 2**-20 * (1 + gate.abs().clamp(max=16)) ** 3 * torch.stack([1 + x for x in others]).prod(0)
+    relative = 2**-7 if ours.dtype is torch.bfloat16 else 1e-4
+    return (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= relative * b.abs() + slack)
 
 
 def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +129,7 @@ def test_operands_that_a_kernel_cannot_read_are_the_functions(tmp_path: Path) ->
         assert same_bits(gate(*inputs), pointwise.swiglu(*inputs))
     q, turn, odd = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 3, 5, 8)
     rotation = OneKernel(pointwise.rotate, unused)
-    for inputs in ((q.transpose(2, 3), turn.transpose(2, 3), turn.transpose(2, 3)), (q, odd, odd), (q, turn.double(), turn)):
+    for inputs in ((q.transpose(2, 3), turn.transpose(2, 3), turn.transpose(2, 3)), (q, odd, odd), (q, turn.half(), turn)):
         assert same_bits(rotation(*inputs), pointwise.rotate(*inputs))
 
 
