@@ -90,10 +90,8 @@ def free_cuda_bytes(index: int = 0) -> int:
 
 
 def use_same_kernels() -> None:
-    """Products of fp32 numbers are fp32 ones, and no kernel adds in the order in which its threads come.
-
-    Then what a stream computes is the same, to the last bit, whatever runs beside it. Some kernels are slower for it, attention's
-    backward above all. cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it is first used.
-    """
+    """Products of fp32 numbers are fp32 ones, and no kernel adds in the order in which its threads come. Then what a stream
+    computes is the same, to the last bit, whatever runs beside it. Some kernels are slower for it, attention's backward above all.
+    cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it is first used."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it: slots are written before they are read
