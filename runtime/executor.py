@@ -27,8 +27,6 @@ MOST_SPANS = 2**15  # of these, and twice as many timers of a device, each some 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step of training."""
-
     n_supervised: int  # tokens that were to be predicted
     grad_norm: float  # before clipping
     skipped: bool  # as the norm was not finite
@@ -167,8 +165,6 @@ class Execution:
             self._steps.throw(error)
         self._steps.close()
 
-    # -- how far it is ------------------------------------------------------------------------------------------------
-
     @property
     def n_done(self) -> int:
         """Steps that every lane has done."""
@@ -181,7 +177,6 @@ class Execution:
 
     @property
     def _busy(self) -> list[Track]:
-        """The lanes that have not ended."""
         return [track for track in self.tracks if track.n_done < len(self.numbers) * track.n_in_step]
 
     def __str__(self) -> str:
@@ -208,8 +203,6 @@ class Execution:
         for track in self.tracks:
             track.stop()
         self.news.ring()
-
-    # -- the caller's thread ------------------------------------------------------------------------------------------
 
     def _perform(self) -> Generator[Step]:
         start_s = self._reported_s = time.perf_counter()
@@ -295,8 +288,6 @@ def execute(
 
 
 class _Worker(threading.Thread):
-    """One lane's thread."""
-
     def __init__(self, track: Track, run: Execution, n_kept: int) -> None:
         super().__init__(name=f"lane-{track.lane}", daemon=True)
         self.track, self.machine, self.execution = track, run.machine, run

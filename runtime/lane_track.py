@@ -87,7 +87,6 @@ class Track:
 
     @property
     def n_spans(self) -> int:
-        """Spans of a step that a timeline keeps."""
         return len(self.entries) + (min(self.times, FIRST_KEPT + LAST_KEPT) - 1) * len(self.repeated)
 
     def walk(self) -> Iterator[tuple[Entry, int]]:
@@ -102,9 +101,6 @@ class Track:
 
     def _name_at(self, position: int) -> str:
         return self.op(*next(islice(self.walk(), position % self.n_in_step, None))).name
-
-    def _repeats_at(self, position: int) -> bool:
-        return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
 
     def n_repeated(self, position: int) -> int:
         """Repetitions that are over, counted over all steps, when the ops before this position are done."""
@@ -148,7 +144,8 @@ class Track:
         """Drop tokens that no lane needs after these steps and repetitions: a lane in step n needs steps n and n - 1, one in
         repetition k needs k and k - 1, and the last of a step."""
         for position in list(self.tokens):
-            is_over = self._repeats_at(position) and self.n_repeated(position) + 1 < n_repetitions
+            repeats = 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
+            is_over = repeats and self.n_repeated(position) + 1 < n_repetitions
             is_last = (self.n_repeated(position) + 1) % self.times == 0
             if position < (n_steps - 1) * self.n_in_step or (is_over and not is_last):
                 del self.tokens[position]

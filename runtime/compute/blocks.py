@@ -87,8 +87,6 @@ class Templates:
         trained = self.workload.blocks[block].trained
         return {p.name: p.shape for p in trained if is_adapter(p.name)} if lora is not None else {}
 
-    # -- embedding and layers ---------------------------------------------------------------------------------------
-
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
         """The first layer's input (B, T, D), with its autograd graph in grad mode, and each layer's call."""
         self.split.around(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
@@ -131,11 +129,8 @@ class Templates:
         parent, _, child = name.rpartition(".")
         self.model.get_submodule(parent).register_buffer(child, value.to(self.device))
 
-    # -- modes ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context without dropout and router jitter."""
         parts: list[Any] = [self.model, *self._tiled]
         if self.balance is not None:
             self.balance.at = None
@@ -149,7 +144,6 @@ class Templates:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Context in which the model computes without its adapters."""
         parts = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
         for part in parts:
             part.is_aside = True
@@ -158,8 +152,6 @@ class Templates:
         finally:
             for part in parts:
                 part.is_aside = False
-
-    # -- random weights ---------------------------------------------------------------------------------------------
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """A block's own random weights as transformers makes them, and adapters as PEFT does, fp32; the same for a seed."""

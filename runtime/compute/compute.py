@@ -77,7 +77,7 @@ class Compute:
 
     def at_work(self) -> AbstractContextManager[None]:
         """Context of all ops of a run. Drops what a run that failed within a step has left."""
-        self.inputs.forget()
+        self.inputs.batch = None
         self.losses.clear()
         if (balance := self.templates.balance) is not None:
             balance.forget()
@@ -104,8 +104,6 @@ class Compute:
     def _weights(self, op: Op) -> Weights:
         return self._views.weights(op.block, op["weights"], op.get("trained"))
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         m, weight_slot, has_backward = op.micro_batch, op["weights"], op.block >= self._first_trained
@@ -114,7 +112,7 @@ class Compute:
         elif op.block == self._head_block:
             batch, hidden_BTD = self.inputs.of(m), self._at(op, op["x"])
             self._head(LastHidden(self.templates, self._weights(op), hidden_BTD, batch.targets, step, m, batch.extras))
-            self.inputs.done(m)
+            self.inputs.passed.pop(m, None)
             return
         if op.block == 0:
             self._begin(step)
@@ -125,17 +123,16 @@ class Compute:
                 self._graphs[0, m] = _graph(output_BTD, [], weights, self.inputs.cut(m))
         elif not has_backward or (remembering := self._remembering(op, step, weight_slot)) is None:
             hidden_BTD = self._at(op, op["x"])
-            output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.of_layer(op.block, m))
+            output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.passed[m][op.block - 1])
         else:
             with remembering:
                 output_BTD = self._with_graph(op, m)
         self._at(op, op["y"]).copy_(output_BTD.detach())
 
     def _with_graph(self, op: Op, m: int) -> torch.Tensor:
-        """A layer's forward, whose graph is kept for the backward."""
         weights = self._views.leaves(op.block, op["weights"], op.get("trained"))
         hidden_BTD = self._at(op, op["x"]).requires_grad_()
-        inputs = self.inputs.of_layer(op.block, m)
+        inputs = self.inputs.passed[m][op.block - 1]
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, inputs)
         self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *inputs.sides.values()], weights, dict.fromkeys(inputs.sides))
@@ -178,9 +175,7 @@ class Compute:
         self._seed(step, op)
         weights = self._views.leaves(op.block, self._site[0], op.get("trained"))
         hidden_BTD = self._at(op, self._site[1]).requires_grad_()
-        self.templates.layer(op.block, weights, hidden_BTD, self.inputs.of_layer(op.block, op.micro_batch or 0), again=True)
-
-    # -- backward ---------------------------------------------------------------------------------------------------
+        self.templates.layer(op.block, weights, hidden_BTD, self.inputs.passed[op.micro_batch or 0][op.block - 1], again=True)
 
     def backward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
@@ -197,7 +192,7 @@ class Compute:
         del of_edges
         self._site = None
         if op.block == self._first_trained:
-            self.inputs.done(op.micro_batch)
+            self.inputs.passed.pop(op.micro_batch, None)
         if op.block:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
@@ -274,25 +269,22 @@ class Inputs:
     def __init__(self, templates: Templates, batches: PreparedBatches) -> None:
         self.templates, self._batches, self.prepare = templates, batches, batches.prepare
         self._micro_batch = templates.semantics.micro_batch
-        self._batch: tuple[int, Batch] | None = None  # of the step at work
+        self.batch: tuple[int, Batch] | None = None  # of the step at work
         self.first: dict[int, list[Call]] = {}  # by sequences: what the first such micro-batch's layers were passed
         self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
         self.passed: dict[int, list[Call]] = {}  # by micro-batch, until it is done
 
-    def forget(self) -> None:
-        self._batch = None
-
     def begin(self, step: int) -> Batch | None:
         """The batch of a step that begins now; None if it has begun."""
-        if self._batch is not None and self._batch[0] == step:
+        if self.batch is not None and self.batch[0] == step:
             return None
-        self._batch = (step, self._batches(step))
-        return self._batch[1]
+        self.batch = (step, self._batches(step))
+        return self.batch[1]
 
     def of(self, m: int) -> Batch:
         """The sequences of a micro-batch of the step that has begun."""
-        assert self._batch is not None
-        return self._batch[1].part(slice(m * self._micro_batch, (m + 1) * self._micro_batch))
+        assert self.batch is not None
+        return self.batch[1].part(slice(m * self._micro_batch, (m + 1) * self._micro_batch))
 
     def embed(self, weights: Weights, m: int) -> torch.Tensor:
         """The first layer's input; records the layers' other arguments."""
@@ -332,12 +324,6 @@ class Inputs:
         calls = self.passed[m]
         self.passed[m] = [call.with_leaves({j: t.detach().requires_grad_() for j, t in call.sides.items()}) for call in calls]
         return {(i, j): get_gradient_edge(t) for i, call in enumerate(calls, start=1) for j, t in call.sides.items()}
-
-    def of_layer(self, block: int, m: int) -> Call:
-        return self.passed[m][block - 1]
-
-    def done(self, m: int) -> None:
-        self.passed.pop(m, None)
 
 
 def _same(new: Any, old: Any) -> bool:

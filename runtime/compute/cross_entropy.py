@@ -72,9 +72,6 @@ def _added_by_halves(x: Tensor) -> Tensor:
     return x
 
 
-# -- on a GPU -------------------------------------------------------------------------------------------------------------
-
-
 def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
     """`defined_losses` by the kernel: a block of threads for each row."""
     n, vocab = logits_NV.shape
@@ -119,9 +116,6 @@ def is_as_defined(kernel: Kernel, device: torch.device, dtype: torch.dtype, voca
     last_digit = max(torch.finfo(dtype).eps, FEW_DIGITS)
     are_close = torch.allclose(ours_NV.float(), wanted_NV.float(), rtol=last_digit, atol=FEW_DIGITS)
     return are_close and torch.allclose(ours_N, wanted_N, rtol=FEW_DIGITS, atol=FEW_DIGITS)
-
-
-# -- the weight's gradient ------------------------------------------------------------------------------------------------
 
 
 def add_product(sum_VD: Tensor, gradient_NV: Tensor, rows_ND: Tensor) -> None:

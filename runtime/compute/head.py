@@ -36,8 +36,6 @@ class OutputHead:
         if semantics.norm == "fused":
             use_fused_norm(split.norm)
 
-    # -- with gradients ---------------------------------------------------------------------------------------------
-
     def loss(
         self,
         weights: Weights,
@@ -158,8 +156,6 @@ class OutputHead:
 
         return _differentiated(of_tile, head, normed_ND, trained)
 
-    # -- without ----------------------------------------------------------------------------------------------------
-
     def summed_losses(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """The summed cross entropy (fp64, on the device), by tiles, with the bits of `loss` if that is cross entropy."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
@@ -195,8 +191,6 @@ class OutputHead:
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
         """(N, V) fp32."""
         return self._logits(self._head(weights), self._normed(weights, hidden_ND[None])[0])
-
-    # -- parts ------------------------------------------------------------------------------------------------------
 
     def _head(self, weights: Weights) -> Weights:
         return {name: weights[name] for name in self._names}

@@ -185,18 +185,13 @@ def distill(logits: Tensor, targets: Tensor, teacher: Tensor, k: float, beta: fl
     return beta * _kl(theirs_NK, mixed_NK) + (1 - beta) * _kl(own_NK, mixed_NK)
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "label-smoothing": label_smoothing,
-    "z-loss": z_loss,
-    **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo),
-    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto, distill, reward, classify)},
-}
+_NAMED = (dpo, ipo, hinge, robust, orpo, simpo, kto, distill, reward, classify)
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _NAMED}
+FUNCTIONS |= {"label-smoothing": label_smoothing, "z-loss": z_loss, **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo)}
 
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A function that computes an objective, with the objective's numbers."""
-
     objective: Objective
     function: Callable[..., Tensor]
 

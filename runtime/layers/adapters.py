@@ -63,8 +63,6 @@ class Factor(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter."""
-
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
         """The layer's own weights stay what they are."""
         nn.Module.__init__(self)

@@ -82,7 +82,6 @@ class _Proof:
         return self.split.noted()
 
     def refusal(self) -> str | None:
-        """Why documents are not kept apart."""
         if not self._places_are_the_documents():
             return "positions depend on how long other documents are"
         plain = self._of(self.tokens_BT)[1]
@@ -134,7 +133,6 @@ class _NoPlaces(TorchDispatchMode):
 
 
 def _places() -> Iterator[tuple[slice, slice]]:
-    """(sequence, tokens) of each document."""
     for row, lengths in enumerate(DOCUMENTS):
         for n, end in zip(lengths, accumulate(lengths), strict=True):
             yield slice(row, row + 1), slice(end - n, end)

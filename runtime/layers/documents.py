@@ -6,7 +6,7 @@ size depends on a document's length outlives its turn. The host knows the docume
 """
 
 # B sequences, T tokens of a sequence or a document, H heads, E width of a head
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,8 @@ from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
 from .recompute import unnoticed
-from .split import Call, Split, is_seen
+from .split import Call, Documents, Split, is_seen
+from .views import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class _Packed:
     """Packed sequences: lengths of documents, the layer's masks, and its window of tokens, if it has one. `own`: transformers'
     attention of that name; None: the module has one itself."""
 
-    n_tokens: tuple[tuple[int, ...], ...]
+    n_tokens: Documents
     masks: tuple[Tensor, ...]
     window: int | None
     own: Any
@@ -54,12 +55,7 @@ def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
 
 
 def embed_packed(
-    split: Split,
-    weights: Mapping[str, Tensor] | None,
-    tokens_BT: Tensor,
-    positions_BT: Tensor,
-    plain: Sequence[Call],
-    documents: tuple[tuple[int, ...], ...],
+    split: Split, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
 ) -> tuple[Tensor, list[Call]]:
     """The first layer's input (B, T, D) of packed sequences, and what each layer is passed besides. Positions are the documents'.
     Masks are those of sequences that are not packed, as in `plain`: in their place the model gets one of no size, which
@@ -69,11 +65,10 @@ def embed_packed(
     hidden_BTD, calls = split.noted()
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers are given other things with positions than without")
-    found = []
-    for call, of in zip(calls, plain, strict=True):
-        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, of.leaves, strict=True))
-        found.append(replace(call, leaves=leaves, documents=documents))
-    return hidden_BTD, found
+    for i, (call, other) in enumerate(zip(calls, plain, strict=True)):
+        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, other.leaves, strict=True))
+        calls[i] = replace(call, leaves=leaves, documents=documents)
+    return hidden_BTD, calls
 
 
 def _by_document(
@@ -100,7 +95,7 @@ def _by_document(
     if max(n_of_all) <= seen and usual and dropout == 0.0 and _is_fused(*given):
         return _Attention.apply(*given, n_of_all, scaling), None  # type: ignore[no-untyped-call]
     attend = packed.own or type(module).forward.__globals__[EAGER_ATTENTION]
-    done = []
+    done = list[Tensor]()
     # Parts are not slices: the gradient of each would be as large as what it was cut from
     for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in given), strict=True)):
         of_row = []

@@ -41,7 +41,7 @@ _DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attenti
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Random numbers, without a draw from anybody's generator."""
+    """Random tensors, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
@@ -78,7 +78,6 @@ def gate_of(part: nn.Module) -> str | None:
 
 
 def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
-    """The gated activations of all MLPs in these layers."""
     found = (gate_of(part) for layer in layers for part in layer.modules())
     return tuple(sorted({gate for gate in found if gate is not None}))
 
@@ -165,7 +164,6 @@ class _NormOfACpu(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor's rows, as wide as the weight, NORM_ROWS at a time."""
     return x.reshape(-1, weight.numel()).split(NORM_ROWS)  # type: ignore[no-any-return]
 
 

@@ -7,16 +7,8 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
 
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
@@ -91,7 +83,7 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
     """transformers' model of a configuration, with random weights on the current device, by torch's own calls."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
     sees = sees_images(config)
-    kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
+    kind: Any = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else auto.MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
     of: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -107,9 +99,8 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
 
 
 def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
-    """The same with the head of transformers' model for sequence classification."""
     head: Any = model.get_output_embeddings()
-    if type(model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
+    if type(model.config) not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
         raise WorkloadError(f"it has no model for sequence classification of type {model.config.model_type}")
     parent, _, child = next(name for name, part in model.named_modules() if part is head).rpartition(".")
     setattr(model.get_submodule(parent), child, None)
@@ -119,7 +110,7 @@ def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
 
 def sees_images(config: Any) -> bool:
     """Whether a configuration of transformers is a vision-language model's: then its decoder of text is what is trained."""
-    return getattr(config, "vision_config", None) is not None and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _refused(error: Exception) -> WorkloadError:

@@ -63,8 +63,6 @@ def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """Implementations of the functions above."""
-
     swiglu: Function = swiglu
     swiglu_gradients: Function = swiglu_gradients
     geglu: Function = geglu
@@ -264,7 +262,6 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
 
 
 def several(result: Any) -> Operands:
-    """The results of a function as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -23,15 +23,10 @@ from .views import Shelf
 # Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
 # sequences are one call (documents.py), and so is a product with its adapter (adapters.py).
 PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm", "adapted_linear", "adapted_stack"})
-FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")) | {
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "attention_by_document",
-}
-CALLS_SAVED: dict[Saved, frozenset[str]] = {
-    Saved.INPUT: frozenset(),
-    Saved.ATTENTION: FUSED_ATTENTION,
-    Saved.PRODUCTS: FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS,
-}
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+FUSED_ATTENTION = frozenset({"attention_by_document", *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION)})
+_PRODUCTS = FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS
+CALLS_SAVED = {Saved.INPUT: frozenset[str](), Saved.ATTENTION: FUSED_ATTENTION, Saved.PRODUCTS: _PRODUCTS}
 
 
 @dataclass(slots=True)
@@ -61,7 +56,6 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the first run."""
         with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
             yield
         while len(self.results) > self._n_results_needed:
@@ -116,8 +110,6 @@ def _no_backward(_: object) -> torch.Tensor:
 
 
 class _Recording(TorchDispatchMode):
-    """Notes the results of some calls."""
-
     def __init__(self, replay: Replay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.replay = replay
@@ -151,6 +143,5 @@ def unnoticed() -> AbstractContextManager[object]:
 
 
 def shelf_in_use() -> Shelf | None:
-    """Shelf of the running forward, if it has one."""
     mode = _get_current_dispatch_mode()
     return mode.replay.shelf if isinstance(mode, _Recording) else None

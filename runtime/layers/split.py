@@ -23,6 +23,8 @@ from runtime.errors import WorkloadError
 
 from .meta_models import sees_images
 
+Documents = tuple[tuple[int, ...], ...]  # tokens of each document of each packed sequence
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:
@@ -59,7 +61,6 @@ class Carried:
         return self.own(x), states
 
     def together(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """The reverse."""
         return torch.cat([self._joined(hidden_BTD), *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)
 
 
@@ -73,7 +74,7 @@ class Call:
     at: int
     out_at: int
     carried: Carried | None = None
-    documents: tuple[tuple[int, ...], ...] | None = None  # tokens of those of which each sequence is packed
+    documents: Documents | None = None  # of packed sequences
 
     def run(self, layer: Callable[..., Any], hidden_BTD: torch.Tensor) -> torch.Tensor:
         """The next hidden states (B, T, D)."""
@@ -206,7 +207,6 @@ class Split:
             self._fail("a layer's weight is used outside of it")
 
     def _outside(self) -> list[nn.Module]:
-        """The modules that are in no layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         return [m for m in self.model.modules() if id(m) not in inside]
 
@@ -240,7 +240,6 @@ class Split:
         return tree_unflatten(out, form.spec)
 
     def _form(self, i: int, leaves: list[Any], spec: Any, at: int) -> "_Form":
-        """Form of a layer's result, from a run on the meta device."""
         others = tuple(None if j == at else t for j, t in enumerate(leaves))
         key = self.kind(self.layers[i], Call(others, spec, at, 0), by_place=False)
         if key not in self._forms_of_kinds:
@@ -343,7 +342,6 @@ class Split:
 
     @property
     def after(self) -> dict[str, nn.Parameter]:
-        """Parameters between the layers and the head."""
         return {f"{self.norm_name}.{name}": p for name, p in self.norm.named_parameters()}
 
     @contextmanager

@@ -75,8 +75,6 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A tensor's place in a slot."""
-
     offset_bytes: int
     dtype: torch.dtype
     shape: torch.Size

@@ -119,7 +119,6 @@ class LiveRegion:
             return share
 
     def wait(self, share: _Share) -> None:
-        """Return when the demand has been served."""
         with self._changed:
             self._advance(time.perf_counter())
             while share.served_s is None:
@@ -138,7 +137,6 @@ class LiveRegion:
             share.speed = speed
 
     def _advance(self, to_s: float) -> None:
-        """Serve until `to_s`, event by event."""
         while self._shares:
             event_s = min(self._next_event_s(s) for s in self._shares)
             until_s = min(event_s, to_s)

@@ -89,7 +89,6 @@ class Processes:
             return self._broadcast(message, 0)
 
     def gathered(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages of all ranks, in order."""
         with _meeting("compared what they are to do"):
             return [self._broadcast(message, rank) for rank in range(self.n)]
 

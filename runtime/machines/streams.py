@@ -72,7 +72,6 @@ class CudaStreams:
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
 
     def peak_bytes(self) -> int:
-        """The most that this process has had of the device's memory."""
         return torch.cuda.max_memory_reserved(self.device)
 
 
@@ -81,7 +80,6 @@ def has_cuda() -> bool:
 
 
 def free_cuda_bytes(index: int = 0) -> int:
-    """What is free of a CUDA device's memory."""
     try:
         return torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:

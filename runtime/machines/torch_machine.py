@@ -188,8 +188,6 @@ class LaneMachine:
 
 
 class TorchMachine(LaneMachine):
-    """A machine that trains."""
-
     lanes_of: ClassVar[Callable[..., Lanes]]  # of a plan, and of what its kind of device is told besides
 
     def __init__(

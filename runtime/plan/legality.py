@@ -105,7 +105,6 @@ def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """How gradients move must suit the groups of micro-batches."""
     if policy.accumulation_group > semantics.n_micro_batches:
         raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
     is_whole_there = policy.accumulation_group == semantics.n_micro_batches
@@ -118,7 +117,6 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
 
 
 def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """What the policy says of single blocks."""
     n_layers = workload.n_layers
     for name, blocks, legal in (
         ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),

@@ -188,7 +188,6 @@ def parse_objective(text: str) -> Objective:
 
 
 def _from_file(said: object) -> object:
-    """A loss by its text, or the fields of a function."""
     if isinstance(said, dict) and isinstance(extras := said.get("extras"), list):
         return {**said, "extras": tuple(extras)}
     return parse_objective(said) if isinstance(said, str) else said

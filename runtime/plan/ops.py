@@ -310,13 +310,10 @@ class Op:
             raise PlanError(f"{line[:120]!r}: {kind} runs on lane {LANE_OF[kind]}, not {lane}")
         operands = [text.partition("=") for text in match["operands"].split()]
         _refuse_operands(kind, [name for name, _, _ in operands], line)
-        return Op(
-            kind,
-            int(match["block"]),
-            None if match["micro_batch"] is None else int(match["micro_batch"]),
-            tuple((name, Slot.parse(slot)) for name, _, slot in operands),
-            tuple(map(Wait.parse, (match["waits"] or "").split())),
-        )
+        block, micro_batch = int(match["block"]), match["micro_batch"]
+        slots = tuple((name, Slot.parse(slot)) for name, _, slot in operands)
+        waits = tuple(map(Wait.parse, (match["waits"] or "").split()))
+        return Op(kind, block, None if micro_batch is None else int(micro_batch), slots, waits)
 
 
 def _refuse_operands(kind: Kind, names: list[str], line: str) -> None:

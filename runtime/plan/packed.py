@@ -64,8 +64,6 @@ def published_as(config: Mapping[str, object]) -> Base | None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of a packed weight."""
-
     code_bytes: int
     scales: tuple[int, ...]  # their shape
     scale_bytes: int = SCALE_BYTES  # of each
@@ -96,7 +94,6 @@ def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
 
 
 def layout(shape: tuple[int, ...], base: Base) -> Layout:
-    """Layout of a packed weight of this shape."""
     assert base != "bf16", "nothing is packed in bf16"
     *matrices, n_rows, n_columns = shape
     n_elements = prod(shape)

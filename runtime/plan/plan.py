@@ -165,11 +165,8 @@ def refuse_malformed(plan: Plan) -> None:
                 raise PlanError(f"op {i} ({op.name}): wait {wait} names no op of this part of the step or an earlier one")
 
 
-# -- repeated ops, to be looked at; they are performed, simulated and checked as they are
-
-
 def unrolled(plan: Plan) -> Plan:
-    """The plan that does the same with every op once a step."""
+    """The same plan with repeated ops written out, to be looked at: repeats are performed, simulated and checked as they are."""
     repeat = plan.repeat
     if repeat is None:
         return plan

@@ -86,6 +86,7 @@ class Semantics:
 
     @property
     def state_bytes(self) -> float:
+        """Bytes of master and moments per trained parameter."""
         return self.optimizer.state_bytes(self.master_dtype)
 
     @property
@@ -113,6 +114,7 @@ class Semantics:
         return {name: "fp32" if dtype == "split24" else dtype for name, dtype in kept.items()}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
+        """True for a last micro-batch that is smaller than the others."""
         return micro_batch == self.n_micro_batches - 1 and bool(self.n_left)
 
     def n_sequences(self, micro_batch: int) -> int:
@@ -148,10 +150,8 @@ class Semantics:
         """Each one's part, for as many ranks; PlanError where whole groups of micro-batches cannot be given to each."""
         whole = self.whole
         if ranks < 1 or ranks.bit_count() > 1 or whole.sum_groups % ranks:
-            raise PlanError(
-                f"{ranks} ranks cannot share {whole.sum_groups} sum groups; choose a power of two, and with --sum-groups as many "
-                "groups or a multiple: the bits of the result depend on these alone"
-            )
+            how = "with --sum-groups as many groups or a multiple: the bits of the result depend on these alone"
+            raise PlanError(f"{ranks} ranks cannot share {whole.sum_groups} sum groups; choose a power of two, and {how}")
         if ranks > 1 and whole.n_left:
             raise PlanError(f"{ranks} ranks: {whole.batch_size} sequences are not equal micro-batches of {whole.micro_batch}")
         return replace(whole, batch_size=whole.batch_size // ranks, sum_groups=whole.sum_groups // ranks, ranks=ranks)
@@ -173,6 +173,7 @@ class Semantics:
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of all ranks."""
         return self.ranks * self.batch_size * self.seq_len
 
     @property
@@ -259,6 +260,7 @@ class Policy:
         return {**asdict(self), "save": _save_to_file(self.save)}
 
     def saved(self, block: int) -> Saved:
+        """Saved results of the layer with this block number."""
         return self.save[block - 1] if 0 < block <= len(self.save) else Saved.INPUT
 
     def saving(self, saved: Saved) -> tuple[int, ...]:

@@ -15,8 +15,6 @@ from runtime.compiled import compiled_bare, floats, integers
 
 
 class Resource(StrEnum):
-    """Something that ops share."""
-
     __hash__ = str.__hash__  # a tenth of the time of an enumeration's own
 
     H2D = "h2d"  # bytes per second over the link, host to device
@@ -39,7 +37,6 @@ class Demand:
 
     @property
     def uncontended_s(self) -> float:
-        """How long the op takes when nothing slows it."""
         return self.overhead_s + self.alone_s
 
 
@@ -88,7 +85,6 @@ class Filling(NamedTuple):
 
 @compiled_bare
 def fill(n: int, on: Filling, capacity: Any) -> None:
-    """Max-min fair speeds of n ops by progressive filling."""
     n_resources = len(capacity)
     for r in range(n_resources):
         on.left[r] = capacity[r]

@@ -138,8 +138,6 @@ class Setup:
             return self.workload.blocks[block].trained_elements
         return sum(n for _, n in self.regions(block))
 
-    # -- frozen weights -----------------------------------------------------------------------------------------------
-
     def frozen_bytes(self, block: int) -> int:
         """Bytes of the frozen weights that a block owns, in the host's memory. The ranks of a host have one copy."""
         return sum(self.stored_bytes(p) for p in self.workload.blocks[block].parameters if p.frozen and p.tied_to is None)
@@ -236,8 +234,6 @@ class Setup:
             found[b] |= {p.name: found[b][p.name] + longer for p in block.parameters if p.frozen}
         return found
 
-    # -- the global gradient norm -------------------------------------------------------------------------------------
-
     def squares(self, block: int) -> bool:
         return block in self.squared
 
@@ -258,8 +254,6 @@ class Setup:
     def shared_numbers(self) -> int:
         """The most that others learn of a rank in a step: sums of squares, losses of micro-batches, and whether it is to end."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
-
-    # -- counts -------------------------------------------------------------------------------------------------------
 
     def n_ops(self, kind: Kind, block: int) -> int:
         """Ops of `kind` per step for a block. Loads: one for each of `uses`; there are fewer where weights are still in their slot,
@@ -298,7 +292,6 @@ class Setup:
         return Slot("state", block) if self.is_apart(block) else self.state_slot(block)
 
     def state_slot(self, block: int) -> Slot:
-        """Where a block's masters and moments lie."""
         on_device = self.policy.device_blocks
         return Slot("device_state", on_device.index(block)) if block in on_device else Slot("state", block)
 

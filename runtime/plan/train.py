@@ -47,8 +47,6 @@ _LORA = TypeAdapter(Lora)
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """What is trained: everything, or what one of these says."""
-
     lora: Lora | None = None
     names: tuple[Name, ...] = ()  # of parameters, `*` standing for anything
     layers: tuple[Natural, Natural] | None = None  # the first and the last, counted from 0 as their names are

@@ -188,7 +188,6 @@ class Block:
 
     @cached_property
     def n_trained(self) -> int:
-        """Parameters this block owns and trains."""
         return sum(p.n_elements for p in self.trained if p.tied_to is None)
 
     @cached_property
@@ -271,12 +270,11 @@ class Workload:
 
     @cached_property
     def first_alike(self) -> list[int]:
-        """Of each block, the first that differs from it in nothing but names."""
+        """For each block the first one that differs only in names."""
         return [first for _, first in sorted((b, blocks[0]) for blocks in self.classes for b in blocks)]
 
 
 def aligned_elements(p: Parameter) -> int:
-    """Elements that a parameter takes of a slot."""
     return -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
@@ -284,7 +282,6 @@ _SIZES = tuple(field.name for field in fields(Block) if field.name not in ("name
 
 
 def _sizes(block: Block) -> tuple[object, ...]:
-    """All of a block but names."""
     parameters = tuple([(p.shape, p.tied_to, p.frozen) for p in block.parameters])
     return (parameters, *[getattr(block, name) for name in _SIZES])
 
@@ -296,12 +293,11 @@ def loss_lanes(vocab: int) -> int:
 
 
 def has_towers(config: dict[str, Any]) -> bool:
-    """Whether a configuration is one of a vision-language model, whose decoder of text alone is trained."""
+    """True for a vision-language model, of which only the text decoder is trained."""
     return isinstance(config.get("vision_config"), dict)
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration says of the decoder of text: of a vision-language model a part of it, mostly."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
