@@ -7,8 +7,8 @@ What a function is given is told by the names of its parameters, so that a loss 
     pairs       chosen, rejected, n_chosen, n_rejected (P,) fp64    two sequences each; an extra `e` comes as e_chosen, e_rejected
     answers     own, other and the like (A,) fp64                   likewise; the other one is of the same prompt, and not learned
 
-With an extra `reference`, `gain_chosen` and the like are log-probabilities less the reference's. A function returns a number for
-each item; items without a supervised token are left out. For sequences and pairs the gradient with respect to `logps` weighs the
+For losses of this file `gain_chosen` and the like are log-probabilities less the reference's. A function returns a number for each
+item; items without a supervised token are left out. For sequences and pairs the gradient with respect to `logps` weighs the
 gradients of their tokens in a second pass over the tiles.
 """
 
@@ -209,7 +209,8 @@ class LossFunction:
             case Of.SEQUENCES:
                 arguments = {"logps": first, "scores": first, "n_tokens": second, **extras}
             case Of.PAIRS | Of.ANSWERS as of:
-                gain, halves = {"gain": first - extras[REFERENCE]} if REFERENCE in extras else {}, enumerate(HALVES[of])
+                has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[of])
+                gain = {"gain": first - extras[REFERENCE]} if has_gain else {}
                 by_name = (gain | {"": first, "n": second, **extras}).items()
                 arguments = {f"{name}_{half}".removeprefix("_"): x[i::2] for i, half in halves for name, x in by_name}
         known = {**arguments, **self.objective.numbers}
