@@ -74,7 +74,7 @@ def main() -> None:
         found = penstock.plan(home / "model", penstock.probe("cpu"), **SIZES)
         plan, path, proof = found.plan, found.save(home / "plan.json"), found.certificate
         runtime_bytes = found.profile.host.runtime_bytes.value
-        planned_bytes = plan.device_arena_bytes + plan.host_arena_bytes + plan.kept_bytes + plan.transient_bytes + runtime_bytes
+        planned_bytes = sum(arena.n_bytes for arena in plan.arenas) + plan.kept_bytes + plan.transient_bytes + runtime_bytes
         print(f"{plan.workload.n_params:,} parameters; binding: {proof.binding}; gap {proof.gap_fraction:.1%}\n")
         words = [
             str(PENSTOCK),

@@ -13,10 +13,8 @@ UNSUPERVISED = -100  # the target that Hugging Face and torch's cross_entropy le
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one step, both (B, T) int64: `targets[b, t]` is the token after `input_ids[b, t]`, or -100.
-
-    `document_tokens`, where given, are the lengths of the documents of which each sequence is packed, padding included: T in all.
-    A token then attends to its own document alone, and positions begin at 0 in each.
-    """
+    `document_tokens`, where given, are the lengths of the documents of which each sequence is packed, padding included: T in all. A
+    token then attends to its own document alone, and positions begin at 0 in each."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -32,7 +30,7 @@ class Batch:
         return int((self.targets != UNSUPERVISED).sum()) if self.n_counted is None else self.n_counted
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        """The same with each tensor in another place, or of other rows."""
+        """The same with `move` applied to each tensor."""
         positions_BT = None if self.positions_BT is None else move(self.positions_BT)
         extras = {name: move(of) for name, of in self.extras.items()}
         return replace(self, input_ids=move(self.input_ids), targets=move(self.targets), positions_BT=positions_BT, extras=extras)
@@ -46,12 +44,9 @@ Batches = Callable[[int], Batch]  # of each step
 
 
 class PreparedBatches:
-    """Batches made ahead of their use: `prepare(step)` on one thread, the call with the same step on another.
-
-    No two batches are made at the same time. A call whose batch is not prepared makes it, and a later `prepare` of that step makes
-    nothing. An error is raised by the call, and a batch that an interrupted run did not use stays for the next run: a source that
-    counts its own calls loses nothing.
-    """
+    """Batches made ahead of their use: `prepare(step)` on one thread, the call with the same step on another. Batches are made one
+    at a time, each once, by `prepare` or by a call before it. The call raises errors. A batch that an interrupted run did not use
+    stays for the next run: a source that counts its own calls loses nothing."""
 
     def __init__(self, make: Batches, move: Callable[[Batch], Batch] = lambda batch: batch) -> None:
         """`make` builds a batch in host memory, `move` copies it to the device on the thread that uses it."""

@@ -27,8 +27,6 @@ MOST_SPANS = 2**15  # of these, and twice as many timers of a device, each some 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step of training."""
-
     n_supervised: int  # tokens that were to be predicted
     grad_norm: float  # before clipping
     skipped: bool  # as the norm was not finite
@@ -44,10 +42,7 @@ Record = tuple[Span, Any]
 
 
 class Machine(Protocol):
-    """What an executor needs: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, which keeps another machine's time.
-
-    `mark` and `follow` carry what one lane must know of another's work beyond that it was issued.
-    """
+    """Performs ops: a `CpuMachine`, a `CudaMachine`, or an `EmulatedMachine`, which keeps another machine's time."""
 
     def on_thread(self, lane: Lane, work: Callable[[], None]) -> None:
         """Do a run's work of a lane, its `lane` too, on the thread where it belongs: the calling one, or one of all runs."""
@@ -71,8 +66,7 @@ class Machine(Protocol):
         """What came of a step that all lanes have done, handed over: the machine forgets it. None: it was no training."""
 
     def measured(self, records: Sequence[Record]) -> Sequence[Span]:
-        """When ops really ran, given when the lanes' threads were in `perform`, by the host's clock, and what that returned. Called
-        once all lanes have ended."""
+        """When ops really ran, given the host's times of `perform` and its results. Called once all lanes have ended."""
 
 
 class StallError(RuntimeError):
@@ -84,7 +78,7 @@ class OpError(RuntimeError):
 
 
 class Stop:
-    """Asks a run to end after the step in progress. A signal handler may ask: nothing is waited for."""
+    """A request to end a run after the step in progress. A signal handler may call it: it waits for nothing."""
 
     def __init__(self, also: "Stop | None" = None) -> None:
         """`also`: a request to that one is one to this one too."""
@@ -98,15 +92,13 @@ class Stop:
         self._is_requested = True
 
     def last_step(self, begun: int) -> int:
-        """The step after which a run ends that is asked to, where `begun` is the furthest that any lane has begun."""
+        """The run's last step after a request; `begun`: the furthest step that any lane has begun."""
         return begun
 
 
 class AgreedStop(Stop):
-    """A stop of several ranks: all hear of a request to one of them while a step is at work, and end after the next one.
-
-    No lane of any rank can be further: no op of the step after next begins before all have met in the next one.
-    """
+    """A stop of several ranks: all learn of a request to one of them during a step, and end after the next step. No lane can be
+    further: no op of the step after next begins before all ranks have met in the next one."""
 
     def __init__(self, asked: Stop) -> None:
         """`asked`: the requests to this rank."""
@@ -114,7 +106,6 @@ class AgreedStop(Stop):
         self.asked, self._last_step = asked, 0
 
     def hear(self, step: int, is_asked: bool) -> None:
-        """What all ranks learn in a step."""
         if is_asked and not self.is_requested:
             self._last_step = step + 1
             self.request()
@@ -174,8 +165,6 @@ class Execution:
             self._steps.throw(error)
         self._steps.close()
 
-    # -- how far it is ------------------------------------------------------------------------------------------------
-
     @property
     def n_done(self) -> int:
         """Steps that every lane has done."""
@@ -188,7 +177,6 @@ class Execution:
 
     @property
     def _busy(self) -> list[Track]:
-        """The lanes that have not ended."""
         return [track for track in self.tracks if track.n_done < len(self.numbers) * track.n_in_step]
 
     def __str__(self) -> str:
@@ -196,8 +184,8 @@ class Execution:
         return "; ".join(map(str, self._busy))
 
     def begins(self, turn: int) -> bool:
-        """Whether there is such a step for a lane that wants to begin it. Once the run is asked to stop, the last one is the
-        furthest that any lane has begun: the others can all end it, as no op waits for one of a later step."""
+        """True if a lane may begin this step. After a request to stop, the last step is the furthest that any lane has begun: the
+        others can all end it, as no op waits for one of a later step."""
         with self._one_at_a_time:
             if self._stop.is_requested:
                 last = self._stop.last_step(self.numbers.start + self._n_begun - 1)
@@ -215,8 +203,6 @@ class Execution:
         for track in self.tracks:
             track.stop()
         self.news.ring()
-
-    # -- the caller's thread ------------------------------------------------------------------------------------------
 
     def _perform(self) -> Generator[Step]:
         start_s = self._reported_s = time.perf_counter()
@@ -257,7 +243,7 @@ class Execution:
             yield Step(number, self._reported_s - before_s, busy_s, self.machine.result(number))
 
     def _watch(self) -> Iterator[Step]:
-        """Report steps; see a stall, in which every lane waits for what is not done; say so when nothing moves for long."""
+        """Report steps; raise on a stall, in which every lane waits; print a note if no op ends for long."""
         last_done, n_quiet_looks, n_stuck_looks, say_at_s = -1, 0, 0, self._quiet_s
         while True:
             while self._n_prepared < min(self._n_begun + 1, len(numbers := self.numbers)):  # which a stop shortens at any time
@@ -295,7 +281,6 @@ class Execution:
 def execute(
     plan: Plan, machine: Machine, n_steps: int, first_step: int = 0, quiet_s: float = QUIET_S, stop: Stop | None = None
 ) -> Timeline:
-    """Run n steps and return the timeline."""
     with Execution(plan, machine, n_steps, first_step, quiet_s, stop) as steps:
         for _ in steps:
             pass
@@ -303,8 +288,6 @@ def execute(
 
 
 class _Worker(threading.Thread):
-    """One lane's thread."""
-
     def __init__(self, track: Track, run: Execution, n_kept: int) -> None:
         super().__init__(name=f"lane-{track.lane}", daemon=True)
         self.track, self.machine, self.execution = track, run.machine, run
@@ -358,5 +341,4 @@ class _Worker(threading.Thread):
 
 
 def say(words: str) -> None:
-    """Something a person should know at once, while nothing is known to be wrong."""
     print(words, file=sys.stderr, flush=True)

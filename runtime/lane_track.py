@@ -1,8 +1,7 @@
 """Lane tracks: how far each lane of a run is, and how one lane waits for another.
 
-A lane counts the ops it has done. One that needs another to be further leaves word there and sleeps until its bell is rung; a lane
-that no other waits for rings no bell. So an op costs a few microseconds where no lane has to be woken, and where one has, what
-waking a thread costs (`benchmarks/executor.py`).
+A lane counts the ops it has done. A lane that waits for another registers there and sleeps until its bell is rung; a lane that no
+other waits for rings none. So an op costs a few microseconds, or a thread's wake-up (`benchmarks/executor.py`).
 """
 
 from bisect import bisect_left
@@ -28,7 +27,7 @@ class Bell:
         self._rung.put(None)
 
     def sleep(self) -> bool:
-        """Until it is rung, for `LOOK_S` at most; whether it was."""
+        """Sleep until it is rung, or `LOOK_S`; True if it was."""
         try:
             self._rung.get(timeout=LOOK_S)
         except Empty:
@@ -48,8 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Awaited:
-    """What an op waits for: the position in its lane of an op `distance` steps ago; where both repeat, of one `back` repetitions
-    ago, each of which moves the position on."""
+    """An op's wait for the op at a position of another lane, `distance` steps ago; or, if both repeat, `back` repetitions ago."""
 
     track: "Track"
     at: int
@@ -89,7 +87,6 @@ class Track:
 
     @property
     def n_spans(self) -> int:
-        """Spans of a step that a timeline keeps."""
         return len(self.entries) + (min(self.times, FIRST_KEPT + LAST_KEPT) - 1) * len(self.repeated)
 
     def walk(self) -> Iterator[tuple[Entry, int]]:
@@ -104,9 +101,6 @@ class Track:
 
     def _name_at(self, position: int) -> str:
         return self.op(*next(islice(self.walk(), position % self.n_in_step, None))).name
-
-    def _repeats_at(self, position: int) -> bool:
-        return 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
 
     def n_repeated(self, position: int) -> int:
         """Repetitions that are over, counted over all steps, when the ops before this position are done."""
@@ -123,7 +117,7 @@ class Track:
                 other._bell.ring()
 
     def wait(self, entry: Entry, turn: int, repetition: int) -> Iterator[object]:
-        """Until all that the op waits for is done, or this lane is stopped; the tokens that the machine left there."""
+        """Wait for all that the op waits for, or until this lane is stopped; yield the machine's tokens."""
         for awaited in entry.waits:
             if (position := awaited.position(turn, repetition)) >= 0:
                 other = awaited.track
@@ -147,17 +141,17 @@ class Track:
         self._bell.ring()
 
     def forget_tokens(self, n_steps: int, n_repetitions: int) -> None:
-        """Drop those that no lane asks for after these steps and repetitions: a lane in step n asks for steps n and n - 1, one in
-        repetition k for repetitions k and k - 1, and for the last of a step."""
+        """Drop tokens that no lane needs after these steps and repetitions: a lane in step n needs steps n and n - 1, one in
+        repetition k needs k and k - 1, and the last of a step."""
         for position in list(self.tokens):
-            is_over = self._repeats_at(position) and self.n_repeated(position) + 1 < n_repetitions
+            repeats = 0 <= position % self.n_in_step - self.repeated.start < self.times * len(self.repeated)
+            is_over = repeats and self.n_repeated(position) + 1 < n_repetitions
             is_last = (self.n_repeated(position) + 1) % self.times == 0
             if position < (n_steps - 1) * self.n_in_step or (is_over and not is_last):
                 del self.tokens[position]
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it sleeps, and what it sleeps for has not come."""
         wants = self._wants
         return wants is not None and wants[0].n_done <= wants[1]
 

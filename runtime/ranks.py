@@ -1,8 +1,8 @@
 """Ranks: what the processes that share a step do together.
 
-Each rank has a device and a part of the host's state, and performs the same plan. Three ops are done by all of them together, every
-one in the order of its lane: `gather` of weights, `exchange` of partial sums of gradients, and `clip`, in which numbers of each are
-shared. No library adds anything up: in which order is decided here, so that the bits do not depend on how many ranks there are.
+Each rank has a device and a part of the host's state, and performs the same plan. Three ops are collectives, each in the order of
+its lane: `gather` of weights, `exchange` of partial sums of gradients, and `clip`, which shares numbers. No library sums: the order
+of sums is decided here, so that the bits do not depend on the number of ranks.
 """
 
 from dataclasses import replace
@@ -37,8 +37,7 @@ class Ranks(Protocol):
         """Fill a flat tensor of n equal parts, of which this rank's is in its place, with those of the others (all-gather)."""
 
     def exchange(self, parts: torch.Tensor, received: torch.Tensor, among: Among = "here") -> None:
-        """Of flat tensors of as many equal parts as there are ranks among these: give each its part, and receive what each has for
-        this one, in ranks' order (all-to-all)."""
+        """All-to-all of flat tensors with an equal part for each of these ranks, in order."""
 
     def share(self, row: torch.Tensor, rows: torch.Tensor) -> None:
         """Each rank's flat fp64 row of host memory into (n, row) `rows`, those of the others too. Of a lane of its own."""
@@ -54,7 +53,7 @@ def folded(parts: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def of_rank(batches: Batches, rank: int, batch_size: int) -> Batches:
-    """The sequences of each step that are one rank's, counting the supervised tokens of all: what a mean is over."""
+    """One rank's sequences of each step, with the number of supervised tokens of all ranks, for the mean."""
 
     def batch_of(step: int) -> Batch:
         batch = batches(step)

@@ -13,13 +13,11 @@ KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 _UNITS = {"B": 1, "KB": KB, "MB": MB, "GB": GB, "TB": TB, "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": TiB}
 _UNITS |= {"K": KB, "M": MB, "G": GB, "T": TB}
 
-
 LEAST_PLAIN_BYTES = MB  # of a number without a unit: 128 would be a guess
 
 
 def parse_bytes(text: str) -> int:
     """Bytes of `80GB` or `80G` (10^9), `1.5TB`, `24GiB` (2^30), or of a number that can be meant for nothing but bytes.
-
     PenstockError when it is no positive size, or a small number without a unit."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is not None and not match[2] and float(match[1]) < LEAST_PLAIN_BYTES:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from planner.model.workload import read_model
-from runtime.compute.cross_entropy import add_product, row_losses_and_gradients
+from runtime.compute.cross_entropy import add_product, row_losses
 from runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
 from runtime.host.rounding import Drawn, group_bytes
 from runtime.layers.kernels import use_kernels
@@ -291,7 +291,7 @@ def _loss(shapes: Shapes, width: int, vocab: int, device: torch.device, note: No
 def _loss_of_tile(n_tokens: int, width: int, vocab: int, shapes: Shapes, device: torch.device, note: Note) -> None:
     logits_NV, targets_N = _random(n_tokens, vocab, device=device), torch.randint(vocab, (n_tokens,), device=device)
     each_N, x_ND = torch.full((n_tokens,), 1 / n_tokens, device=device), _random(n_tokens, width, device=device)
-    seconds = _seconds_behind(lambda: row_losses_and_gradients(logits_NV, targets_N, each_N), shapes, device)
+    seconds = _seconds_behind(lambda: row_losses(logits_NV, targets_N, each_N), shapes, device)
     note("loss", name=f"{n_tokens} rows", seconds=seconds, bytes_per_s=LOSS_BYTES * logits_NV.numel() / seconds)
     sum_VD = torch.zeros(vocab, width, device=device)
     alone_s = _seconds_behind(lambda: logits_NV.t() @ x_ND, shapes, device)

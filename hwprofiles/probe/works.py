@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hwprofiles.quantity import Dtype
 from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
-from runtime.compute.cross_entropy import row_losses_and_gradients
+from runtime.compute.cross_entropy import row_losses
 from runtime.host.memory import DTYPE
 from runtime.layers.packed_weights import pack, unpack_into
 from runtime.layers.pointwise import fastest
@@ -165,7 +165,7 @@ def loss(n_tokens: int, vocab: int) -> Work:
         logits_NV = torch.randn(n_tokens, vocab, dtype=torch.bfloat16, device=device)
         targets_N = torch.randint(vocab, (n_tokens,), device=device)
         each_N = torch.full((n_tokens,), 1.0, device=device)  # what stands for logits later are numbers of their size
-        return lambda: row_losses_and_gradients(logits_NV, targets_N, each_N)
+        return lambda: row_losses(logits_NV, targets_N, each_N)
 
     amount = n_tokens * vocab * 3 * ITEM_BYTES["bf16"]  # read twice, written once
     return Work("memory traffic", "fused loss", make, amount=amount, n_bytes=amount // 3)

@@ -10,12 +10,10 @@ from runtime.batch import UNSUPERVISED
 
 
 class Answers:
-    """Where the answers of some sequences lie.
-
-    Unpacked, one to a sequence: numbers of them are (B,). Packed, `rows_each` sequences that follow each other are a unit, in any
-    of which an answer may lie: numbers are (B, K), in whose first index is its place in its pair or group. `spans_BKS`: the first
-    token and one past the last of each, counted through its unit, both 0 where there is none.
-    """
+    """Where the answers of some sequences lie. Unpacked, one to a sequence: numbers of them are (B,). Packed, `rows_each` sequences
+    that follow each other are a unit, in any of which an answer may lie: numbers are (B, K), in whose first index is its place in
+    its pair or group. `spans_BKS`: the first token and one past the last of each, counted through its unit, both 0 where there is
+    none."""
 
     def __init__(self, targets_BT: Tensor, spans_BKS: Tensor | None, rows_each: int) -> None:
         self._n_tokens, self._is_packed = targets_BT.shape[1], spans_BKS is not None
@@ -54,8 +52,7 @@ class Answers:
 
 
 def in_order(of: Tensor, rows_each: int, n_tokens: Tensor) -> Tensor:
-    """What is said of answers in the order in which those of a pair or a group follow each other, as they do unpacked; `n_tokens`
-    is alike, (B,) or (B, K)."""
+    """Numbers of answers, (B,) or (B, K) like `n_tokens`, in the order of pairs or groups as without packing."""
     if n_tokens.dim() == 1:
         return of
     return of.reshape(-1, rows_each, n_tokens.shape[1], *of.shape[2:]).transpose(1, 2).flatten(0, 2)

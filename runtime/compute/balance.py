@@ -38,7 +38,7 @@ class Balance:
                     part.register_forward_hook(self._routed)
 
     def _routed(self, part: nn.Module, given: Any, out: Any) -> Any:
-        """What a router returns, through which a gradient comes to its logits, too."""
+        """Forward hook of a router: its output, through which a gradient reaches its logits too."""
         if self.at is None:
             return None
         found = list(out) if isinstance(out, tuple) else [out]
@@ -49,7 +49,6 @@ class Balance:
         return tuple(found) if isinstance(out, tuple) else found[0]
 
     def note(self, logits_NE: Tensor) -> None:
-        """A layer has routed."""
         assert self.at is not None
         weights_NE = torch.softmax(logits_NE, -1)
         chosen = weights_NE.topk(self.n_chosen, -1).indices.reshape(-1)
@@ -68,13 +67,13 @@ class Balance:
         return loss.detach().double()
 
     def gradient(self, m: int, logits_NE: Tensor) -> Tensor:
-        """That of the loss with a layer's logits."""
+        """Gradient of the loss with respect to a layer's logits."""
         weights_NE = torch.softmax(logits_NE, -1)
         slopes_NE = self._slopes[m].expand(weights_NE.shape).to(weights_NE.dtype)
         return torch.ops.aten._softmax_backward_data(slopes_NE, weights_NE, -1, weights_NE.dtype)  # type: ignore[no-any-return]
 
     def forget(self) -> None:
-        """Drop what a step has left that failed in the middle."""
+        """Drop the sums of a step that failed."""
         self._sums.clear()
         self._slopes.clear()
 

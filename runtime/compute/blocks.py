@@ -46,11 +46,9 @@ class Templates:
         device: torch.device | None = None,
         loss: LossFunction | None = None,
     ) -> None:
-        """Build the modules; WorkloadError when they do not have the parameters the workload counted.
-
-        `policy` says what tiles of an MLP remember of their forward: nothing, without one. What the model computes for itself
-        (frequencies, scales) will be on `device`; on the CPU, without one. `loss`: a program's own, where the objective is that.
-        """
+        """Build the modules; WorkloadError when they do not have the parameters the workload counted. `policy`: what tiles of an
+        MLP save of their forward; default: nothing. Buffers that the model computes (frequencies) are on `device`, by default the
+        CPU. `loss`: a program's own, if the objective is one."""
         self.workload, self.semantics, self.device = workload, semantics, device or torch.device("cpu")
         self.split = Split(meta_model(config, semantics))
         self.split.look()
@@ -80,9 +78,8 @@ class Templates:
         found = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         planned = {p.name: p.shape for b in self.workload.blocks for p in b.parameters if p.tied_to is None}
         if odd := sorted(name for name in found.keys() | planned.keys() if found.get(name) != planned.get(name)):
-            raise WorkloadError(
-                f"the installed transformers builds other parameters than the plan counted (first: {odd[0]}); make the plan again"
-            )
+            first = f"than the plan counted (first: {odd[0]}); make the plan again"
+            raise WorkloadError(f"the installed transformers builds other parameters {first}")
 
     def _adapters(self, block: int) -> dict[str, tuple[int, ...]]:
         """The shapes of a block's adapters, which no file of the model's has, by name."""
@@ -90,22 +87,20 @@ class Templates:
         trained = self.workload.blocks[block].trained
         return {p.name: p.shape for p in trained if is_adapter(p.name)} if lora is not None else {}
 
-    # -- embedding and layers ---------------------------------------------------------------------------------------
-
     def embed(self, weights: Weights, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, list[Call]]:
-        """The first layer's input (B, T, D), with its autograd graph if grad mode is on, and what each layer is passed besides."""
+        """The first layer's input (B, T, D), with its autograd graph in grad mode, and each layer's call."""
         self.split.around(self._of_body(weights), input_ids=tokens_BT, use_cache=False)
         return self.split.noted()
 
     def looked_up(self, weights: Weights, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding's table (B, T, D), as its module has them."""
+        """Rows of the embedding's table (B, T, D), by its own module."""
         own = within(f"{self.split.embedding_name}.", weights)
-        found = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
-        return found if self.split.carried is None else self.split.carried.begun(found)
+        rows_BTD = functional_call(self.model.get_input_embeddings(), own, (tokens_BT,))
+        return rows_BTD if self.split.carried is None else self.split.carried.begun(rows_BTD)
 
     def embed_packed(self, weights: Weights, packed: Batch, plain: Sequence[Call]) -> tuple[torch.Tensor, list[Call]]:
-        """The same for sequences that are packed of documents, where layers get `plain` if they are not. Whether the model keeps
-        documents apart (`layers/apart.py`) is asked where data is read."""
+        """The same for packed documents; `plain`: calls without packing. Readers of data check that the model isolates documents
+        (`layers/apart.py`)."""
         assert packed.positions_BT is not None
         assert packed.document_tokens is not None
         how = packed.input_ids, packed.positions_BT, plain, packed.document_tokens
@@ -116,10 +111,8 @@ class Templates:
         return {name.removeprefix(f"{self.split.body_name}."): weight for name, weight in weights.items()}
 
     def layer(self, block: int, weights: Weights, hidden_BTD: torch.Tensor, inputs: Call, again: bool = False) -> torch.Tensor:
-        """The output (B, T, D) of decoder layer number `block` (1 is the first).
-
-        With `again`, for a backward, only its graph counts: what the MLP makes may be left out.
-        """
+        """Output (B, T, D) of decoder layer `block` (1 is the first). With `again` only its graph counts: the MLP's output may be
+        left out."""
         own, layer = within(self._prefix(block), weights), self.layers[block - 1]
         attention = self.workload.blocks[block].attention
         with attending(inputs, self.semantics.attention, None if attention is None else attention.window):
@@ -128,20 +121,16 @@ class Templates:
             return inputs.run(lambda *args, **kwargs: functional_call(layer, own, args, kwargs), hidden_BTD)
 
     def constants(self) -> Weights:
-        """What files hold of layers though it is no weight, by its names in the model."""
+        """Buffers of layers that files hold, by their names in the model."""
         layers = [layer.state_dict(prefix=self._prefix(i), keep_vars=True) for i, layer in enumerate(self.layers, start=1)]
-        return {name: held for layer in layers for name, held in sorted(layer.items()) if not isinstance(held, nn.Parameter)}
+        return {name: t for layer in layers for name, t in sorted(layer.items()) if not isinstance(t, nn.Parameter)}
 
     def set_constant(self, name: str, value: torch.Tensor) -> None:
-        """Put one there, in the precision that it has."""
         parent, _, child = name.rpartition(".")
         self.model.get_submodule(parent).register_buffer(child, value.to(self.device))
 
-    # -- modes ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Until the context ends nothing is dropped, and routers do not jitter."""
         parts: list[Any] = [self.model, *self._tiled]
         if self.balance is not None:
             self.balance.at = None
@@ -155,17 +144,14 @@ class Templates:
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Until the context ends the model is what it was before it got them."""
-        found = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
-        for part in found:
+        parts = [part for layer in self.layers for part in layer.modules() if isinstance(part, AdaptedLinear | AdaptedExperts)]
+        for part in parts:
             part.is_aside = True
         try:
             yield
         finally:
-            for part in found:
+            for part in parts:
                 part.is_aside = False
-
-    # -- random weights ---------------------------------------------------------------------------------------------
 
     def initial_weights(self, block: int, seed: int) -> Weights:
         """A block's own random weights as transformers makes them, and adapters as PEFT does, fp32; the same for a seed."""
@@ -187,7 +173,6 @@ class Templates:
         return {p.name: weights[p.name] for p in self.workload.blocks[block].parameters if p.tied_to is None}
 
     def initial_adapters(self, block: int, seed: int) -> Weights:
-        """Those of a block, as `initial_weights` has them."""
         return initial_factors(self._adapters(block), op_seed(seed, 0, 1, block))
 
 

@@ -21,7 +21,7 @@ from .blocks import Templates, op_seed
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Of a step, added up on the device. The host looks at none of them before the step is over."""
+    """Losses of a step, summed on the device. The host reads none of them before the step is over."""
 
     n_supervised: int
     n_losses: int  # of which the step's is the mean
@@ -31,7 +31,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class LastHidden:
-    """A micro-batch as the last layer leaves it. Views of slots: what is to outlive them must be another tensor."""
+    """A micro-batch after the last layer. Its tensors are views of slots: copy what must outlive them."""
 
     templates: Templates
     weights: Weights  # the head's
@@ -58,8 +58,8 @@ class Compute:
         rank: int = 0,
         head: Head | None = None,
     ) -> None:
-        """`batches` gives a step's tokens on the device, those of this rank if there are several. `head`: of a forward plan, which
-        has no backward; it gets what the last layer made."""
+        """`batches` gives this rank's tokens of a step on the device. `head`: called with the last layer's output, for a forward
+        plan, which has no backward."""
         self._head, self._head_block = head, len(plan.workload.blocks) - 1
         self._first_trained = plan.workload.first_trained if head is None else len(plan.workload.blocks)
         self._first = rank * plan.semantics.n_micro_batches  # micro-batch of the step that is this rank's first
@@ -76,8 +76,8 @@ class Compute:
         self._site: tuple[Slot, Slot] | None = None  # of the backward that is running: the slots of weights and input
 
     def at_work(self) -> AbstractContextManager[None]:
-        """Around all of a run's ops. What a run that failed in the middle of a step has left is dropped."""
-        self.inputs.forget()
+        """Context of all ops of a run. Drops what a run that failed within a step has left."""
+        self.inputs.batch = None
         self.losses.clear()
         if (balance := self.templates.balance) is not None:
             balance.forget()
@@ -88,7 +88,6 @@ class Compute:
         return nullcontext() if self._head is None else self.templates.evaluating()
 
     def _begin(self, step: int) -> None:
-        """A step's tokens are there, and its losses."""
         if (batch := self.inputs.begin(step)) is not None and self._head is None:
             total = torch.zeros((), dtype=torch.float64, device=batch.input_ids.device)
             n_supervised = batch.n_supervised
@@ -105,8 +104,6 @@ class Compute:
     def _weights(self, op: Op) -> Weights:
         return self._views.weights(op.block, op["weights"], op.get("trained"))
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def forward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
         m, weight_slot, has_backward = op.micro_batch, op["weights"], op.block >= self._first_trained
@@ -115,7 +112,7 @@ class Compute:
         elif op.block == self._head_block:
             batch, hidden_BTD = self.inputs.of(m), self._at(op, op["x"])
             self._head(LastHidden(self.templates, self._weights(op), hidden_BTD, batch.targets, step, m, batch.extras))
-            self.inputs.done(m)
+            self.inputs.passed.pop(m, None)
             return
         if op.block == 0:
             self._begin(step)
@@ -126,24 +123,23 @@ class Compute:
                 self._graphs[0, m] = _graph(output_BTD, [], weights, self.inputs.cut(m))
         elif not has_backward or (remembering := self._remembering(op, step, weight_slot)) is None:
             hidden_BTD = self._at(op, op["x"])
-            output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.of_layer(op.block, m))
+            output_BTD = self.templates.layer(op.block, self._weights(op), hidden_BTD, self.inputs.passed[m][op.block - 1])
         else:
             with remembering:
                 output_BTD = self._with_graph(op, m)
         self._at(op, op["y"]).copy_(output_BTD.detach())
 
     def _with_graph(self, op: Op, m: int) -> torch.Tensor:
-        """A layer's forward with its graph, which is remembered for the backward."""
         weights = self._views.leaves(op.block, op["weights"], op.get("trained"))
         hidden_BTD = self._at(op, op["x"]).requires_grad_()
-        inputs = self.inputs.of_layer(op.block, m)
+        inputs = self.inputs.passed[m][op.block - 1]
         with torch.enable_grad():
             output_BTD = self.templates.layer(op.block, weights, hidden_BTD, inputs)
         self._graphs[op.block, m] = _graph(output_BTD, [hidden_BTD, *inputs.sides.values()], weights, dict.fromkeys(inputs.sides))
         return output_BTD
 
     def _remembering(self, op: Op, step: int, weight_slot: Slot) -> AbstractContextManager[None] | None:
-        """What autograd keeps of a layer's forward; None: nothing, or enough has been kept before."""
+        """Hooks for a layer's forward; None if its graph is kept already."""
         saved = self.plan.policy.saved(op.block)
         if (op.block, op.micro_batch) in self._graphs:  # of a boundary that was dropped and is computed again
             return None
@@ -157,7 +153,6 @@ class Compute:
 
     def _keeping(self, block: int, weight_slot: Slot) -> AbstractContextManager[None]:
         """Hooks under which autograd saves a weight as its spot, to be found in whichever slot holds the block at backward."""
-
         copies = dict[int, torch.Tensor]()  # of the embedding's weights, which are not there in its backward
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Spot:
@@ -175,14 +170,12 @@ class Compute:
         return saved_tensors_hooks(pack, unpack)
 
     def _again(self, op: Op, step: int) -> None:
-        """A layer's forward a second time, while its backward runs: with weights and input in the slots that have them by then."""
+        """Recompute a layer's forward during its backward, with weights and input in their slots of that time."""
         assert self._site is not None
         self._seed(step, op)
         weights = self._views.leaves(op.block, self._site[0], op.get("trained"))
         hidden_BTD = self._at(op, self._site[1]).requires_grad_()
-        self.templates.layer(op.block, weights, hidden_BTD, self.inputs.of_layer(op.block, op.micro_batch or 0), again=True)
-
-    # -- backward ---------------------------------------------------------------------------------------------------
+        self.templates.layer(op.block, weights, hidden_BTD, self.inputs.passed[op.micro_batch or 0][op.block - 1], again=True)
 
     def backward(self, op: Op, step: int) -> None:
         assert op.micro_batch is not None
@@ -199,7 +192,7 @@ class Compute:
         del of_edges
         self._site = None
         if op.block == self._first_trained:
-            self.inputs.done(op.micro_batch)
+            self.inputs.passed.pop(op.micro_batch, None)
         if op.block:
             assert gradients[0] is not None
             self._at(op, op["x"]).copy_(gradients[0])
@@ -233,22 +226,18 @@ class Compute:
         self._add(op, running, begins, found, in_place={name} if begins else ())
 
     def _running(self, op: Op) -> tuple[Weights, bool]:
-        """The sum that a micro-batch's gradients are added to, and whether they begin it, at zero: that of a single one is its
-        gradient. A weight that nothing uses (an expert without tokens) has gradient zero."""
-        plan, total, out = self.plan, op.get("sum"), op.get("gradient")
+        """The running sum of a micro-batch's gradients, and True if they begin it at zero; a single micro-batch's sum is its
+        gradient. An unused weight (of an expert without tokens) has gradient zero."""
+        plan, total = self.plan, op.get("sum")
         begins = total is None or plan.semantics.begins_sum(op.micro_batch or 0)
-        if (slot := total or out) is None:
+        if (slot := total or op.get("gradient")) is None:
             return {}, begins
-        running = self._views.gradients(
-            op.block, slot, plan.gradient_dtype(op.block) if total is None else plan.sum_dtype(op.block)
-        )
-        return running, begins
+        dtype = plan.gradient_dtype(op.block) if total is None else plan.sum_dtype(op.block)
+        return self._views.gradients(op.block, slot, dtype), begins
 
     def _add(self, op: Op, running: Weights, begins: bool, found: Weights, in_place: Collection[str] = ()) -> None:
-        """Add gradients to the running sum, and it to those that wait for it; the last of all is rounded into `gradient`.
-
-        Gradients that begin a sum are added to zero in one pass, which turns -0.0 into +0.0. Those `in_place` are there already.
-        """
+        """Add gradients to the running sum, and it to the sums `into`; the last sum is rounded into `gradient`. A first gradient is
+        added to zero in one pass, which turns -0.0 into +0.0. Gradients `in_place` are there already."""
         assert found.keys() <= running.keys()
         for name, view in running.items():
             if name in found:
@@ -267,45 +256,38 @@ class Compute:
 
 
 def _graph(output_BTD: torch.Tensor, inputs: list[torch.Tensor], weights: Weights, sides: dict[Any, Any]) -> Graph:
-    """That of a forward, of some inputs and of those weights that are trained."""
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     return Graph(get_gradient_edge(output_BTD), [*inputs, *trained.values()], list(trained), sides)
 
 
 class Inputs:
-    """Tokens, which are asked for once a step; and masks and positions, noted with the embedding and asked for by each layer.
-
-    The model's own forward makes masks and positions and looks at them from the host, which on a GPU waits for all that was issued.
-    It runs for the first two micro-batches of a shape; if both had the same, and nothing was done to the embedding but look it up,
-    looking it up is all that the others need. Positions of packed documents are each micro-batch's own.
-    """
+    """Tokens of a step; and masks and positions, recorded with the embedding and used by each layer. The model's own forward makes
+    masks and positions and reads them on the host, which on a GPU waits for all issued work. It runs for the first two
+    micro-batches of a shape; if these are equal, and the embedding is a lookup, the others only look up. Packed documents have
+    positions of their own."""
 
     def __init__(self, templates: Templates, batches: PreparedBatches) -> None:
-        """`batches` gives a step's tokens on the device."""
         self.templates, self._batches, self.prepare = templates, batches, batches.prepare
         self._micro_batch = templates.semantics.micro_batch
-        self._batch: tuple[int, Batch] | None = None  # of the step at work
+        self.batch: tuple[int, Batch] | None = None  # of the step at work
         self.first: dict[int, list[Call]] = {}  # by sequences: what the first such micro-batch's layers were passed
         self.alike: set[int] = set()  # of which the second one's were the same, and its embedding no more than the weight's rows
         self.passed: dict[int, list[Call]] = {}  # by micro-batch, until it is done
 
-    def forget(self) -> None:
-        self._batch = None
-
     def begin(self, step: int) -> Batch | None:
         """The batch of a step that begins now; None if it has begun."""
-        if self._batch is not None and self._batch[0] == step:
+        if self.batch is not None and self.batch[0] == step:
             return None
-        self._batch = (step, self._batches(step))
-        return self._batch[1]
+        self.batch = (step, self._batches(step))
+        return self.batch[1]
 
     def of(self, m: int) -> Batch:
         """The sequences of a micro-batch of the step that has begun."""
-        assert self._batch is not None
-        return self._batch[1].part(slice(m * self._micro_batch, (m + 1) * self._micro_batch))
+        assert self.batch is not None
+        return self.batch[1].part(slice(m * self._micro_batch, (m + 1) * self._micro_batch))
 
     def embed(self, weights: Weights, m: int) -> torch.Tensor:
-        """The first layer's input; what layers are passed besides is noted."""
+        """The first layer's input; records the layers' other arguments."""
         batch = self.of(m)
         tokens_BT, n_sequences = batch.input_ids, len(batch.input_ids)
         if batch.document_tokens is not None:
@@ -329,8 +311,8 @@ class Inputs:
         return hidden_BTD
 
     def _shared(self, n_sequences: int, passed: list[Call]) -> list[Call]:
-        """What layers are passed, with the first such micro-batch's tensors where these are the same. Of that one all is kept but
-        what follows from its tokens."""
+        """Calls of layers, with equal tensors replaced by those of the first such micro-batch, of which all but what depends on its
+        tokens is kept."""
         if n_sequences not in self.first:
             of_tokens = self.templates.split.sides
             self.first[n_sequences] = [call.with_leaves(dict.fromkeys(at)) for call, at in zip(passed, of_tokens, strict=True)]
@@ -338,22 +320,13 @@ class Inputs:
         return [new.with_leaves({j: t for j, t in enumerate(old.leaves) if _same(new.leaves[j], t)}) for new, old in firsts]
 
     def cut(self, m: int) -> dict[tuple[int, int], GradientEdge]:
-        """Where what layers are passed that learns comes from, by layer and place; instead they get leaves of autograd's."""
+        """Gradient edges of layers' differentiable arguments, by layer and index; the layers get autograd leaves instead."""
         calls = self.passed[m]
         self.passed[m] = [call.with_leaves({j: t.detach().requires_grad_() for j, t in call.sides.items()}) for call in calls]
         return {(i, j): get_gradient_edge(t) for i, call in enumerate(calls, start=1) for j, t in call.sides.items()}
 
-    def of_layer(self, block: int, m: int) -> Call:
-        """What layer number `block` is passed for the micro-batch that was embedded last under this number."""
-        return self.passed[m][block - 1]
-
-    def done(self, m: int) -> None:
-        """Drop what the layers of a micro-batch were passed."""
-        self.passed.pop(m, None)
-
 
 def _same(new: Any, old: Any) -> bool:
-    """Whether two layers are passed the same thing."""
     if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
         return new is old or (new.shape == old.shape and new.dtype == old.dtype and torch.equal(new, old))
     return bool(new is old or (type(new) is type(old) and new == old))

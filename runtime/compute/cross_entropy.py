@@ -19,17 +19,9 @@ FEW_DIGITS = 5e-7  # relative: by as much may exp and log of two libraries diffe
 LOWEST = torch.finfo(torch.float32).min  # a maximum before the first logit: no difference of two is then undefined
 
 
-def row_losses(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Cross entropy of each row (N,), fp32; 0 where the target is negative."""
-    return _losses(logits_NV, targets_N, None)
-
-
-def row_losses_and_gradients(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor) -> tuple[Tensor, Tensor]:
-    """`row_losses`, and the gradient of each row's loss times `each_N` (fp32), in the place of the logits."""
-    return _losses(logits_NV, targets_N, each_N), logits_NV
-
-
-def _losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
+def row_losses(logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None = None) -> Tensor:
+    """Cross entropy of each row (N,), fp32; 0 where the target is negative. With `each_N` (fp32), the gradient of each row's loss
+    times `each_N` overwrites the logits."""
     kernel = loss_kernel(logits_NV.device, logits_NV.dtype, logits_NV.shape[1])
     return defined_losses(logits_NV, targets_N, each_N) if kernel is None else launched(kernel, logits_NV, targets_N, each_N)
 
@@ -80,9 +72,6 @@ def _added_by_halves(x: Tensor) -> Tensor:
     return x
 
 
-# -- on a GPU -------------------------------------------------------------------------------------------------------------
-
-
 def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tensor | None) -> Tensor:
     """`defined_losses` by the kernel: a block of threads for each row."""
     n, vocab = logits_NV.shape
@@ -90,8 +79,8 @@ def launched(kernel: Kernel, logits_NV: Tensor, targets_N: Tensor, each_N: Tenso
     shares_N = losses_N if each_N is None else each_N.contiguous()
     assert logits_NV.is_contiguous()
     assert shares_N.dtype is torch.float32
-    given = [logits_NV, targets_N.contiguous(), shares_N, losses_N, vocab, int(each_N is not None)]
-    kernel((n, 1, 1), (loss_lanes(vocab) // 8, 1, 1), given)
+    arguments = [logits_NV, targets_N.contiguous(), shares_N, losses_N, vocab, int(each_N is not None)]
+    kernel((n, 1, 1), (loss_lanes(vocab) // 8, 1, 1), arguments)
     return losses_N
 
 
@@ -127,9 +116,6 @@ def is_as_defined(kernel: Kernel, device: torch.device, dtype: torch.dtype, voca
     last_digit = max(torch.finfo(dtype).eps, FEW_DIGITS)
     are_close = torch.allclose(ours_NV.float(), wanted_NV.float(), rtol=last_digit, atol=FEW_DIGITS)
     return are_close and torch.allclose(ours_N, wanted_N, rtol=FEW_DIGITS, atol=FEW_DIGITS)
-
-
-# -- the weight's gradient ------------------------------------------------------------------------------------------------
 
 
 def add_product(sum_VD: Tensor, gradient_NV: Tensor, rows_ND: Tensor) -> None:

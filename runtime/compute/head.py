@@ -1,7 +1,7 @@
 """The head of a model: the norm after its layers, its output matrix, and the loss, a tile of logits at a time."""
 
 # B sequences, T tokens, N = B * T or a tile of it, D width, V vocabulary, C labels
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from types import MappingProxyType
 
 import torch
@@ -16,7 +16,7 @@ from runtime.plan import Semantics
 from runtime.plan.objective import ANSWER, LAST, Of
 
 from .answers import Answers
-from .cross_entropy import add_product, row_losses, row_losses_and_gradients
+from .cross_entropy import add_product, row_losses
 from .losses import Extras, LossFunction, known_loss, top_and_rest
 
 Loss = Callable[[Weights, Tensor], tuple[Tensor, Tensor]]  # of the head's weights and rows: the sum, and what is differentiated
@@ -36,8 +36,6 @@ class OutputHead:
         if semantics.norm == "fused":
             use_fused_norm(split.norm)
 
-    # -- with gradients ---------------------------------------------------------------------------------------------
-
     def loss(
         self,
         weights: Weights,
@@ -47,12 +45,9 @@ class OutputHead:
         head_gradient_VD: Tensor | None,
         extras: Extras = MappingProxyType({}),
     ) -> Gradients:
-        """Forward and backward of the head: at most one tile of logits exists.
-
-        Adds the output matrix's gradient to `head_gradient_VD` (fp32) in tile order; without that, makes none. Returns the loss,
-        summed, not averaged (fp64, on the device), and gradients of the hidden state and of the head's other trained parameters,
-        of the mean of `n_losses`. `extras`: what the batch brings for each sequence or token, by name.
-        """
+        """Forward and backward of the head: at most one tile of logits exists. Adds the output matrix's gradient, if wanted, to
+        `head_gradient_VD` (fp32) in tile order. Returns the summed loss (fp64, on the device), and gradients of the mean of
+        `n_losses`, of the hidden state and the head's other trained parameters."""
         own = self._of_norm(weights)
         norm_weights = {n: w.detach().requires_grad_(self._prefix + n in self._trained) for n, w in own.items()}
         hidden_BTD = hidden_BTD.detach().requires_grad_()
@@ -63,16 +58,15 @@ class OutputHead:
         by = self._by_scores if self.objective.n_labels is not None else self._by_tiles
         loss_sum, gradient_ND = by(head, normed_ND, targets_BT, n_losses, sums, extras)
         sums.pop(self.weight, None)
-        names = [name for name, weight in norm_weights.items() if weight.requires_grad]
-        inputs = [hidden_BTD, *(norm_weights[name] for name in names)]
+        trained = {self._prefix + name: weight for name, weight in norm_weights.items() if weight.requires_grad}
+        inputs = [hidden_BTD, *trained.values()]
         towards_BTD, *of_norm = torch.autograd.grad(normed_BTD, inputs, gradient_ND.view_as(normed_BTD))
-        return loss_sum, towards_BTD, sums | {self._prefix + name: g for name, g in zip(names, of_norm, strict=True)}
+        return loss_sum, towards_BTD, sums | dict(zip(trained, of_norm, strict=True))
 
     def _by_scores(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        """The loss, summed, of sequences' scores, and the gradient of the normed rows; that of the head is added to `sums`."""
-
+        """Summed loss of sequences' scores, and the gradient of the normed rows; the head's gradient is added to `sums`."""
         answers = self._answers(targets_BT, extras)
 
         def of_scores(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +82,7 @@ class OutputHead:
     def _by_tiles(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, sums: Weights, extras: Extras
     ) -> tuple[Tensor, Tensor]:
-        """The same of rows, and of sequences' sums over them. A bias that is trained has a sum here."""
+        """The same for losses of tokens, and of sequences' sums over them. Adds sums of a trained bias."""
         loss_sum, of_rows = self._of_sequences(head, normed_ND, targets_BT, n_losses, extras)
         others = [name for name in self._names if name != self.weight and name in self._trained]
         sums |= {name: torch.zeros_like(head[name], dtype=torch.float32) for name in others}
@@ -96,7 +90,7 @@ class OutputHead:
         for rows_ND, out_ND, targets_N, *more in self._tiles(normed_ND, gradient_ND, targets_BT.reshape(-1), *of_rows.values()):
             of_tile = dict(zip(of_rows, more, strict=True))
             if self._is_online:
-                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, of_tile.get("slope"), out_ND)
+                loss = self._online_tile(head[self.weight], rows_ND, targets_N, n_losses, sums, of_tile, out_ND)
             else:
                 loss, out_ND[:], of_head = self._tile(head, rows_ND, targets_N, n_losses, sums.keys(), of_tile)
                 for name in sums:
@@ -109,15 +103,14 @@ class OutputHead:
     def _of_sequences(
         self, head: Weights, normed_ND: Tensor, targets_BT: Tensor, n_losses: int, extras: Extras
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is known before the tiles that have a backward: the loss that is a function of whole sequences, and by name what
-        each row of a tile gets besides its target."""
+        """The first pass: the loss of whole sequences, and by name each row's inputs besides its target."""
         n_tokens, answers = targets_BT.shape[1], self._answers(targets_BT, extras)
         if not self.objective.has_first_pass:
             own = {name: extras[name] if extras[name].dim() > 1 else extras[name][:, None] for name in self.objective.extras}
             if self.objective.per is Of.SEQUENCES:
                 own["n_tokens"] = answers.spread(answers.n_tokens.clamp(min=1))
-            none = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
-            return none, {name: of.expand(-1, n_tokens, *of.shape[2:]).flatten(0, 1) for name, of in own.items()}
+            zero = torch.zeros((), dtype=torch.float64, device=normed_ND.device)
+            return zero, {name: x.expand(-1, n_tokens, *x.shape[2:]).flatten(0, 1) for name, x in own.items()}
         assert self.function is not None
         logps = answers.summed(self._each(head, normed_ND, targets_BT))
         total, slopes = self.function.of_sequences(logps, answers.n_tokens, extras)
@@ -131,30 +124,24 @@ class OutputHead:
         targets_N: Tensor,
         n_losses: int,
         sums: Weights,
-        slope_N: Tensor | None,
+        of_rows: Weights,
         out_ND: Tensor,
     ) -> Tensor:
         """Summed loss of a tile; its rows' gradient goes to `out_ND`, and the weight's is added to its sum, if there is one."""
-        supervised_N = targets_N != UNSUPERVISED
+        supervised_N, slope_N = targets_N != UNSUPERVISED, of_rows.get("slope")
         each_N = supervised_N / n_losses if slope_N is None else -slope_N * supervised_N
         logits_NV = nn.functional.linear(normed_ND, weight_VD)
-        losses_N, gradient_NV = row_losses_and_gradients(logits_NV, targets_N, each_N)
+        losses_N, gradient_NV = row_losses(logits_NV, targets_N, each_N), logits_NV  # overwritten
         if self.weight in sums:
             add_product(sums[self.weight], gradient_NV, normed_ND)
         torch.mm(gradient_NV, weight_VD, out=out_ND)
         return losses_N.sum()
 
     def _tile(
-        self,
-        head: Weights,
-        normed_ND: Tensor,
-        targets_N: Tensor,
-        n_losses: int,
-        trained: Collection[str],
-        of_rows: Mapping[str, Tensor],
+        self, head: Weights, normed_ND: Tensor, targets_N: Tensor, n_losses: int, trained: Collection[str], of_rows: Weights
     ) -> Gradients:
-        """Summed loss of a tile; gradients of what it adds to the step's mean: of its rows, and of what is trained. Where sequences
-        were summed before, each row's log-probability has a slope, and what is summed here means nothing."""
+        """Summed loss of a tile; gradients, of its share of the step's mean, of its rows and of trained weights. After a first pass
+        over sequences the gradient of each row's log-probability is its slope, and the sum is unused."""
         slope_N = of_rows.get("slope") if self.objective.has_first_pass else None
 
         def of_tile(head: Weights, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,11 +156,8 @@ class OutputHead:
 
         return _differentiated(of_tile, head, normed_ND, trained)
 
-    # -- without ----------------------------------------------------------------------------------------------------
-
     def summed_losses(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """The summed cross entropy (fp64, on the device), whatever the loss of tokens; to the bit as `loss` has it where it is
-        that, also a tile of logits at a time."""
+        """The summed cross entropy (fp64, on the device), by tiles, with the bits of `loss` if that is cross entropy."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=hidden_BTD.device)
         for rows_ND, targets_N in self._tiles(normed_ND, targets_BT.reshape(-1)):
@@ -181,7 +165,7 @@ class OutputHead:
         return loss_sum
 
     def divergence(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> Tensor:
-        """What a loss of tokens itself sums up to (fp64, on the device)."""
+        """The sum of a loss of tokens (fp64, on the device)."""
         assert self.function is not None
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         total, of_rows = self._of_sequences(head, normed_ND, targets_BT, 1, extras)
@@ -190,9 +174,9 @@ class OutputHead:
         return total
 
     def log_probabilities(self, weights: Weights, hidden_BTD: Tensor, targets_BT: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
-        """(B,) fp64 of each sequence's targets, summed, packed (B, K), to the bit as a loss of sequences has them, and how many;
-        for a loss of tokens that has a reference (B, T) fp32, of each target; for one that has a teacher (B, T, 3 K + 1) int16, a
-        teacher's row for each position; for one with a head of its own the scores."""
+        """(B,) fp64, packed (B, K): sums over each sequence's targets, with the bits of a loss of sequences; and target counts.
+        Loss of tokens with a reference: (B, T) fp32 of each target; with a teacher: (B, T, 3 K + 1) int16, a row for each position;
+        head of its own: the scores."""
         head, normed_ND = self._head(weights), self._normed(weights, hidden_BTD).flatten(0, 1)
         answers = self._answers(targets_BT, extras)
         if self.objective.n_labels is not None:
@@ -205,17 +189,13 @@ class OutputHead:
         return each_BT if self.objective.has_token_reference else answers.summed(each_BT), answers.n_tokens
 
     def logits(self, weights: Weights, hidden_ND: Tensor) -> Tensor:
-        """Of some rows, (N, V) fp32."""
+        """(N, V) fp32."""
         return self._logits(self._head(weights), self._normed(weights, hidden_ND[None])[0])
 
-    # -- parts ------------------------------------------------------------------------------------------------------
-
     def _head(self, weights: Weights) -> Weights:
-        """The output matrix, and a bias if it has one."""
         return {name: weights[name] for name in self._names}
 
     def _of_norm(self, weights: Weights) -> Weights:
-        """Those after the layers, by their names there."""
         return {name.removeprefix(self._prefix): weights[name] for name in self._split.after}
 
     def _normed(self, weights: Weights, hidden: Tensor) -> Tensor:
@@ -260,12 +240,12 @@ class OutputHead:
 
 
 def _differentiated(of: Loss, head: Weights, normed_ND: Tensor, trained: Collection[str]) -> Gradients:
-    """A function of head and rows, with the gradients of rows and of what is trained."""
+    """Value of a function of head and rows, and gradients of rows and of trained weights."""
     head, normed_ND = {n: w.detach().requires_grad_(n in trained) for n, w in head.items()}, normed_ND.detach().requires_grad_()
     with torch.enable_grad():
         loss, share = of(head, normed_ND)
-        gradient_ND, *found = torch.autograd.grad(share, [normed_ND, *(head[name] for name in trained)])
-    return loss.detach(), gradient_ND, dict(zip(trained, found, strict=True))
+        gradient_ND, *of_head = torch.autograd.grad(share, [normed_ND, *(head[name] for name in trained)])
+    return loss.detach(), gradient_ND, dict(zip(trained, of_head, strict=True))
 
 
 def within(prefix: str, weights: Weights) -> Weights:

@@ -7,8 +7,9 @@ What a function is given is told by the names of its parameters, so that a loss 
     pairs       chosen, rejected, n_chosen, n_rejected (P,) fp64    two sequences each; an extra `e` comes as e_chosen, e_rejected
     answers     own, other and the like (A,) fp64                   likewise; the other one is of the same prompt, and not learned
 
-It returns a number for each of them, and what has no supervised token is left out. Of sequences and pairs the gradient towards
-`logps` weighs the gradients of their tokens in a second pass over the tiles.
+For losses of this file `gain_chosen` and the like are log-probabilities less the reference's. A function returns a number for each
+item; items without a supervised token are left out. For sequences and pairs the gradient with respect to `logps` weighs the
+gradients of their tokens in a second pass over the tiles.
 """
 
 # B sequences, P pairs, T tokens, N = B * T or a tile of it, V vocabulary, K ids that a teacher says most of, and the rest
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from runtime.batch import UNSUPERVISED
 from runtime.errors import PlanError
-from runtime.plan.objective import Objective, Of
+from runtime.plan.objective import REFERENCE, Objective, Of
 
 from .answers import in_order
 
@@ -68,49 +69,31 @@ def grpo(
     return losses + beta * (ahead.exp() - ahead - 1)
 
 
-def _margin(chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float) -> Tensor:
-    """beta times how much more than the reference the policy prefers the chosen answer."""
-    return beta * ((chosen - reference_chosen) - (rejected - reference_rejected))
-
-
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     """Binary cross entropy of a preference that is wrong with that probability."""
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
 
 
-def dpo(
-    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float, label_smoothing: float
-) -> Tensor:
+def dpo(gain_chosen: Tensor, gain_rejected: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """Direct preference optimization (arXiv 2305.18290); with label smoothing, cDPO."""
-    return _smoothed(_margin(chosen, rejected, reference_chosen, reference_rejected, beta), label_smoothing)
+    return _smoothed(beta * (gain_chosen - gain_rejected), label_smoothing)
 
 
-def robust(
-    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float, label_smoothing: float
-) -> Tensor:
+def robust(gain_chosen: Tensor, gain_rejected: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """DPO without the bias of labels that are flipped with that probability (rDPO, arXiv 2403.00409)."""
-    margin = _margin(chosen, rejected, reference_chosen, reference_rejected, beta)
+    margin = beta * (gain_chosen - gain_rejected)
     flipped = label_smoothing * F.logsigmoid(-margin)
     return (flipped - (1 - label_smoothing) * F.logsigmoid(margin)) / (1 - 2 * label_smoothing)
 
 
-def hinge(chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float) -> Tensor:
+def hinge(gain_chosen: Tensor, gain_rejected: Tensor, beta: float) -> Tensor:
     """A margin of at least 1 (SLiC as RSO has it, arXiv 2309.06657)."""
-    return F.relu(1 - _margin(chosen, rejected, reference_chosen, reference_rejected, beta))
+    return F.relu(1 - beta * (gain_chosen - gain_rejected))
 
 
-def ipo(
-    chosen: Tensor,
-    rejected: Tensor,
-    n_chosen: Tensor,
-    n_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    beta: float,
-) -> Tensor:
+def ipo(gain_chosen: Tensor, gain_rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float) -> Tensor:
     """Identity preference optimization (arXiv 2310.12036), of means over the tokens of each answer, as its authors corrected it."""
-    means = (chosen - reference_chosen) / n_chosen - (rejected - reference_rejected) / n_rejected
-    return (means - 1 / (2 * beta)).square()
+    return (gain_chosen / n_chosen - gain_rejected / n_rejected - 1 / (2 * beta)).square()
 
 
 def orpo(chosen: Tensor, rejected: Tensor, n_chosen: Tensor, n_rejected: Tensor, beta: float) -> Tensor:
@@ -128,10 +111,8 @@ def simpo(
 
 
 def kto(
-    own: Tensor,
-    other: Tensor,
-    reference_own: Tensor,
-    reference_other: Tensor,
+    gain_own: Tensor,
+    gain_other: Tensor,
     label_own: Tensor,
     beta: float,
     desirable_weight: float,
@@ -139,10 +120,9 @@ def kto(
     group: float,
 ) -> Tensor:
     """Kahneman-Tversky optimization (arXiv 2402.01306), its baseline the mean over a group of the log-ratios of other answers."""
-    kl = (other - reference_other).detach().view(-1, int(group)).mean(dim=1).clamp(min=0).repeat_interleave(int(group))
-    is_desirable = label_own > 0
-    gain = beta * (own - reference_own - kl)
-    return torch.where(is_desirable, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
+    kl = gain_other.detach().view(-1, int(group)).mean(dim=1).clamp(min=0).repeat_interleave(int(group))
+    gain = beta * (gain_own - kl)
+    return torch.where(label_own > 0, desirable_weight * (-gain).sigmoid(), undesirable_weight * gain.sigmoid())
 
 
 def reward(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
@@ -180,15 +160,15 @@ class _TopAndRest(torch.autograd.Function):
 
 
 def top_and_rest(logits_NV: Tensor, k: int, temperature: float) -> Tensor:
-    """A teacher's row (N, 3 k + 1) int16, as files hold it: the `k` likeliest ids, two words each, and in fp16 their
-    log-probabilities and that of all others together."""
+    """A teacher's row (N, 3 k + 1) int16, as in files: the `k` likeliest ids, two words each, then fp16 log-probabilities of these
+    and of all others together."""
     ids_NK = logits_NV.topk(k, dim=-1).indices
     of_NK = _TopAndRest.apply(logits_NV, ids_NK, temperature)  # type: ignore[no-untyped-call]
     return torch.cat([ids_NK.int().view(torch.int16), of_NK.half().view(torch.int16)], dim=1)
 
 
 def _kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """The divergence of q from p, of log-probabilities."""
+    """KL(p || q) of log-probabilities."""
     return (p_NK.exp() * (p_NK - q_NK)).sum(dim=1)
 
 
@@ -205,18 +185,13 @@ def distill(logits: Tensor, targets: Tensor, teacher: Tensor, k: float, beta: fl
     return beta * _kl(theirs_NK, mixed_NK) + (1 - beta) * _kl(own_NK, mixed_NK)
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "label-smoothing": label_smoothing,
-    "z-loss": z_loss,
-    **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo),
-    **{function.__name__: function for function in (dpo, ipo, hinge, robust, orpo, simpo, kto, distill, reward, classify)},
-}
+_NAMED = (dpo, ipo, hinge, robust, orpo, simpo, kto, distill, reward, classify)
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {function.__name__: function for function in _NAMED}
+FUNCTIONS |= {"label-smoothing": label_smoothing, "z-loss": z_loss, **dict.fromkeys(("grpo", "dapo", "dr-grpo"), grpo)}
 
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A function that computes an objective, with the objective's numbers."""
-
     objective: Objective
     function: Callable[..., Tensor]
 
@@ -225,24 +200,24 @@ class LossFunction:
         parameters = inspect.signature(self.function).parameters.values()
         return tuple(p.name for p in parameters if p.default is p.empty or p.name in self.objective.extras)
 
-    def _call(self, given: Mapping[str, object]) -> Tensor:
-        return self.function(**{name: given[name] for name in self._asked})
-
     def each(self, first: Tensor, second: Tensor, extras: Extras) -> Tensor:
-        """What the function returns of logits and targets, or of log-probabilities and numbers of tokens."""
-        numbers = self.objective.numbers
+        """Loss of each item, given logits and targets, or log-probabilities and numbers of tokens."""
+        arguments: dict[str, Tensor]
         match self.objective.of:
             case Of.TOKENS:
-                return self._call({"logits": first, "targets": second, **extras, **numbers})
+                arguments = {"logits": first, "targets": second, **extras}
             case Of.SEQUENCES:
-                return self._call({"logps": first, "scores": first, "n_tokens": second, **extras, **numbers})
+                arguments = {"logps": first, "scores": first, "n_tokens": second, **extras}
             case Of.PAIRS | Of.ANSWERS as of:
-                by_name, halves = {"": first, "n": second, **extras}.items(), enumerate(HALVES[of])
-                pairs = {f"{name}_{half}".removeprefix("_"): of[i::2] for i, half in halves for name, of in by_name}
-                return self._call({**pairs, **numbers})
+                has_gain, halves = REFERENCE in extras and self.objective.sha256 is None, enumerate(HALVES[of])
+                gain = {"gain": first - extras[REFERENCE]} if has_gain else {}
+                by_name = (gain | {"": first, "n": second, **extras}).items()
+                arguments = {f"{name}_{half}".removeprefix("_"): x[i::2] for i, half in halves for name, x in by_name}
+        known = {**arguments, **self.objective.numbers}
+        return self.function(**{name: known[name] for name in self._asked})
 
     def of_tile(self, logits_NV: Tensor, targets_N: Tensor, extras: Extras) -> Tensor:
-        """The sum over a tile's supervised positions; `extras` are those of the tile."""
+        """The sum over a tile's supervised positions, with the tile's extras."""
         is_left_out = targets_N == UNSUPERVISED  # taken before anybody's function sees them
         losses_N = self.each(logits_NV, targets_N, extras)
         if self.objective.per is Of.SEQUENCES:  # of which this sums up a mean over tokens, or over as many as were said
@@ -253,11 +228,8 @@ class LossFunction:
         """Of each sequence, pair or answer, 0 where one has no supervised token; as a function of `logps_B`, or scores (B, C).
         Packed they are (B, K), and (B, K, C)."""
         rows_each = self.objective.rows_each
-        logps_B, n_tokens_B, extras = (
-            in_order(logps_B, rows_each, n_tokens_B),
-            in_order(n_tokens_B, rows_each, n_tokens_B),
-            {n: in_order(of, rows_each, n_tokens_B) for n, of in extras.items() if n in self.objective.extras},
-        )
+        extras = {n: in_order(x, rows_each, n_tokens_B) for n, x in extras.items() if n in self.objective.extras}
+        logps_B, n_tokens_B = (in_order(x, rows_each, n_tokens_B) for x in (logps_B, n_tokens_B))
         is_counted = n_tokens_B > 0
         if self.objective.of in HALVES:
             is_counted = is_counted[0::2] & is_counted[1::2]

@@ -28,9 +28,7 @@ from .documents import LIBRARY
 
 def adapt(module: nn.Module, prefix: str, names: Iterable[str], lora: Lora, shared_inputs: Iterable[Sequence[str]] = ()) -> None:
     """Put adapters into a module, given the names of their factors, which begin with the prefix. WorkloadError where none fits.
-
-    `shared_inputs`: names of submodules with the same input, e.g. [("mlp.gate_proj", "mlp.up_proj")] (`split.shared_inputs`).
-    """
+    `shared_inputs`: names of submodules with the same input, e.g. [("mlp.gate_proj", "mlp.up_proj")] (`split.shared_inputs`)."""
     for name in dict.fromkeys(name.rsplit(".", 2)[0].removesuffix(".base_layer") for name in names):
         parent, _, child = name.removeprefix(prefix).rpartition(".")
         part: Any = getattr(module.get_submodule(parent), child, None)
@@ -65,8 +63,6 @@ class Factor(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter."""
-
     def __init__(self, linear: nn.Linear, lora: Lora) -> None:
         """The layer's own weights stay what they are."""
         nn.Module.__init__(self)
@@ -134,7 +130,7 @@ class _Adapted(torch.autograd.Function):
 
 
 class AdaptedExperts(nn.Module):
-    """Adapters of a layer's experts; what is not beside their last stack is in here, under the name of `base_layer`."""
+    """Adapters of a layer's experts: those of the first stack; those of the last one are in the module of experts, as in PEFT."""
 
     def __init__(self, experts: Any, lora: Lora) -> None:
         """Put them into the module of experts, whose products they join. Its weights stay what they are."""
@@ -182,11 +178,10 @@ class _AdaptedStack(torch.autograd.Function):
         a_ERI, b_EOR = factors_of_stack(a, b, len(offs))
         dh_NR = grouped(gradient_NO, b_EOR).mul_(ctx.scale)
         db_EOR = grouped(gradient_NO.t(), h_NR).mul_(ctx.scale)
-        towards_NI = None
+        dx_NI = None
         if ctx.needs_input_grad[0]:
-            towards_NI = grouped(gradient_NO, weight_EIO.transpose(1, 2)).add_(grouped(dh_NR, a_ERI))
-        da, db = grouped(dh_NR.t(), x_NI).view_as(a), db_EOR.permute(1, 2, 0).reshape(b.shape)
-        return towards_NI, None, None, da, db, None
+            dx_NI = grouped(gradient_NO, weight_EIO.transpose(1, 2)).add_(grouped(dh_NR, a_ERI))
+        return dx_NI, None, None, grouped(dh_NR.t(), x_NI).view_as(a), db_EOR.permute(1, 2, 0).reshape(b.shape), None
 
 
 def factors_of_stack(a: Tensor, b: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
@@ -221,10 +216,8 @@ def _adapted_stack(x_NI: Tensor, weight_EIO: Tensor, offs: Tensor, a: Tensor, b:
     return y_NO.add_(F.grouped_mm(h_NR, b_EOR.transpose(1, 2), offs=offs), alpha=scale), h_NR
 
 
+_LINEAR = "Tensor x, Tensor dropped, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float scale"
+LIBRARY.define(f"adapted_linear({_LINEAR}) -> (Tensor[], Tensor)")
+LIBRARY.impl("adapted_linear", _adapted_linear, "CompositeExplicitAutograd")
 LIBRARY.define("adapted_stack(Tensor x, Tensor weight, Tensor offs, Tensor a, Tensor b, float scale) -> (Tensor, Tensor)")
 LIBRARY.impl("adapted_stack", _adapted_stack, "CompositeExplicitAutograd")
-LIBRARY.define(
-    "adapted_linear(Tensor x, Tensor dropped, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, float scale)"
-    " -> (Tensor[], Tensor)"
-)
-LIBRARY.impl("adapted_linear", _adapted_linear, "CompositeExplicitAutograd")

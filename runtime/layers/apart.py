@@ -1,7 +1,7 @@
 """Proof that a model keeps the documents of a packed sequence apart: its own layers, cut down, on documents packed and alone.
 
-A layer of each kind is run on random numbers. What it makes of a document must not depend on what is packed beside it, nor on where
-in the sequence that is: so its tokens meet in attention alone, and its positions and masks are the documents'.
+A layer of each kind runs on random numbers. Its output for a document must depend neither on the other documents nor on the place
+in the sequence: its tokens then meet in attention alone, and its positions and masks are the documents'.
 """
 
 # B sequences, T tokens, D width
@@ -9,6 +9,7 @@ import gc
 import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _refusal(config: str, attention: str, seq_len: int) -> str | None:
 
 
 class _Proof:
-    """A model cut down, whose parts are made as they are asked for."""
+    """A cut-down model, whose weights are made when needed."""
 
     def __init__(self, config: dict[str, Any], attention: str, seq_len: int) -> None:
         small = cut_down(config, seq_len=seq_len)
@@ -68,11 +69,11 @@ class _Proof:
         self.tokens_BT = torch.randint(n_ids, (len(DOCUMENTS), self.n_tokens), generator=self.generator)
 
     def _make(self, part: nn.Module) -> None:
-        """Random weights in the place of those without numbers, large enough to be seen."""
+        """Replace meta weights by random ones."""
         for name, p in part._parameters.items():
             if p is not None and id(p) not in self.made:
-                drawn = torch.randn(p.shape, generator=self.generator)
-                self.made[id(p)] = nn.Parameter(drawn * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + drawn / 4)
+                random = torch.randn(p.shape, generator=self.generator)
+                self.made[id(p)] = nn.Parameter(random * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + random / 4)
             if p is not None:
                 part._parameters[name] = self.made[id(p)]
 
@@ -81,7 +82,6 @@ class _Proof:
         return self.split.noted()
 
     def refusal(self) -> str | None:
-        """Why documents are not kept apart."""
         if not self._places_are_the_documents():
             return "positions depend on how long other documents are"
         plain = self._of(self.tokens_BT)[1]
@@ -96,7 +96,7 @@ class _Proof:
         return None
 
     def _places_are_the_documents(self) -> bool:
-        """Whether what layers are given of positions at the beginning of a sequence is the same beside the last ones."""
+        """True if layers get the same tensors for the first positions, with and without the last ones beside them."""
         last, first, tokens = [max(0, self.seq_len - 2), self.seq_len - 1], [0, 1], torch.zeros(2, 2, dtype=torch.long)
         both, alone = (
             embed_packed(self.split, None, tokens[: len(at)], torch.tensor(at), self._of(tokens[: len(at)])[1], ())[1]
@@ -106,7 +106,7 @@ class _Proof:
         return all(_alike(b[-1:], a) for b, a in found if isinstance(a, Tensor) and b.shape != a.shape)
 
     def _is_apart(self, i: int, packed: Call, alone: list[tuple[Any, Call]], shape: Sequence[int]) -> bool:
-        """Whether a layer makes of each document what it makes of the document alone."""
+        """True if a layer's output for each packed document equals that for the document alone."""
         layer = self.split.layers[i]
         for part in layer.modules():
             self._make(part)
@@ -119,7 +119,7 @@ class _Proof:
 
 
 class _NoPlaces(TorchDispatchMode):
-    """WorkloadError where a layer numbers the tokens of a sequence itself: it may do so for what begins at many thousands."""
+    """WorkloadError if a layer numbers the tokens of a sequence itself."""
 
     def __init__(self, n_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,9 +133,8 @@ class _NoPlaces(TorchDispatchMode):
 
 
 def _places() -> Iterator[tuple[slice, slice]]:
-    """Of each document its sequence and its tokens there."""
     for row, lengths in enumerate(DOCUMENTS):
-        for n, end in zip(lengths, torch.tensor(lengths).cumsum(0).tolist(), strict=True):
+        for n, end in zip(lengths, accumulate(lengths), strict=True):
             yield slice(row, row + 1), slice(end - n, end)
 
 

@@ -1,7 +1,7 @@
 """Attention kernels of a GPU: the one that a plan names is chosen, or refused where the GPU lacks it.
 
-Plans name it, because it decides bits and time. Documents of a packed sequence are attended to by FlashAttention whatever the plan
-says: cuDNN would make and keep a plan of its own for every length.
+Plans name it, because it decides bits and time. Packed documents always use FlashAttention: cuDNN would make and keep a plan for
+every length.
 """
 
 from collections.abc import Mapping
@@ -32,28 +32,24 @@ def refuse_any_order(semantics: Semantics) -> None:
         first = semantics.library_kernels[0]
         raise PlanError(f"--deterministic: the plan computes with {first}, which may not be; plan again with --deterministic")
     if semantics.attention == "sdpa" and semantics.attention_kernel != "deterministic":
-        kernel = WORDS[semantics.attention_kernel]
-        raise PlanError(
-            f"--deterministic: the plan attends with {kernel}, which adds in any order; plan again with --deterministic"
-        )
+        how = f"{WORDS[semantics.attention_kernel]}, which adds in any order; plan again with --deterministic"
+        raise PlanError(f"--deterministic: the plan attends with {how}")
 
 
 def refuse_missing_attention(plan: Plan) -> None:
-    """PlanError where the GPU lacks the kernel, or it does not take the plan's heads. Little is allocated to find out."""
+    """PlanError if the GPU lacks the kernel, or the kernel does not take the plan's heads."""
     kernel, blocks = plan.semantics.attention_kernel, plan.workload.blocks
     attention = next((b.attention for b in blocks if b.attention is not None), None)
     if attention is None or plan.semantics.attention != "sdpa" or kernel == "flash":  # which falls back by itself
         return
     if not _can_use(kernel, attention.n_heads, attention.head_dim, DTYPE[plan.semantics.compute_dtype]):
         heads = f"{attention.n_heads} heads of {attention.head_dim} in {plan.semantics.compute_dtype}"
-        raise PlanError(
-            f"the plan attends with {WORDS[kernel]}, which this GPU or this torch does not have for {heads}; plan again with "
-            + ("--kernels eager" if kernel == "cudnn" else "--kernels eager, and run without --deterministic")
-        )
+        how = "--kernels eager" if kernel == "cudnn" else "--kernels eager, and run without --deterministic"
+        lacks = f"which this GPU or this torch does not have for {heads}"
+        raise PlanError(f"the plan attends with {WORDS[kernel]}, {lacks}; plan again with {how}")
 
 
 def _can_use(kernel: AttentionKernel, n_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether torch would take it, by its own word."""
     q = torch.zeros(1, n_heads, 128, head_dim, dtype=dtype, device="cuda", requires_grad=True)
     params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
     if kernel == "cudnn":

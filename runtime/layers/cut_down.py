@@ -24,11 +24,9 @@ MOST_LAYERS = 2**31
 
 
 def cut_down(config: dict[str, Any], kinds: Sequence[object] | None = None, seq_len: int | None = None) -> dict[str, Any]:
-    """The copy of a configuration, of a vision-language model's decoder too; WorkloadError when transformers refuses it.
-
-    `kinds`: what tells the model's layers apart, of each; the copy ends with the first layer of the last new kind; None: with the
-    last. `seq_len`: windows that hide nothing of so many tokens stay as they are; None: all get smaller.
-    """
+    """A smaller configuration, also of a vision-language model's decoder; WorkloadError when transformers refuses it. `kinds`: a
+    key of each layer; the copy ends with the first layer of the last new kind; None: with the last layer. `seq_len`: windows of at
+    least so many tokens stay; None: all get smaller."""
     whole = read_config(config)
     fields: dict[str, Any] = json.loads(json.dumps(whole.to_dict() | {"model_type": config["model_type"]}, default=str))
     text, width, n_layers, n_kept = text_of(fields), getattr(whole.get_text_config(), "hidden_size", None) or 1, 0, MOST_LAYERS

@@ -1,13 +1,12 @@
 """Attention by document: each token of a packed sequence attends to its own document alone.
 
-The model's own attention is called for one document after the other, on views of queries, keys and values, and its results go to
-their places among the sequence's; of a mask, if there is one, it gets the part that a sequence of the document's length has. Where
-torch's fused attention needs no mask, autograd keeps what it keeps of attention to whole sequences, and no tensor whose size a
-document's length decides outlives the document's turn. How long documents are is known on the host, so that no device is asked.
+The model's own attention is called for each document in turn, on views of queries, keys and values, with the mask of a sequence of
+the document's length. If torch's fused attention needs no mask, autograd saves as much as for whole sequences, and no tensor whose
+size depends on a document's length outlives its turn. The host knows the documents' lengths: no device is waited for.
 """
 
 # B sequences, T tokens of a sequence or a document, H heads, E width of a head
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,15 +23,16 @@ from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
 from .recompute import unnoticed
-from .split import Call, Split, is_seen
+from .split import Call, Documents, Split, is_seen
+from .views import Weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What attention has to know of packed sequences: lengths of documents, masks that the layer is given, and how many tokens each
-    sees at most, if not all. `own`: transformers' attention of that name; None: the module has one itself."""
+    """Packed sequences: lengths of documents, the layer's masks, and its window of tokens, if it has one. `own`: transformers'
+    attention of that name; None: the module has one itself."""
 
-    n_tokens: tuple[tuple[int, ...], ...]
+    n_tokens: Documents
     masks: tuple[Tensor, ...]
     window: int | None
     own: Any
@@ -40,9 +40,8 @@ class _Packed:
 
 @contextmanager
 def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
-    """Until the context ends, a layer that is called so attends by document, if its sequences are packed.
-
-    `attention` is transformers' name of the one that it has, `window` how many tokens each sees at most, if not all."""
+    """Have a layer with this call attend by document, if its sequences are packed. `attention`: transformers' name of the layer's
+    attention; `window`: most tokens that each attends to, if not all."""
     if call.documents is None:
         yield
         return
@@ -56,27 +55,20 @@ def attending(call: Call, attention: str, window: int | None) -> Iterator[None]:
 
 
 def embed_packed(
-    split: Split,
-    weights: Mapping[str, Tensor] | None,
-    tokens_BT: Tensor,
-    positions_BT: Tensor,
-    plain: Sequence[Call],
-    documents: tuple[tuple[int, ...], ...],
+    split: Split, weights: Weights | None, tokens_BT: Tensor, positions_BT: Tensor, plain: Sequence[Call], documents: Documents
 ) -> tuple[Tensor, list[Call]]:
-    """The first layer's input (B, T, D) of packed sequences, and what each layer is passed besides.
-
-    Positions are the documents'. Masks are those of sequences that are not packed, as in `plain`: in their place the model gets one
-    of no size, which transformers hands to layers as it is."""
+    """The first layer's input (B, T, D) of packed sequences, and what each layer is passed besides. Positions are the documents'.
+    Masks are those of sequences that are not packed, as in `plain`: in their place the model gets one of no size, which
+    transformers hands to layers as it is."""
     no_mask = torch.zeros(1, 1, 1, 1, device=tokens_BT.device)
     split.around(weights, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=no_mask, use_cache=False)
     hidden_BTD, calls = split.noted()
     if [len(call.leaves) for call in calls] != [len(call.leaves) for call in plain]:
         raise WorkloadError("its layers are given other things with positions than without")
-    found = []
-    for call, of in zip(calls, plain, strict=True):
-        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, of.leaves, strict=True))
-        found.append(replace(call, leaves=leaves, documents=documents))
-    return hidden_BTD, found
+    for i, (call, other) in enumerate(zip(calls, plain, strict=True)):
+        leaves = tuple(p if is_seen(t, no_mask) else t for t, p in zip(call.leaves, other.leaves, strict=True))
+        calls[i] = replace(call, leaves=leaves, documents=documents)
+    return hidden_BTD, calls
 
 
 def _by_document(
@@ -103,7 +95,7 @@ def _by_document(
     if max(n_of_all) <= seen and usual and dropout == 0.0 and _is_fused(*given):
         return _Attention.apply(*given, n_of_all, scaling), None  # type: ignore[no-untyped-call]
     attend = packed.own or type(module).forward.__globals__[EAGER_ATTENTION]
-    done = []
+    done = list[Tensor]()
     # Parts are not slices: the gradient of each would be as large as what it was cut from
     for row, (n_tokens, *sequence) in enumerate(zip(packed.n_tokens, *(x.split(1) for x in given), strict=True)):
         of_row = []
@@ -165,11 +157,8 @@ def _attention_by_document(
 
 
 def _turns(query_BHTE: Tensor, n_tokens: list[int]) -> Iterator[tuple[slice, slice, int]]:
-    """Of each document its sequence, its tokens there, and how many are computed for it.
-
-    The library with which torch multiplies bf16 on processors compiles and keeps something for every shape: so there a document is
-    padded to its length class. A document that fills its sequence is the sequence.
-    """
+    """(sequence, tokens, number of computed tokens) of each document. For bf16 on a CPU, torch's library compiles and caches code
+    for every shape: there a document that does not fill its sequence is padded to its length class."""
     seq_len, at = query_BHTE.shape[2], 0
     compiles = query_BHTE.device.type == "cpu" and query_BHTE.dtype is not torch.float32
     for n in n_tokens:
@@ -189,23 +178,19 @@ def _attend(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
     (B, H, T). It is causal: no token sees the padding after it, and what padding gets is not read."""
     aten: Any = torch.ops.aten
     if inputs[0].is_cuda:
-        made = aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]
-    else:
-        made = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)
-    return made  # type: ignore[no-any-return]
+        return aten._scaled_dot_product_flash_attention(*inputs, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
+    return aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, True, scale=scale)  # type: ignore[no-any-return]
 
 
 def _attend_backward(inputs: Sequence[Tensor], scale: float | None) -> Sequence[Tensor]:
     """The gradients of queries, keys and values, of the gradient of results, the three themselves, results and sums."""
     aten: Any = torch.ops.aten
     *others, sums_BHT = inputs
-    if sums_BHT.is_cuda:
-        n_tokens, no_random_numbers = sums_BHT.shape[2], sums_BHT.new_empty(0, dtype=torch.int64)
-        rest = sums_BHT.contiguous(), None, None, n_tokens, n_tokens, 0.0, True, no_random_numbers, no_random_numbers
-        found = aten._scaled_dot_product_flash_attention_backward(*others, *rest, scale=scale)
-    else:
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
-    return found  # type: ignore[no-any-return]
+    if not sums_BHT.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)  # type: ignore[no-any-return]
+    n_tokens, no_random_numbers = sums_BHT.shape[2], sums_BHT.new_empty(0, dtype=torch.int64)
+    rest = sums_BHT.contiguous(), None, None, n_tokens, n_tokens, 0.0, True, no_random_numbers, no_random_numbers
+    return aten._scaled_dot_product_flash_attention_backward(*others, *rest, scale=scale)  # type: ignore[no-any-return]
 
 
 def _padded(x: Tensor, n_tokens: int) -> Tensor:

@@ -1,9 +1,8 @@
 """Fused kernels in transformers' layers: the RMS norm, the MLP's activation, and the rotary embedding.
 
 Eager kernels are transformers' own modules, call by call. Fused are PyTorch's RMS norm with its backward; and an activation and a
-rotary embedding that are one node of autograd each, keep no more than they must, and give eager's bits. A module of transformers'
-gets another forward, in place. Kernels of other packages, for linear attention and its
-convolutions, compute where the semantics name them, and nowhere else, whatever is installed.
+rotary embedding that are one autograd node each, save as little as possible, and give eager's bits. A module's forward is replaced
+in place. Kernels of other packages, for linear attention and convolutions, run only if the semantics name them.
 """
 
 # N rows, D width; B sequences, H heads, T tokens, E width of a head
@@ -42,13 +41,13 @@ _DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "fla": "flash-linear-attenti
 
 
 def _drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Random numbers, without a draw from anybody's generator."""
+    """Random tensors, from a generator of their own."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def _made(function: Callable[..., Any], *given: Any) -> Any:
-    """What a function of transformers' makes of these; None where it takes others, or reads of a module what is not there."""
+    """Result of a function of transformers; None if it takes other arguments, or needs other attributes of a module."""
     try:
         return function(*given)
     except Exception:
@@ -64,7 +63,7 @@ def rotates(function: Callable[..., Any]) -> bool:
 
 
 def turns_whole(args: tuple[Any, ...], others: dict[str, Any]) -> bool:
-    """Whether a rotation is called as `rotary` takes it: of whole heads, with nothing besides."""
+    """True if a rotation is called as `rotary` takes it, on whole heads."""
     return len(args) == 4 and not others and args[0].shape[-1] == args[2].shape[-1]
 
 
@@ -75,12 +74,10 @@ def gate_of(part: nn.Module) -> str | None:
     act: Any = part.act_fn
     (x,) = _drawn((256,))
     y = _made(act, x) if type(act) in map(type, map(ACT2FN.__getitem__, ACTIVATIONS)) else None
-    same = (name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256))))
-    return next(same, None)
+    return next((name for name in GATES if y is not None and torch.equal(y, CALL_BY_CALL.gate(name)[0](x, torch.ones(256)))), None)
 
 
 def gates_of(layers: Iterable[nn.Module]) -> tuple[str, ...]:
-    """The gated activations of all MLPs in these layers."""
     found = (gate_of(part) for layer in layers for part in layer.modules())
     return tuple(sorted({gate for gate in found if gate is not None}))
 
@@ -137,11 +134,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class _NormOfACpu(torch.autograd.Function):
-    """On a CPU that function is spelled out, in fp32, and all of it would be kept. This keeps what a GPU's kernel keeps.
-
-    Some rows at a time, so that nothing in fp32 is as large as the input. The weight's gradient is the fp32 sum over such rows of
-    their sums, in order, rounded once.
-    """
+    """On a CPU torch computes the norm call by call, in fp32, and would save all of it. This saves what a GPU's kernel saves. Rows
+    in chunks, so that no fp32 tensor is as large as the input. The weight's gradient is the fp32 sum of the chunks' sums, in order,
+    rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -169,9 +164,7 @@ class _NormOfACpu(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A tensor's rows, as wide as the weight, NORM_ROWS at a time."""
-    parts: tuple[torch.Tensor, ...] = x.reshape(-1, weight.numel()).split(NORM_ROWS)
-    return parts
+    return x.reshape(-1, weight.numel()).split(NORM_ROWS)  # type: ignore[no-any-return]
 
 
 def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -> torch.Tensor:
@@ -182,12 +175,11 @@ def gated_mlp(mlp: Any, functions: tuple[Function, Function], x: torch.Tensor) -
 
 
 def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
-    """Let this module's own forward find another function under the name of the rotary embedding. No other module sees it."""
+    """Replace the rotary embedding in this module's own forward."""
     own: Any = type(attention).forward
-    known = getattr(own, "__globals__", {})
-    if ROTARY not in known or ROTARY not in own.__code__.co_names or not rotates(known[ROTARY]):
+    eager = getattr(own, "__globals__", {}).get(ROTARY)
+    if eager is None or ROTARY not in own.__code__.co_names or not rotates(eager):
         return
-    eager = known[ROTARY]
 
     def turned(*args: Any, **others: Any) -> Any:
         return rotary(pointwise, *args) if turns_whole(args, others) else eager(*args, **others)
@@ -196,7 +188,7 @@ def _rotate_at_once(attention: nn.Module, pointwise: Pointwise) -> None:
 
 
 def _call_instead(part: nn.Module, instead: Mapping[str, Any]) -> None:
-    """Let this module's own forward find other functions under these names. No other module sees them."""
+    """Give this module's own forward other globals of these names. No other module is affected."""
     if instead:
         own: Any = inspect.unwrap(part.forward)
         own = getattr(own, "__func__", own)
@@ -206,7 +198,7 @@ def _call_instead(part: nn.Module, instead: Mapping[str, Any]) -> None:
 
 
 def _with_fallback(part: nn.Module) -> dict[str, Any]:
-    """Functions that a module's forward calls, by name, of which transformers takes other packages' where it finds them."""
+    """Functions that a module's forward calls, by name, that transformers replaces by other packages' if they are installed."""
     own: Any = inspect.unwrap(type(part).forward)
     found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
     free = {name: getattr(getattr(_plain(f), "__code__", None), "co_freevars", ()) for name, f in found.items()}
@@ -219,14 +211,14 @@ def _plain(function: Any) -> Any:
 
 
 def use_own_calls(model: nn.Module) -> None:
-    """Have a model compute in torch's own calls, as transformers has them, also where other packages have kernels for it."""
+    """Have a model compute by torch's own calls, also where other packages have kernels for it."""
     for part in model.modules():
         _call_instead(part, {name: inspect.unwrap(_plain(f)) for name, f in _with_fallback(part).items()})
 
 
 def refuse_missing_libraries(semantics: Semantics, device: str) -> None:
-    """PlanError where the device is no GPU, or a kernel that the plan names is of a package that is not installed, or cannot be
-    imported: torch's own calls would take its place."""
+    """PlanError if the device is no GPU, or the package of a kernel that the plan names cannot be imported: torch's own calls would
+    replace it."""
     for name in semantics.library_kernels:
         package = name.partition(".")[0]
         if device != "cuda":
@@ -251,8 +243,8 @@ def rotary(
 
 
 class _AtOnce(torch.autograd.Function):
-    """A function as one node. It keeps its last two inputs, of which `backward` and the gradient make the gradients of the first
-    inputs; what else it makes is made again."""
+    """A function as one node. It saves its last two inputs; with the gradient, `backward` computes from them the gradients of the
+    first inputs."""
 
     @staticmethod
     def forward(ctx: Any, function: Function, backward: Function, *inputs: torch.Tensor) -> torch.Tensor:
@@ -264,5 +256,5 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with unnoticed():
-            found = several(ctx.backward_function(gradients[0], *ctx.saved_tensors))
-        return None, None, *found, *[None] * (ctx.n_inputs - len(found))
+            results = several(ctx.backward_function(gradients[0], *ctx.saved_tensors))
+        return None, None, *results, *[None] * (ctx.n_inputs - len(results))

@@ -7,16 +7,8 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto as auto
 
 from runtime.errors import WorkloadError
 from runtime.host.memory import DTYPE
@@ -49,11 +41,8 @@ def read_config(config: dict[str, Any]) -> Any:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
-    """The first field in which two configurations mean other modules, or another computation: `rms_norm_eps is 1e-06, not 1e-05`.
-
-    Both as transformers completes them: a default that one leaves out is the same as the other's word, and so is a key that its
-    class does not know. None where they mean the same.
-    """
+    """The first field in which two configurations mean other modules or another computation, or None: `rms_norm_eps is 1e-06, not
+    1e-05`. Defaults are filled in first, and keys that the class does not have are ignored."""
     if one["model_type"] != other["model_type"]:
         return f"model_type is {one['model_type']}, not {other['model_type']}"
     configs = read_config(one), read_config(other)
@@ -65,7 +54,6 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str | None:
 
 
 def _meant(value: Any) -> Any:
-    """Of a configuration within another the fields that count there."""
     return {k: _meant(v) for k, v in value.items() if k not in _BESIDE} if isinstance(value, dict) else value
 
 
@@ -82,20 +70,20 @@ def _any_length(config: dict[str, Any]) -> bool:
 
 def meta_model(config: dict[str, Any], semantics: Semantics) -> PreTrainedModel:
     """transformers' own model; WorkloadError when transformers refuses the configuration."""
-    as_read = read_config(config)
+    complete = read_config(config)
     try:
         with torch.device("meta"):
-            model = model_of(as_read, semantics, DTYPE[semantics.compute_dtype])
+            model = model_of(complete, semantics, DTYPE[semantics.compute_dtype])
             return model if semantics.objective.n_labels is None else _scoring(model, semantics.objective.n_labels)
     except Exception as error:
         raise _refused(error) from None
 
 
 def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' own model of its own configuration, with random weights on the device at hand, in torch's own calls."""
+    """transformers' model of a configuration, with random weights on the current device, by torch's own calls."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": semantics.attention, "trust_remote_code": False}
     sees = sees_images(config)
-    kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
+    kind: Any = (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else auto.MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
     if kind is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = semantics.experts
     of: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
@@ -111,9 +99,8 @@ def model_of(config: Any, semantics: Semantics, dtype: torch.dtype) -> PreTraine
 
 
 def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
-    """The same with the head of transformers' model for sequence classification in place of its own."""
     head: Any = model.get_output_embeddings()
-    if type(model.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
+    if type(model.config) not in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or has_towers(model.config.to_dict()):
         raise WorkloadError(f"it has no model for sequence classification of type {model.config.model_type}")
     parent, _, child = next(name for name, part in model.named_modules() if part is head).rpartition(".")
     setattr(model.get_submodule(parent), child, None)
@@ -123,7 +110,7 @@ def _scoring(model: PreTrainedModel, n_labels: int) -> PreTrainedModel:
 
 def sees_images(config: Any) -> bool:
     """Whether a configuration of transformers is a vision-language model's: then its decoder of text is what is trained."""
-    return getattr(config, "vision_config", None) is not None and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return getattr(config, "vision_config", None) is not None and type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _refused(error: Exception) -> WorkloadError:

@@ -1,10 +1,9 @@
 """Packing and unpacking of frozen weights (nf4, int8, fp8, mxfp4), with torch's own calls.
 
-The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8, mxfp4), and
-the same on a GPU as on the processor: widening codes and looking them up is exact, and every other call is one fp32 product, with
-its rounding to bf16 where that is what it writes. IEEE says what each of the two gives, and without an addition no compiler can
-fuse a product into something that rounds otherwise. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a matrix to the same
-bits; it is compared with torch's calls before its first use.
+The bits are those of bitsandbytes (nf4, int8) and of transformers (fp8, mxfp4), on a GPU as on a CPU: widening codes and looking
+them up is exact, and every other call is one fp32 product, rounded to bf16 where it writes that. IEEE defines both, and without an
+addition no compiler can fuse a product into one that rounds otherwise. On a GPU one kernel (`runtime/cuda/unpack.cu`) unpacks a
+matrix to the same bits; it is compared with torch's calls before its first use.
 """
 
 # N numbers of a flat weight; R rows, C columns; G, H rows and columns of blocks
@@ -16,18 +15,11 @@ import torch
 from torch import Tensor
 
 from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from runtime.plan.packed import (
-    FP8_BLOCK,
-    MXFP4_BLOCK,
-    NF4_BLOCK,
-    UNPACK_BYTES_PER_ELEMENT,
-    UNPACK_CHUNK_ELEMENTS,
-    UNPACK_KERNELS,
-    Base,
-    at_once_bytes,
-    layout,
-)
+from runtime.plan import packed as packing
+from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
 from runtime.units import on_one_line
+
+from .pointwise import bits
 
 # The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
 NF4 = torch.tensor(
@@ -68,10 +60,8 @@ def parts(packed: Tensor, shape: tuple[int, ...], base: Base) -> tuple[Tensor, T
 
 @torch.no_grad()
 def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
-    """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32.
-
-    The host waits for nothing, but once for each device (`prepare`, `unpack_kernel`).
-    """
+    """Write the weight that is packed to `out`, which is contiguous and of its shape, in bf16 or fp32. The host waits for nothing,
+    but once for each device (`prepare`, `unpack_kernel`)."""
     assert out.is_contiguous()
     assert out.dtype in (torch.bfloat16, torch.float32)
     if (kernel := unpack_kernel(out.device, base, out.dtype)) is not None:
@@ -83,16 +73,15 @@ def unpack_into(packed: Tensor, out: Tensor, base: Base) -> None:
 def unpack_by_calls(packed: Tensor, out: Tensor, base: Base) -> None:
     """The same by torch's calls: the definition."""
     codes, scales = parts(packed, tuple(out.shape), base)
-    match base:
-        case "nf4":
-            _unpack_nf4(codes, scales, out.view(-1))
-        case "int8":
-            _unpack_int8(codes.flatten(0, -2), scales, out.flatten(0, -2))
-        case "mxfp4":
-            _unpack_mxfp4(codes, scales.flatten(0, -2), out.flatten(0, -2))
-        case _:
-            for codes_RC, scales_GH, out_RC in _matrices(codes, scales, out):
-                _unpack_fp8(codes_RC, scales_GH, out_RC)
+    if base == "nf4":
+        _unpack_nf4(codes, scales, out.view(-1))
+    elif base == "int8":
+        _unpack_int8(codes.flatten(0, -2), scales, out.flatten(0, -2))
+    elif base == "mxfp4":
+        _unpack_mxfp4(codes, scales.flatten(0, -2), out.flatten(0, -2))
+    else:
+        for codes_RC, scales_GH, out_RC in _matrices(codes, scales, out):
+            _unpack_fp8(codes_RC, scales_GH, out_RC)
 
 
 _CODE: dict[Base, int] = {"nf4": 0, "int8": 1, "fp8": 2, "mxfp4": 3}  # the BASE of their kernels
@@ -109,9 +98,9 @@ def unpack_kernel(device: torch.device, base: Base, dtype: torch.dtype) -> Kerne
             return kernel
     except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
         fault = f"its kernel cannot be used ({on_one_line(str(error), 120) or type(error).__name__})"
-    by_calls = UNPACK_KERNELS[base], UNPACK_BYTES_PER_ELEMENT[base] / at_once_bytes((2**13, 2**13), base, 2) * 2**26
-    said = "unpacking {} runs by {} calls a chunk on {}, and moves {:.1f} times the bytes: {}"
-    warnings.warn(said.format(base, by_calls[0], device.type, by_calls[1], fault), RuntimeWarning, stacklevel=2)
+    times = packing.UNPACK_BYTES_PER_ELEMENT[base] / packing.at_once_bytes((2**13, 2**13), base, 2) * 2**26
+    how = f"{packing.UNPACK_KERNELS[base]} calls a chunk on {device.type}, and moves {times:.1f} times the bytes"
+    warnings.warn(f"unpacking {base} runs by {how}: {fault}", RuntimeWarning, stacklevel=2)
     return None
 
 
@@ -136,10 +125,8 @@ def unpacking_fault(kernel: Kernel, device: torch.device, base: Base, dtype: tor
         ours, theirs = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         unpack_at_once(there, ours, base, kernel)
         unpack_by_calls(there, theirs, base)
-        ints = torch.int16 if dtype is torch.bfloat16 else torch.int32
-        a, b = (torch.where(x.isnan(), 0x7FC0, x.view(ints)) for x in (ours, theirs))
-        if n_wrong := int((a != b).sum()):
-            return f"{n_wrong} of its kernel's {a.numel()} numbers differ"
+        if n_wrong := int((bits(ours) != bits(theirs)).sum()):
+            return f"{n_wrong} of its kernel's {ours.numel()} numbers differ"
     return ""
 
 
@@ -160,10 +147,9 @@ def unpack_at_once(packed: Tensor, out: Tensor, base: Base, kernel: Kernel, most
         for r in range(0, n_rows, rows):
             part = out_MRC[m : m + matrices, r : r + rows]
             of_codes, of_scales = codes_MRC[m : m + matrices, r : r + rows], scales_MG[m : m + matrices, r // block :]
-            sizes = [part.numel(), part.shape[1], n_columns]
-            n_blocks = -(-part.numel() // (UNPACK_WIDTH * THREADS))
-            tensors = [of_codes, of_scales, part, _quantiles(out.device)]
-            kernel((n_blocks, 1, 1), (THREADS, 1, 1), [*tensors, *sizes, _INT8_STEP])
+            n_blocks, sizes = -(-part.numel() // (UNPACK_WIDTH * THREADS)), [part.numel(), part.shape[1], n_columns]
+            arguments = [of_codes, of_scales, part, _quantiles(out.device), *sizes, _INT8_STEP]
+            kernel((n_blocks, 1, 1), (THREADS, 1, 1), arguments)
 
 
 @lru_cache(maxsize=8)
@@ -232,23 +218,20 @@ def _unpack_mxfp4(codes: Tensor, scales_GC: Tensor, out_RC: Tensor) -> None:
 
 @torch.no_grad()
 def pack(weight: Tensor, base: Base) -> Tensor:
-    """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite.
-
-    A row or block so small that dividing by it overflows becomes zero in int8 and fp8; others leave that to chance.
-    """
+    """The packed bytes of a weight, by chunks. ValueError, in one line, for a weight that is not finite. A row or block so small
+    that dividing by it overflows becomes zero in int8 and fp8; others leave that to chance."""
     shape = tuple(weight.shape)
     packed = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8, device=weight.device)
     codes, scales = parts(packed, shape, base)
-    match base:
-        case "nf4":
-            _pack_nf4(weight.reshape(-1), codes, scales)
-        case "int8":
-            _pack_int8(weight.flatten(0, -2), codes.flatten(0, -2), scales)
-        case "mxfp4":
-            _pack_mxfp4(weight.flatten(0, -2), codes, scales.flatten(0, -2))
-        case _:
-            for weight_RC, codes_RC, scales_GH in _matrices(weight, codes, scales):
-                _pack_fp8(weight_RC, codes_RC, scales_GH)
+    if base == "nf4":
+        _pack_nf4(weight.reshape(-1), codes, scales)
+    elif base == "int8":
+        _pack_int8(weight.flatten(0, -2), codes.flatten(0, -2), scales)
+    elif base == "mxfp4":
+        _pack_mxfp4(weight.flatten(0, -2), codes, scales.flatten(0, -2))
+    else:
+        for weight_RC, codes_RC, scales_GH in _matrices(weight, codes, scales):
+            _pack_fp8(weight_RC, codes_RC, scales_GH)
     if not bool(scales.isfinite().all()) or (base == "mxfp4" and not bool(weight.isfinite().all())):
         n = weight.numel() - int(weight.isfinite().sum())
         raise ValueError(f"{n} of its {weight.numel()} numbers are not finite and cannot be packed as {base}")

@@ -27,37 +27,24 @@ TEST_TOKENS = 192
 WINDOW = {1: (4096,), 4: (2, 2, 64, MOST_ELEMENTS)}  # of a call's operands, by their number of dimensions
 
 
-def swiglu(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, each rounded to their dtype."""
-    return F.silu(gate_N) * up_N
+def _gated(name: str, activation: Function, backward: Function) -> tuple[Function, Function]:
+    """activation(gate) * up, each rounded; and the gradients of gate and up, as autograd computes them call by call."""
+
+    def gated(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
+        return activation(gate_N) * up_N  # type: ignore[no-any-return]
+
+    def gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> Operands:
+        towards_up_N = gradient_N * activation(gate_N)
+        return backward(gradient_N * up_N, gate_N), towards_up_N
+
+    gated.__name__, gradients.__name__ = name, f"{name}_gradients"
+    return gated, gradients
 
 
-def swiglu_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up, as autograd computes them call by call."""
-    towards_up_N = gradient_N * F.silu(gate_N)
-    return torch.ops.aten.silu_backward(gradient_N * up_N, gate_N), towards_up_N
-
-
-def geglu(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up, each rounded to their dtype."""
-    return F.gelu(gate_N) * up_N
-
-
-def geglu_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up, as autograd computes them call by call."""
-    towards_up_N = gradient_N * F.gelu(gate_N)
-    return torch.ops.aten.gelu_backward(gradient_N * up_N, gate_N), towards_up_N
-
-
-def geglu_tanh(gate_N: torch.Tensor, up_N: torch.Tensor) -> torch.Tensor:
-    """The same with GELU's approximation by tanh."""
-    return F.gelu(gate_N, approximate="tanh") * up_N
-
-
-def geglu_tanh_gradients(gradient_N: torch.Tensor, gate_N: torch.Tensor, up_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with GELU's approximation by tanh."""
-    towards_up_N = gradient_N * F.gelu(gate_N, approximate="tanh")
-    return torch.ops.aten.gelu_backward(gradient_N * up_N, gate_N, approximate="tanh"), towards_up_N
+swiglu, swiglu_gradients = _gated("swiglu", F.silu, torch.ops.aten.silu_backward)
+geglu, geglu_gradients = _gated("geglu", F.gelu, torch.ops.aten.gelu_backward)
+_TANH: list[Function] = [partial(gelu, approximate="tanh") for gelu in (F.gelu, torch.ops.aten.gelu_backward)]
+geglu_tanh, geglu_tanh_gradients = _gated("geglu_tanh", *_TANH)
 
 
 def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -67,10 +54,8 @@ def rotate(x_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The gradient of `rotate`'s input, as autograd computes it call by call: head after head, in any order of the gradient.
-
-    A norm before the rotation sums in the order of memory.
-    """
+    """The gradient of `rotate`'s input, as autograd computes it call by call: head after head, in any order of the gradient. A norm
+    before the rotation sums in the order of memory."""
     first, second = (gradient_BHTE * sin).chunk(2, -1)
     # Autograd adds a half's gradient to zeros in the place of the other half: -0.0 becomes +0.0.
     return (gradient_BHTE * cos + torch.cat((second, -first), -1) + 0.0).contiguous()
@@ -78,8 +63,6 @@ def rotate_back(gradient_BHTE: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """Implementations of the functions above."""
-
     swiglu: Function = swiglu
     swiglu_gradients: Function = swiglu_gradients
     geglu: Function = geglu
@@ -103,13 +86,12 @@ TIMES_THE_BYTES = {
 
 @lru_cache(maxsize=8)
 def fastest(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
-    """Kernels for the rotary embedding and these gated activations on a GPU, where the bits stay; a warning names each function
-    without a kernel, and why. A CPU computes call by call."""
+    """Kernels for the rotary embedding and these gated activations on a GPU. A CPU computes call by call."""
     return Pointwise() if device.type == "cpu" else compiled(device, dtype, gates)
 
 
 def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = ("swiglu",)) -> Pointwise:
-    """The kernel of each function on the device, or the function itself where there is none, or where it changes a bit."""
+    """The kernel of each function on the device; with a warning the function itself, if no kernel has its bits."""
     chosen: dict[str, Function] = {}
     for field in fields(Pointwise):
         function, gate = getattr(Pointwise(), field.name), field.name.removesuffix("_gradients")
@@ -117,12 +99,11 @@ def compiled(device: torch.device, dtype: torch.dtype, gates: tuple[str, ...] = 
             continue
         try:
             one_kernel = OneKernel(function, kernel_of(field.name, dtype, partial(compiled_kernel, device=device)), dtype=dtype)
-        except (AttributeError, OSError, RuntimeError) as error:  # whatever a compiler makes of its machine
-            _warn(
-                function, device, dtype, f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
-            )
-            continue
-        if (fault := _fault(function, one_kernel, device, dtype)) is not None:
+        except (AttributeError, OSError, RuntimeError) as error:  # any failure of a compiler on its machine
+            fault: str | None = f"its kernel cannot be compiled ({on_one_line(str(error), 120) or type(error).__name__})"
+        else:
+            fault = _fault(function, one_kernel, device, dtype)
+        if fault is not None:
             _warn(function, device, dtype, fault)
         elif one_kernel.is_in_use:
             chosen[field.name] = one_kernel
@@ -139,11 +120,8 @@ def kernel_of(name: str, dtype: torch.dtype, by: Callable[..., Kernel]) -> Kerne
 
 def _warn(function: Function, device: torch.device, dtype: torch.dtype, fault: str) -> None:
     name = function.__name__
-    warnings.warn(
-        f"{name} runs call by call on {device.type} in {dtype}, and moves {TIMES_THE_BYTES[name]:.1f} times the bytes: {fault}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    how = f"call by call on {device.type} in {dtype}, and moves {TIMES_THE_BYTES[name]:.1f} times the bytes"
+    warnings.warn(f"{name} runs {how}: {fault}", RuntimeWarning, stacklevel=3)
 
 
 class OneKernel:
@@ -171,8 +149,8 @@ class OneKernel:
             if n_wrong := self._differences(launches, len(inputs)):
                 self.is_in_use = False
                 del results, launches, operands  # no memory beside what the function takes
-                x = inputs[0]
-                _warn(self._function, x.device, x.dtype, f"of its kernel's numbers at {tuple(x.shape)} {n_wrong} differ")
+                fault = f"of its kernel's numbers at {tuple(inputs[0].shape)} {n_wrong} differ"
+                _warn(self._function, inputs[0].device, inputs[0].dtype, fault)
                 return self._function(*inputs)
             self._compared.add(key)
         return results if len(results) > 1 else results[0]
@@ -219,7 +197,7 @@ class OneKernel:
                 expected = several(self._function(*part[:n_inputs]))
                 for a, b, like in zip(expected, part[n_inputs:], self._results(part[0]), strict=True):
                     is_alike = _strides(a) == _strides(like)
-                    counts.append((_bits(a) != _bits(b)).sum() if is_alike else torch.tensor(a.numel(), device=a.device))
+                    counts.append((bits(a) != bits(b)).sum() if is_alike else torch.tensor(a.numel(), device=a.device))
         return int(torch.stack(counts).sum())
 
 
@@ -237,9 +215,8 @@ def cuts(operands: list[torch.Tensor], most: int) -> Iterator[Operands]:
 
 def _window(x: torch.Tensor, is_last: bool) -> torch.Tensor:
     """The first or the last few elements of each dimension."""
-    return x[
-        tuple(slice(max(n - few, 0), n) if is_last else slice(0, few) for n, few in zip(x.shape, WINDOW[x.dim()], strict=True))
-    ]
+    sizes = zip(x.shape, WINDOW[x.dim()], strict=True)
+    return x[tuple(slice(max(n - few, 0), n) if is_last else slice(few) for n, few in sizes)]
 
 
 def _fault(function: Function, other: Function, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -252,7 +229,7 @@ def _fault(function: Function, other: Function, device: torch.device, dtype: tor
         pairs = list(zip(several(function(*inputs)), results, strict=True))
         if any(_strides(a) != _strides(b) for a, b in pairs):
             return "its kernel stores the result in another order"
-        if n_other := sum(int((_bits(a) != _bits(b)).sum()) for a, b in pairs):
+        if n_other := sum(int((bits(a) != bits(b)).sum()) for a, b in pairs):
             return f"{n_other} of its kernel's {sum(t.numel() for t in results)} numbers differ"
     return None
 
@@ -285,7 +262,6 @@ def probes(function: Function, device: torch.device, dtype: torch.dtype) -> Iter
 
 
 def several(result: Any) -> Operands:
-    """The results of a function as a tuple."""
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -294,6 +270,6 @@ def _strides(x: torch.Tensor) -> list[int]:
     return [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def bits(x: torch.Tensor) -> torch.Tensor:
     """The bits of each number; those of NaN are equal."""
     return torch.where(x.isnan(), 0x7FC0, x.view({2: torch.int16, 4: torch.int32}[x.element_size()]))

@@ -1,13 +1,13 @@
 """Activation checkpointing: what of a layer's forward is kept for its backward, and what is computed again.
 
-Kept is everything that autograd saved, but for the weights (`Compute._keeping`); or some results, from which the rest is computed
-again (`Replay`: selective checkpointing; without any, full). Both let go of the slots that the forward used: the backward names
-those that hold weights and input by then.
+Kept are all tensors that autograd saved, but for the weights (`Compute._keeping`); or some results, from which the rest is
+recomputed (`Replay`: selective checkpointing; without results, full). Neither holds the forward's slots: the backward names those
+of weights and input.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,23 +23,16 @@ from .views import Shelf
 # Library calls as torch names them. On a GPU fused attention is whichever of its kernels torch chooses; all documents of packed
 # sequences are one call (documents.py), and so is a product with its adapter (adapters.py).
 PRODUCTS_WITH_WEIGHTS = frozenset({"mm", "addmm", "_grouped_mm", "adapted_linear", "adapted_stack"})
-FUSED_ATTENTION = frozenset(f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")) | {
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "attention_by_document",
-}
-CALLS_SAVED: dict[Saved, frozenset[str]] = {
-    Saved.INPUT: frozenset(),
-    Saved.ATTENTION: FUSED_ATTENTION,
-    Saved.PRODUCTS: FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS,
-}
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+FUSED_ATTENTION = frozenset({"attention_by_document", *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION)})
+_PRODUCTS = FUSED_ATTENTION | PRODUCTS_WITH_WEIGHTS
+CALLS_SAVED = {Saved.INPUT: frozenset[str](), Saved.ATTENTION: FUSED_ATTENTION, Saved.PRODUCTS: _PRODUCTS}
 
 
 @dataclass(slots=True)
 class Graph:
-    """A forward whose backward is to come: where that begins, and its differentiable inputs. The output is not kept alive.
-
-    `sides`: of a layer the places of its arguments that are inputs, too; of the embedding where those begin, by layer and place.
-    """
+    """A forward before its backward: gradient edge of the output, which is not kept alive, and differentiable inputs. `sides`: a
+    layer's arguments that are inputs too, by index; the embedding's edges of these, by layer and index."""
 
     edge: GradientEdge
     inputs: list[torch.Tensor]
@@ -48,16 +41,13 @@ class Graph:
 
 
 class Replay:
-    """Autograd's memory of one forward, empty until its backward asks for the first tensor: then the forward runs again.
-
-    That is inside a hook of autograd's, on the thread that runs backward: the lane's own, on a GPU too, and so on its stream and
-    with its random numbers. What the tier saves is not computed a second time. The second run ends with the last tensor that
-    autograd asks for, and results that come after it are not saved.
-    """
+    """Saved tensors of one forward, empty until its backward needs the first one: then the forward runs again. That runs in a hook
+    of autograd, on the thread of the backward: the lane's own, with its stream and random numbers. Results that the tier saves are
+    not recomputed. The second run ends with the last tensor that autograd needs."""
 
     def __init__(self, saved: Saved, again: Callable[[], object], shelf: Shelf | None = None) -> None:
-        """`again` is the same forward, under grad, with the same random numbers, on what weights and input are by then. On the
-        shelf goes what the tier saves; None: it stays where it is made."""
+        """`again`: the same forward, under grad, with the same random numbers, on the current weights and input. `shelf`: a place
+        for saved results; None: they stay where they are made."""
         self.calls, self._again, self.shelf = CALLS_SAVED[saved], again, shelf
         self._n_saved = 0  # by autograd, in the first run
         self._values: dict[int, torch.Tensor] | None = None  # what it saved in the second, until backward asks for it
@@ -66,7 +56,6 @@ class Replay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the first run."""
         with saved_tensors_hooks(self._leave_empty, self._filled), self._mode(_Recording):
             yield
         while len(self.results) > self._n_results_needed:
@@ -78,8 +67,8 @@ class Replay:
                 tree_map(self.shelf.found, noted)
 
     def notes(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether the results of a call are saved: attention's only of queries as wide as values, as every kernel takes them.
-        Others are spelled out on a processor, and so in a plan; a GPU's kernel that takes them computes them again."""
+        """True if a call's results are saved: attention's only if queries are as wide as values. A CPU, and a plan, compute others
+        call by call; a GPU's kernel that takes them recomputes them."""
         name = func.overloadpacket.__name__
         is_odd = name in FUSED_ATTENTION and args[0].shape[-1] != args[2].shape[-1]
         return name in self.calls and not is_odd
@@ -105,18 +94,15 @@ class Replay:
             if len(values) == self._n_saved:
                 raise _Enough
 
-        try:
-            with saved_tensors_hooks(fill, _no_backward), self._mode(_Replaying), torch.enable_grad():
-                self._again()
-        except _Enough:
-            pass
+        with suppress(_Enough), saved_tensors_hooks(fill, _no_backward), self._mode(_Replaying), torch.enable_grad():
+            self._again()
         assert len(values) == self._n_saved, f"a forward saves {len(values)} tensors when it runs again, not {self._n_saved}"
         assert not self.results, "a forward that runs again makes fewer results"
         return values
 
 
 class _Enough(Exception):
-    """Everything that backward needs is there."""
+    """Backward has all tensors that it needs."""
 
 
 def _no_backward(_: object) -> torch.Tensor:
@@ -124,8 +110,6 @@ def _no_backward(_: object) -> torch.Tensor:
 
 
 class _Recording(TorchDispatchMode):
-    """Notes the results of some calls."""
-
     def __init__(self, replay: Replay) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.replay = replay
@@ -154,11 +138,10 @@ class _Replaying(_Recording):
 
 
 def unnoticed() -> AbstractContextManager[object]:
-    """Around calls that no forward under way is to note or to answer: others answer for them, or they are cheap to make again."""
+    """Context of calls whose results are neither recorded nor replayed."""
     return _pop_mode_temporarily() if isinstance(_get_current_dispatch_mode(), _Recording) else nullcontext()
 
 
 def shelf_in_use() -> Shelf | None:
-    """Where the forward under way puts what it saves, if not all of it stays where it is."""
     mode = _get_current_dispatch_mode()
     return mode.replay.shelf if isinstance(mode, _Recording) else None

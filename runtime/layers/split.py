@@ -23,12 +23,13 @@ from runtime.errors import WorkloadError
 
 from .meta_models import sees_images
 
+Documents = tuple[tuple[int, ...], ...]  # tokens of each document of each packed sequence
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Keys and values that some layers leave for later ones, beside the hidden state in one tensor (B, T, D + E), zeros before they
-    are there: so a chain of layers has one tensor between two, and gradients of what is shared add up on their way back. A hidden
-    state of several streams lies there stream by stream."""
+    """Keys and values that layers share with later ones, beside the hidden state in one tensor (B, T, D + E), zeros until computed:
+    two layers exchange one tensor, and gradients of shared tensors accumulate. A hidden state of several streams is joined."""
 
     width: int  # D, of all streams
     heads: Mapping[str, tuple[tuple[int, int], ...]]  # by the key under which layers find them: number and width, of each tensor
@@ -60,24 +61,23 @@ class Carried:
         return self.own(x), states
 
     def together(self, hidden_BTD: torch.Tensor, states: Mapping[str, tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """The reverse."""
         return torch.cat([self._joined(hidden_BTD), *(t.transpose(1, 2).flatten(2) for key in self.heads for t in states[key])], -1)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a layer is given besides its hidden state: the leaves of its arguments, that state's place among them, and that of the
-    new one among the leaves of what the layer returns."""
+    """Arguments of a layer but its hidden state: the leaves, the hidden state's index among them, and the new hidden state's index
+    among the leaves of the layer's result."""
 
     leaves: tuple[Any, ...]
     spec: Any
     at: int
     out_at: int
     carried: Carried | None = None
-    documents: tuple[tuple[int, ...], ...] | None = None  # tokens of those of which each sequence is packed
+    documents: Documents | None = None  # of packed sequences
 
     def run(self, layer: Callable[..., Any], hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """What a layer makes of its input: of hidden states (B, T, D) the next ones."""
+        """The next hidden states (B, T, D)."""
         leaves = list(self.leaves)
         if self.carried is None:
             leaves[self.at] = hidden_BTD
@@ -92,15 +92,14 @@ class Call:
 
     @property
     def sides(self) -> dict[int, torch.Tensor]:
-        """What learns of the arguments besides the hidden state, by its place."""
+        """Arguments that need a gradient, besides the hidden state, by index."""
         return {j: t for j, t in enumerate(self.leaves) if isinstance(t, torch.Tensor) and t.requires_grad}
 
     def with_leaves(self, others: Mapping[int, Any]) -> "Call":
-        """The same with others at these places."""
         return replace(self, leaves=tuple(others.get(j, t) for j, t in enumerate(self.leaves))) if others else self
 
     def window(self, seq_len: int) -> int | None:
-        """Tokens of a sequence that each sees at most, if a mask hides more than what comes after it."""
+        """Most tokens that a token attends to, if a mask hides more than the tokens after it."""
         masks = (t for t in self.leaves if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[-2:] == (seq_len, seq_len))
         seen = [int((t if t.dtype is torch.bool else t == 0)[0, 0].sum(-1).max()) for t in masks]
         return min((n for n in seen if n < seq_len), default=None)
@@ -123,11 +122,11 @@ _LAST_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "final_layer_norm", 
 
 
 class _Stop(Exception):
-    """The last layer's turn has come, and nothing after it is asked for."""
+    """The last layer is reached, and nothing after it is needed."""
 
 
 class _Output(BaseModelOutputWithPast):
-    """A body's last hidden state, and nothing of what else bodies may return."""
+    """A body's last hidden state; all other fields are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -135,7 +134,7 @@ class _Output(BaseModelOutputWithPast):
 
 @contextmanager
 def _instead(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Until the context ends these modules do that when they are called; what else a model reads of them is theirs."""
+    """Temporarily replace the `forward` of these modules; all other attributes stay."""
     own = {part: vars(part).get("forward") for part in forwards}
     for part, forward in forwards.items():
         vars(part)["forward"] = forward
@@ -143,16 +142,13 @@ def _instead(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
         yield
     finally:
         for part, before in own.items():
-            del vars(part)["forward"]
-            vars(part).update({} if before is None else {"forward": before})
+            vars(part).pop("forward") if before is None else vars(part).update(forward=before)
 
 
 @contextmanager
 def shared_inputs(layer: nn.Module) -> Iterator[list[tuple[str, ...]]]:
     """Collect the names of linear modules of one parent that get the same tensor, and are called once while the context lasts.
-
-    Example: [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")].
-    """
+    Example: [("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")]."""
     calls, groups, alike = list[tuple[str, Any]](), list[tuple[str, ...]](), dict[tuple[str, int], list[str]]()
     linear = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
     notes = {name: lambda _, inputs, name=name: calls.append((name, inputs)) for name in linear}
@@ -207,25 +203,22 @@ class Split:
             for p in layer.parameters():
                 if owners.setdefault(id(p), i) != i:
                     self._fail(f"layers {owners[id(p)]} and {i} share a weight")
-        outside = {id(p) for m in self._outside() for p in m.parameters(recurse=False)}
-        if outside & owners.keys():
+        if any(id(p) in owners for m in self._outside() for p in m.parameters(recurse=False)):
             self._fail("a layer's weight is used outside of it")
 
     def _outside(self) -> list[nn.Module]:
-        """The modules that are in no layer."""
         inside = {id(m) for layer in self.layers for m in layer.modules()}
         return [m for m in self.model.modules() if id(m) not in inside]
 
     def met(self, i: int, /, *args: Any, **kwargs: Any) -> Any:
-        """A layer's turn: what it is given is noted, and the hidden state handed on untouched."""
+        """Stand-in for a layer: record its arguments, and return its hidden state unchanged."""
         leaves, spec = tree_flatten((args, kwargs))
         if i != len(self.calls):
             self._fail(f"layer {i} runs where layer {len(self.calls)} should")
         if i == 0:
             at = next(j for j, t in enumerate(leaves) if isinstance(t, torch.Tensor) and t.is_floating_point())
-            self._passed = leaves[at]
+            self._passed, self._version = leaves[at], leaves[at]._version
             self.hidden_BTD = self._passed if self.carried is None else self.carried.begun(self._passed)
-            self._version = self._passed._version
         else:
             found = [j for j, t in enumerate(leaves) if is_seen(t, self._passed)]
             at = found[0] if found else self._fail(f"between layers {i - 1} and {i} it computes something")
@@ -240,21 +233,24 @@ class Split:
         if i == len(self.layers) - 1:
             if self._handed is None:
                 raise _Stop
-            self._passed = self._handed
-            self._version = self._passed._version
+            self._passed, self._version = self._handed, self._handed._version
         out = [torch.empty(0) if isinstance(t, torch.Tensor) else t for t in form.leaves]
         self._others |= {id(t): t for t in out if isinstance(t, torch.Tensor)}
         out[form.at] = self._passed
         return tree_unflatten(out, form.spec)
 
     def _form(self, i: int, leaves: list[Any], spec: Any, at: int) -> "_Form":
-        """What a layer returns, from a run without numbers, which of it is the hidden state, and what it leaves for others."""
-        given = [None if j == at else t for j, t in enumerate(leaves)]
-        key = self.kind(self.layers[i], Call(tuple(given), spec, at, 0), by_place=False)
+        others = tuple(None if j == at else t for j, t in enumerate(leaves))
+        key = self.kind(self.layers[i], Call(others, spec, at, 0), by_place=False)
         if key not in self._forms_of_kinds:
             shared = UserDict(self._left)
-            narrow = [_narrow(t) if isinstance(t, torch.Tensor) else shared if isinstance(t, UserDict) else t for t in leaves]
-            args, kwargs = tree_unflatten(narrow, spec)
+
+            def narrow(t: Any) -> Any:
+                if isinstance(t, torch.Tensor):  # in bf16: grouped products on the meta device take no other floats
+                    return t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype)
+                return shared if isinstance(t, UserDict) else t
+
+            args, kwargs = tree_unflatten(list(map(narrow, leaves)), spec)
             with _instead({self.layers[i]: self._forwards[i]}):
                 layer = copy.deepcopy(self.layers[i]).bfloat16()
             try:
@@ -280,8 +276,8 @@ class Split:
         return self._forms[i].shared_inputs
 
     def around(self, weights: Mapping[str, torch.Tensor] | None, handed: Any = None, **batch: Any) -> Any:
-        """What the body returns without its layers, if `handed` is what the last layer is said to have returned; else it runs only
-        to there, and `noted` has what there is. Weights by their names in the body."""
+        """Run the body with its layers replaced by recorders, which `noted` returns. With `handed` as the last layer's output,
+        return the body's output; without, stop at the last layer. Weights are by their names in the body."""
         self.calls, self._handed, self._size = [], handed, batch["input_ids"].shape
         self._others: dict[int, torch.Tensor] = {}
         with _instead({layer: partial(self.met, i) for i, layer in enumerate(self.layers)}), suppress(_Stop):
@@ -291,19 +287,19 @@ class Split:
         return handed if handed is None else out[0]
 
     def noted(self) -> tuple[torch.Tensor, list[Call]]:
-        """The first layer's input, and what each layer was given besides; which are not kept."""
-        found = self.hidden_BTD, self.calls
+        """Take the recorded input of the first layer, and the call of each layer."""
+        hidden_BTD, calls = self.hidden_BTD, self.calls
         del self.hidden_BTD, self._passed
         self.calls = []
         self._others.clear()
-        return found
+        return hidden_BTD, calls
 
     def last(self, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """The hidden state that the norm after the layers is given, of what the last layer returns."""
+        """Input of the norm after the layers, given the last layer's output."""
         return hidden_BTD if self.carried is None else self.carried.own(hidden_BTD)
 
     def _is_norm(self, tokens_BT: torch.Tensor) -> bool:
-        """Whether the norm of what the last layer returns is what the body returns."""
+        """True if the body's output is exactly norm(last hidden state)."""
         met: list[tuple[Any, Any]] = []
         handle = self.norm.register_forward_hook(lambda _, given, out: met.append((given[0], out)))
         handed = torch.zeros_like(self.hidden_BTD)
@@ -315,7 +311,7 @@ class Split:
         return counts and bool(met) and met[-1][0] is handed and is_seen(out, met[-1][1])
 
     def _find_epilogue(self, tokens_BT: torch.Tensor) -> None:
-        """Put in the norm's place what the body does after its layers, with the weights that get a gradient there."""
+        """Replace the norm by an `Epilogue` with the weights that get a gradient after the layers."""
         handed, start = torch.zeros_like(self.hidden_BTD).requires_grad_(), f"{self._owner_name}."
         try:
             with torch.enable_grad():
@@ -331,7 +327,7 @@ class Split:
         self.norm_name = self._owner_name
 
     def logits(self, weights: Mapping[str, torch.Tensor] | None, hidden_BTD: torch.Tensor) -> torch.Tensor:
-        """What the model's own head makes of the body's output; weights by their names in the model."""
+        """Output of the model's own head, given the body's; weights by their names in the model."""
         batch = {"input_ids": torch.zeros(hidden_BTD.shape[:2], dtype=torch.long, device=hidden_BTD.device), "use_cache": False}
         parts = [self._whole_body, *self._whole_body.children()]  # which some heads call in its place
         with _instead({part: lambda *_, **__: _Output(last_hidden_state=hidden_BTD) for part in parts}):
@@ -340,18 +336,17 @@ class Split:
 
     @property
     def outside(self) -> dict[str, nn.Parameter]:
-        """The parameters before the layers, by their names in the model: neither a layer's, nor of the norm or the head."""
+        """The parameters before the layers, by their names in the model."""
         own = tuple(f"{name}." for name in (self.layers_name, self.head_name))
         return {n: p for n, p in self.model.named_parameters() if not n.startswith(own) and n not in self.after}
 
     @property
     def after(self) -> dict[str, nn.Parameter]:
-        """Those between the layers and the head."""
         return {f"{self.norm_name}.{name}": p for name, p in self.norm.named_parameters()}
 
     @contextmanager
     def blank(self, device: torch.device | str = "cpu") -> Iterator[None]:
-        """Until the context ends, what is no layer's or epilogue's has weights without memory: one zero, seen at every place."""
+        """Temporarily give parameters outside the layers and the epilogue zeros that take no memory (an expanded scalar)."""
         epilogue = set(self.norm.modules()) if isinstance(self.norm, Epilogue) else set()
         before = [(part, dict(part._parameters)) for part in self._outside() if part not in epilogue]
         for part, own in before:
@@ -365,7 +360,7 @@ class Split:
                 part._parameters.update(own)
 
     def look(self) -> None:
-        """The model is run around its layers once, so that it is known what these return, before anything is done to them."""
+        """Run the model around its layers once, to find what these return, before they are changed."""
         self.make_buffers("cpu")
         with self.blank():
             tokens_BT = torch.zeros(1, 2, dtype=torch.long)
@@ -384,9 +379,8 @@ class Split:
 
     @staticmethod
     def kind(layer: nn.Module, call: Call, by_place: bool = True) -> object:
-        """What layers have in common that compute the same: modules with their numbers, parameters, what they are given.
-
-        `by_place`: masks of equal shapes are told apart."""
+        """A key that is equal for layers with the same computation: module types and scalar attributes, parameter shapes, argument
+        shapes. `by_place`: different masks of equal shape give different keys."""
         plain = int, float, str, bool, type(None)
         numbers = [
             (name, type(m).__name__, *sorted((k, str(v)) for k, v in vars(m).items() if type(v) in plain and k not in _BESIDE_KIND))
@@ -399,14 +393,15 @@ class Split:
         return (*numbers, *((name, p.shape, p.dtype) for name, p in layer.named_parameters()), *given)
 
     def make_buffers(self, device: torch.device | str, of_layers: bool = False) -> None:
-        """What the model computes for itself (frequencies, scales), made on the device: outside of its layers, or in all of it."""
+        """Make buffers that no file has (frequencies, scales) on the device, outside of the layers or in the whole model."""
         left = list[tuple[nn.Module, str]]()
         models = [m for m in self.model.modules() if isinstance(m, PreTrainedModel)]
         owner = {part: model for model in models for part in model.modules()}  # the innermost, as it is met last
         for part in list(self.model.modules()) if of_layers else self._outside():
             buffers = {n: b for n, b in part.named_buffers(recurse=False) if b.is_meta or (part, n) in self._made}
             for name, buffer in buffers.items():
-                part.register_buffer(name, _unknown(buffer, device), name not in part._non_persistent_buffers_set)
+                unknown = torch.full_like(buffer, torch.nan if buffer.is_floating_point() else 0, device=device)  # if never filled
+                part.register_buffer(name, unknown, name not in part._non_persistent_buffers_set)
                 self._made.append((part, name))
             if buffers:
                 owner[part]._init_weights(part)
@@ -419,8 +414,8 @@ class Split:
 
 
 class Epilogue(nn.Module):
-    """What a body does after its layers where that is more than a norm: its own forward, of one token up to the last layer, and
-    then of what that is said to have returned."""
+    """A body's computation after its layers, if that is more than a norm: its own forward, on one token up to the last layer, and
+    then on that layer's given output."""
 
     def __init__(self, split: Split, children: Collection[str] = ()) -> None:
         super().__init__()
@@ -440,29 +435,19 @@ class Epilogue(nn.Module):
 
 @lru_cache(maxsize=64)
 def _forms_of(*model: object) -> dict[object, _Form]:
-    """What layers return, by their kinds: of a model, and of all others that are built alike, as a run builds several."""
+    """Forms of layers' results by kind, shared by equal models, as a run builds several."""
     return {}
 
 
-def _unknown(like: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A tensor of which it shows whether it was filled."""
-    return torch.full_like(like, float("nan") if like.is_floating_point() else 0, device=device)
-
-
 def is_seen(view: Any, of: torch.Tensor) -> bool:
-    """Whether a thing is this tensor, at most written otherwise."""
+    """True if `view` is this tensor or a view of all of it."""
     if view is of or not isinstance(view, torch.Tensor) or view.is_meta:
         return view is of
     return view.shape == of.shape and view.stride() == of.stride() and view.data_ptr() == of.data_ptr()
 
 
-def _narrow(t: torch.Tensor) -> torch.Tensor:
-    """A tensor without numbers, in bf16 if it is of floats: grouped products on the meta device take no others."""
-    return t.to("meta", torch.bfloat16 if t.is_floating_point() else t.dtype)
-
-
 def _layer_list(model: PreTrainedModel) -> nn.ModuleList:
-    """Of the lists of modules that are layers by the model's own word (the rule of FSDP's wrapping), the heaviest."""
+    """The largest list of layers, as the model names their classes (`_no_split_modules`, as FSDP wraps them)."""
     classes = set(model._no_split_modules or ())
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
     named = [m for m in lists if {type(layer).__name__ for layer in m} <= classes] or lists

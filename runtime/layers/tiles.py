@@ -31,7 +31,7 @@ class TiledMlp(nn.Module):
     """Does the work of a decoder layer's MLP, and of what follows it row by row, when the layer calls it."""
 
     def __init__(self, layer: nn.Module, tile_tokens: int, policy: Policy, block: int) -> None:
-        """The layer's modules keep weights and names. WorkloadError where its MLP is not known to treat every row for itself."""
+        """The layer's modules keep weights and names. WorkloadError if its MLP may not treat every row for itself."""
         super().__init__()
         children: dict[str, Any] = dict(layer.named_children())
         if {name for name, _ in children["mlp"].named_children()} != PLAIN_MLP:
@@ -66,7 +66,7 @@ class TiledMlp(nn.Module):
 
 
 class _ByTiles(torch.autograd.Function):
-    """Saves its input and the weights. What the policy remembers besides is remembered tile by tile, or one would need all."""
+    """Saves its input and the weights; other saved tensors are saved tile by tile."""
 
     @staticmethod
     def forward(ctx: Any, mlp: TiledMlp, x_ND: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ class _ByTiles(torch.autograd.Function):
 
 
 def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The output of a tile, whose graph is remembered as that of the whole layer is."""
+    """The output of a tile, whose graph is kept as the layer's policy says."""
     mlp, inputs = ctx.mlp, ctx.inputs
     replay = Replay(mlp.saved, lambda: _again(mlp, at, *inputs), ctx.shelf)
     how: AbstractContextManager[None] = nullcontext() if mlp.kept else replay.recording()
@@ -106,7 +106,7 @@ def _remembered(ctx: Any, at: slice, x_ND: torch.Tensor, weights: tuple[torch.Te
 
 
 def _again(mlp: TiledMlp, at: slice, x_ND: torch.Tensor, *weights: torch.Tensor) -> None:
-    """The forward of a tile a second time, under grad."""
+    """Recompute a tile's forward, under grad."""
     names = [name for name, _ in mlp.rows.named_parameters()]
     leaves = [w.detach().requires_grad_() for w in weights]
     with torch.enable_grad():

@@ -35,7 +35,7 @@ class Views:
         self._width = width
 
     def weights(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
-        """All weights that the block uses, by name; those that are trained at the beginning of `trained`, if they lie there."""
+        """All weights that the block uses, by name; trained ones from the slot `trained`, if there is one."""
         weights, dtype = Weights(), self._semantics.compute_dtype
         for p in self._blocks[block].parameters:
             of, at = (slot, self._plan.offsets) if trained is None or p.frozen else (trained, self._owned)
@@ -43,19 +43,19 @@ class Views:
         return weights
 
     def leaves(self, block: int, slot: Slot, trained: Slot | None = None) -> Weights:
-        """The same, so that autograd makes gradients of those that are trained."""
+        """The same; trained weights require gradients."""
         weights = self.weights(block, slot, trained)
         for p in self._blocks[block].trained:
             weights[p.name].requires_grad_()
         return weights
 
     def gradients(self, block: int, slot: Slot, dtype: str) -> Weights:
-        """Those of all that is trained of what the block uses, by name."""
+        """Gradients of the block's trained weights, by name."""
         at = self._plan.offsets[block]
         return {p.name: self._arenas.view(slot, dtype, p.shape, at[p.name]) for p in self._blocks[block].trained}
 
     def unpack(self, op: Op) -> None:
-        """A block that came packed, into the weights that it is computed with: what is not packed of it is copied."""
+        """Unpack a block's packed weights, and copy its others."""
         packed, base = self._arenas.raw(op["packed"]), self._semantics.base
         places = self._plan.uploaded(op.block)[0]
         for p in self._blocks[op.block].parameters:
@@ -75,8 +75,6 @@ class Views:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A tensor's place in a slot."""
-
     offset_bytes: int
     dtype: torch.dtype
     shape: torch.Size
@@ -88,15 +86,15 @@ class Spot:
 
 
 class Shelf:
-    """A slot for what a forward saves that goes to the host: products are computed into it, other results copied, in the order in
-    which they are made, each at an aligned place. Backward finds them in whichever slot they have come back to."""
+    """A slot for saved results that go to the host: products are computed into it, other results copied, in order, each at an
+    aligned place. Backward finds them in the slot that they have come back to."""
 
     def __init__(self, slot: torch.Tensor) -> None:
-        """`slot`: its bytes. Once they are elsewhere, that is to be assigned anew."""
+        """`slot`: its bytes; assign it again when they have moved."""
         self.slot, self.n_bytes = slot, 0
 
     def computed(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What a call returns, and the same with spots in place of the tensors that are on the shelf."""
+        """A call's result, and the same with spots in place of tensors on the shelf."""
         packet = func.overloadpacket
         if packet.__name__ in MATRICES and func is packet.default:
             a, b = args[MATRICES[packet.__name__] :][:2]
@@ -109,7 +107,7 @@ class Shelf:
         return tree_unflatten(found, form), tree_unflatten(noted, form)
 
     def found(self, noted: Any) -> Any:
-        """What was noted, with the tensor in place of its spot. What found no room must not be asked for."""
+        """A recorded result, with the tensor in place of its spot."""
         assert noted is not NO_ROOM, "what is saved finds no room in its slot"
         return noted.view(self.slot) if isinstance(noted, Spot) else noted
 
@@ -121,8 +119,7 @@ class Shelf:
             return thing.detach()  # from the graph that the original gets as soon as autograd sees it
         n_spanned = 1 + sum((n - 1) * stride for n, stride in zip(thing.shape, thing.stride(), strict=True))
         assert n_spanned == thing.numel(), f"a result of shape {(*thing.shape,)} has gaps: its strides are {thing.stride()}"
-        spot = self._room(thing.dtype, thing.shape, thing.stride())
-        if spot is None:
+        if (spot := self._room(thing.dtype, thing.shape, thing.stride())) is None:
             return NO_ROOM
         spot.view(self.slot).copy_(thing)
         return spot

@@ -37,12 +37,9 @@ class Collectives:
                     part.copy_(self._arenas.front_in(slab, source, dtype, part.numel()), non_blocking=True)
 
     def _exchange(self, op: Op, first: int, n: int) -> None:
-        """Some of every rank's part at a time: what goes to one rank is then next to what goes to the next. It is added up in fp32,
-        whatever it is sent as.
-
-        Of several hosts each adds up what its own ranks have before it is exchanged with others: what goes to a rank and to those
-        in its place elsewhere is in one piece. A host's ranks are a whole part of the tree, so that the sum is the same.
-        """
+        """Reduce-scatter in chunks, summed in fp32; within a chunk, slices are ordered by destination rank. Each host sums its own
+        ranks' parts before hosts exchange: slices for a rank and its counterparts elsewhere are adjacent. A host's ranks are a
+        subtree of the sum, which stays the same."""
         plan, n_ranks, sent_as = self._plan, self._ranks.n, self._plan.sum_dtype(op.block)
         here, n_hosts = self._ranks.n_here, n_ranks // self._ranks.n_here
         most, n_mine = plan.exchanged_elements(), n // n_ranks

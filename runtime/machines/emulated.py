@@ -1,8 +1,8 @@
 """The emulated machine: a small computer performs the plan of a large one, in its time.
 
-The real mathematics is that of a small stand-in model with the same blocks, on the CPU. Meanwhile each op draws the demand that
-the planned model would have, on a live copy of the large machine's capacity region, slowed by a common factor; it is over when its
-demand is served and its real work is done. Whatever lanes, waits and contention make of the plan then really happens.
+The real computation is that of a small stand-in model with the same blocks, on the CPU. Each op also draws the planned model's
+demand on a live copy of the large machine's capacity region, slowed by a common factor; it ends when its demand is served and its
+real work is done. Lanes, waits and contention are real.
 """
 
 import threading
@@ -32,20 +32,10 @@ def time_scale_for(demands: Sequence[Demand]) -> float:
     return max(1.0, MEDIAN_OP_S / lasting[len(lasting) // 2])
 
 
-_STAND_IN_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "vocab_size": 320,
-}
+_STAND_IN_SIZES = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": 320}
+_STAND_IN_SIZES |= dict.fromkeys(("head_dim", "query_pre_attn_scalar", "sliding_window"), 8)
+_STAND_IN_SIZES |= dict.fromkeys(("num_attention_heads", "num_local_experts", "num_experts"), 4)
+_STAND_IN_SIZES |= dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2)
 _LEFT_OUT = ("rope_scaling", "rope_parameters", "max_position_embeddings")
 _NO_SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))  # a type's own may be beyond the vocabulary
 STAND_IN_SEQ_LEN = 16
@@ -85,7 +75,6 @@ class Alike:
         return None
 
     def gather(self, whole: torch.Tensor) -> None:
-        """Every part is as this one's."""
         parts = whole.view(self.n, -1)
         parts[1:] = parts[0]
 
@@ -130,13 +119,11 @@ class LiveRegion:
             return share
 
     def wait(self, share: _Share) -> None:
-        """Return when the demand has been served."""
         with self._changed:
-            while True:
-                self._advance(time.perf_counter())
-                if share.served_s is not None:
-                    return
+            self._advance(time.perf_counter())
+            while share.served_s is None:
                 self._changed.wait(max(0.0, self._next_event_s(share) - time.perf_counter()))
+                self._advance(time.perf_counter())
 
     def _next_event_s(self, share: _Share) -> float:
         """When this share's overhead or, at the present speeds, its work ends."""
@@ -150,7 +137,6 @@ class LiveRegion:
             share.speed = speed
 
     def _advance(self, to_s: float) -> None:
-        """Serve until `to_s`, event by event."""
         while self._shares:
             event_s = min(self._next_event_s(s) for s in self._shares)
             until_s = min(event_s, to_s)
@@ -170,23 +156,18 @@ class LiveRegion:
 
 
 class EmulatedMachine:
-    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model.
-
-    A profile's overhead of an op is, above all, what it takes to hand over to its lane. Here lanes really hand over: what that
-    takes counts towards the overhead, for it would otherwise be paid twice. Only what is left of the overhead is waited for.
-    """
+    """Performs a plan at the pace of the machine it was made for, slowed `time_scale` times, on a stand-in model. A profile's
+    overhead of an op is mostly the handover to its lane. Lanes really hand over here: that time is subtracted from the overhead,
+    which would else be paid twice."""
 
     def __init__(self, stand_in: TorchMachine, demands: Sequence[Demand], region: Region, time_scale: float) -> None:
         """`demands` are those of the planned model's ops, in plan order; the stand-in's plan must have the same ops."""
-        self.stand_in = stand_in
-        self.on_thread, self.lane, self.result = stand_in.on_thread, stand_in.lane, stand_in.result
-        self.prepare = stand_in.prepare
-        self.time_scale = time_scale
+        self.stand_in, self.time_scale = stand_in, time_scale
+        self.on_thread, self.lane, self.prepare, self.result = stand_in.on_thread, stand_in.lane, stand_in.prepare, stand_in.result
         self._demands = [Demand(d.overhead_s * time_scale, d.alone_s * time_scale, d.uses) for d in demands]
         self._live = LiveRegion(region)
         self._due_s: dict[Lane, float] = {}  # when the lane's next op could begin, if lanes took no time to wake
-        self.n_performed = 0
-        self.n_real_work_binds = 0  # ops whose stand-in's work lasted longer than the emulated op
+        self.n_performed = self.n_real_work_binds = 0  # the latter: ops whose stand-in's work lasted longer than the emulated op
 
     def perform(self, index: int, op: Op, step: int) -> None:
         share = self._live.begin(self._demands[index], self._due_s.get(op.lane))

@@ -1,8 +1,8 @@
 """Lanes of a device: a lane does its work itself, or gives it to a stream, which does it later.
 
-On a CPU every lane does its own work; beside a GPU only the host's does. A stream's lane only issues: that one op is done before
-another is left to events. `mark` records one on the stream, `follow` makes the other stream, or the lane that works itself, wait
-for it. An executor's "done" then means issued; how far the host runs ahead is bounded by what its own lane waits for.
+On a CPU every lane does its own work; beside a GPU only the host's lanes do. A stream's lane only issues; events order streams:
+`mark` records one, `follow` makes another stream, or a lane that works itself, wait for it. An executor's "done" then means issued;
+the host's own lane's waits bound how far the host runs ahead.
 """
 
 import os
@@ -31,8 +31,8 @@ Timers = tuple[Event, Event]  # before an op in its stream, and after
 
 
 class LaneThread:
-    """One thread for all runs of a lane whose work leaves something behind that is kept per thread and for ever, as cuDNN keeps its
-    plans. It ends with the last reference to this object, and keeps no process alive."""
+    """One thread for all runs of a lane, as cuDNN keeps its plans per thread for ever. It ends with the last reference to this
+    object, and keeps no process alive."""
 
     def __init__(self, lane: Lane) -> None:
         self._name, self._is_free = f"lane-{lane}", threading.Lock()
@@ -41,7 +41,7 @@ class LaneThread:
         weakref.finalize(self, self._asked.put, None)
 
     def perform(self, work: Callable[[], None]) -> None:
-        """Have the work done there; return, or raise, when it has ended. RuntimeError where an earlier one hangs there."""
+        """Do the work there; return or raise when it has ended. RuntimeError if an earlier one hangs there."""
         if not self._is_free.acquire(timeout=ENDING_S):
             raise RuntimeError(f"{self._name} is still at an op of a run that has failed; start a new process")
         done: Future[None] = Future()
@@ -80,7 +80,7 @@ class Lanes:
             self.streams_of = {lane: streams.stream() for lane in cores if lane not in HOST_LANES}
 
     def current(self, lane: Lane) -> AbstractContextManager[None]:
-        """What the calling thread computes goes to the lane's stream, if it has one."""
+        """Issue the calling thread's work to the lane's stream, if it has one."""
         stream = self.streams_of.get(lane)
         return nullcontext() if self.streams is None or stream is None else self.streams.current(stream)
 
@@ -101,10 +101,8 @@ class Lanes:
         return begin, end
 
     def timed(self, records: Sequence[tuple[Span, Timers | None]]) -> list[Span]:
-        """The spans of ops, those of streams at the times when they really ran: the host only sees when it issued an op.
-
-        Called when all streams have ended. A device tells elapsed time in single precision: to some millionths of a kept step.
-        """
+        """The spans of ops, those of streams at the times when they really ran: the host only sees when it issued an op. Called
+        when all streams have ended. A device tells elapsed time in single precision: to some millionths of a kept step."""
         if self.streams is None or not self.streams_of:
             return [span for span, _ in records]
         later, at_s = self._now(self.streams, next(iter(self.streams_of.values())))
@@ -158,19 +156,15 @@ class Lanes:
 
 
 def split_cores(cores: list[int]) -> tuple[list[int], list[int]]:
-    """(cores of the gpu lane, cores of the copies and the optimizer) on a CPU machine.
-
-    Half each, so that neither slows the other; an odd one to the host's lanes, of which there are three. A single one for both.
-    """
+    """(cores of the gpu lane, cores of the copies and the optimizer) on a CPU machine. Half each, so that neither slows the other;
+    an odd one to the host's lanes, of which there are three. A single one for both."""
     half = len(cores) // 2
     return cores[:half] or cores, cores[half:]
 
 
 def split_beside_gpu(cores: list[int]) -> tuple[list[int], list[int]]:
-    """(cores of the lanes that issue to a GPU, cores of the optimizer).
-
-    Of the three lanes that issue one at a time has the interpreter. Where there are many cores they have two, so that a thread of
-    the driver or an interrupt does not hold them up; the optimizer, which memory binds, hardly misses it. A single core serves all.
-    """
+    """(cores of the lanes that issue to a GPU, cores of the optimizer). One issuing lane at a time has the interpreter. With many
+    cores they have two, so that a driver's thread or an interrupt does not delay them; the optimizer is memory-bound and hardly
+    misses one. A single core serves all."""
     n_issuing = 2 if len(cores) >= MANY_CORES else 1
     return cores[:n_issuing], cores[n_issuing:] or cores

@@ -51,7 +51,7 @@ class Processes:
         return next(group for ranks, group in made if self.rank in ranks)
 
     def _agreed(self, n_here: int, place: int) -> int:
-        """The number of ranks of each host; RanksError where it differs, or a host's ranks do not follow one another."""
+        """Ranks of each host; RanksError if it differs, or a host's ranks are not consecutive."""
         of_ranks = torch.zeros(self.n, 2, dtype=torch.int64)
         with _meeting("counted themselves"):
             _gather_into(of_ranks.view(-1), torch.tensor([n_here, self.rank - place]))
@@ -61,7 +61,7 @@ class Processes:
         return n_here
 
     def leave(self) -> None:
-        """Drop the process groups, which ends their threads: one that still frees a tensor while Python exits would crash it."""
+        """Drop the process groups, which ends their threads: a thread that frees a tensor while Python exits would crash it."""
         self._of_device = self._here = self._between_hosts = self._of_host = self._of_meetings = self._between_steps = None
 
     def meet(self) -> None:
@@ -89,7 +89,6 @@ class Processes:
             return self._broadcast(message, 0)
 
     def gathered(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The messages of all ranks, in order."""
         with _meeting("compared what they are to do"):
             return [self._broadcast(message, rank) for rank in range(self.n)]
 
@@ -109,13 +108,12 @@ class Processes:
 
     def common(self, mine: Shared) -> list[torch.Tensor] | None:
         """As `Ranks.common`. Called by every rank; all find the same."""
-        said = self.gathered(asdict(mine))
-        refuse_errors(said)
-        found: list[torch.Tensor] | None = None
+        messages, slabs = self.gathered(asdict(mine)), list[torch.Tensor]()
+        refuse_errors(messages)
         with suppress(OSError, TypeError, ValueError):
-            found = [slab_of(Shared(**other)) for other in said]
-        has_all = all(other["has_all"] for other in self.gathered({"has_all": found is not None}))
-        return found if has_all else None
+            slabs += [slab_of(Shared(**other)) for other in messages]
+        has_all = all(other["has_all"] for other in self.gathered({"has_all": len(slabs) == self.n}))
+        return slabs if has_all else None
 
     def of_host(self, n_bytes: int) -> torch.Tensor:
         """As `Ranks.of_host`: memory of the first rank there, which the others map. Called by every rank."""
@@ -148,8 +146,8 @@ class Processes:
 
 @contextmanager
 def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = False) -> Iterator[Processes]:
-    """All ranks, once each has come, where torchrun's environment variables lead. `device`: cuda, the first that this process sees,
-    or cpu; `here`, `place`: as `Processes` has them; `by_memory`: as `Ranks` has it."""
+    """All ranks that torchrun's environment variables lead to. `device`: cuda, the first that this process sees, or cpu; `here`,
+    `place`: as in `Processes`; `by_memory`: as in `Ranks`."""
     try:
         dist.init_process_group("gloo")
         _refuse_unlike_devices(device)
@@ -168,8 +166,8 @@ def met(device: str, here: int | None = None, place: int = 0, by_memory: bool = 
 
 
 def meeting_place(n: int) -> tuple[object, dict[str, str]]:
-    """A store where `n` ranks of this host meet while this process holds it, as torchrun's agent does, at a port that the system
-    gives; and the environment variables that lead each rank there."""
+    """A store at a free port where `n` ranks of this host meet while this process holds it, as torchrun's agent does; and each
+    rank's environment variables."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     there = {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
     return store, there | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}

@@ -72,7 +72,6 @@ class CudaStreams:
         assert not odd, f"copies from pageable memory would block the host, and race: {odd}"
 
     def peak_bytes(self) -> int:
-        """The most that this process has had of the device's memory."""
         return torch.cuda.max_memory_reserved(self.device)
 
 
@@ -81,7 +80,6 @@ def has_cuda() -> bool:
 
 
 def free_cuda_bytes(index: int = 0) -> int:
-    """What is free of a CUDA device's memory."""
     try:
         return torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:
@@ -90,10 +88,8 @@ def free_cuda_bytes(index: int = 0) -> int:
 
 
 def use_same_kernels() -> None:
-    """Products of fp32 numbers are fp32 ones, and no kernel adds in the order in which its threads come.
-
-    Then what a stream computes is the same, to the last bit, whatever runs beside it. Some kernels are slower for it, attention's
-    backward above all. cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it is first used.
-    """
+    """Products of fp32 numbers are fp32 ones, and no kernel adds in the order in which its threads come. Then what a stream
+    computes is the same, to the last bit, whatever runs beside it. Some kernels are slower for it, attention's backward above all.
+    cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it is first used."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it: slots are written before they are read

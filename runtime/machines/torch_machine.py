@@ -1,8 +1,7 @@
 """Machines that perform a plan's ops with torch: one that trains, on a CPU or a GPU, and one that goes forward in its arenas.
 
-A machine is given its ops, and lanes to perform them on. What each op of a step does is in four places: weights are loaded and
-results offloaded in `host/copies.py`, blocks computed in `compute/compute.py`, gradients turned into an update in
-`host/updates.py`; several ranks meet in `collectives.py`.
+A machine performs ops on lanes. `host/copies.py` loads weights and offloads results, `compute/compute.py` computes blocks,
+`host/updates.py` updates weights, and ranks meet in `collectives.py`.
 """
 
 import math
@@ -62,11 +61,13 @@ class LaneMachine:
         ranks: Ranks | None,
         memory: CommonMemory | None,
         base: BaseFile | None,
+        only_gives: bool = False,
     ) -> None:
-        """`workers` help the host's own lane; `memory`: that ranks read of each other, if they do; `base`: what a disk has."""
+        """`workers` help the host's own lane; `memory`: that ranks read of each other, if they do; `base`: what a disk has.
+        `only_gives`: a rank that gives other ranks its weights, and computes nothing."""
         self.plan, self.arenas, self.lanes, self.streams, self.ranks = plan, arenas, lanes, lanes.streams, ranks
         self.compute, self._updates, self._workers, self._memory = compute, updates, workers, memory
-        self._base, self._readers = base, Workers[None](N_READERS, lambda: None)
+        self._base, self._readers, self._only_gives = base, Workers[None](N_READERS, lambda: None), only_gives
         self._copies = Copies(plan, arenas, 0 if ranks is None else ranks.rank)
         self._collectives = None if ranks is None else Collectives(plan, arenas, ranks, memory)
         self.on_thread = lanes.on_thread
@@ -97,10 +98,11 @@ class LaneMachine:
                     self.lanes.finish(lane)
 
     def prepare(self, step: int) -> None:
-        self.compute.inputs.prepare(step)
+        if not self._only_gives:
+            self.compute.inputs.prepare(step)
 
     def perform(self, index: int, op: Op, step: int) -> Timers | None:
-        """Do op number `index` of the plan, or issue it to the lane's stream."""
+        """Perform op number `index` of the plan, or issue it to the lane's stream."""
         self._last[op.lane] = index
         timers = self.lanes.issue(op.lane, op.name, partial(self.work, index, op, step))
         if op.kind is Kind.LOSS:
@@ -108,9 +110,7 @@ class LaneMachine:
         return timers
 
     def work(self, index: int, op: Op, step: int) -> None:
-        """What op number `index` does: on its lane's thread, in its stream where it has one."""
         match op.kind:
-            # Load
             case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if op.block in self._loaded:
                 pass  # frozen, and nothing else writes there
             case Kind.READ:
@@ -128,19 +128,17 @@ class LaneMachine:
             case Kind.GATHER | Kind.EXCHANGE:
                 assert self._collectives is not None
                 self._collectives.perform(op)
-            # Compute
             case Kind.FORWARD | Kind.RECOMPUTE:
-                self.compute.forward(op, step)
+                if not self._only_gives:
+                    self.compute.forward(op, step)
             case Kind.LOSS:
                 self.compute.loss(op, step)
             case Kind.BACKWARD:
                 self.compute.backward(op, step)
-            # Offload
             case Kind.OFFLOAD_GRADIENT:
                 self._copies.offload_gradient(op)
             case Kind.OFFLOAD_SQUARES:
                 self._copies.offload_squares(op)
-            # Update
             case Kind.ACCUMULATE:
                 self._updates.accumulate(op)
             case Kind.SQUARE:
@@ -189,20 +187,7 @@ class LaneMachine:
         return self.lanes.timed(records)
 
 
-class GivingMachine(LaneMachine):
-    """A forward by a rank that only gives the others its weights."""
-
-    def prepare(self, step: int) -> None:
-        pass
-
-    def work(self, index: int, op: Op, step: int) -> None:
-        if op.kind is not Kind.FORWARD:
-            super().work(index, op, step)
-
-
 class TorchMachine(LaneMachine):
-    """A machine that trains."""
-
     lanes_of: ClassVar[Callable[..., Lanes]]  # of a plan, and of what its kind of device is told besides
 
     def __init__(
@@ -217,12 +202,9 @@ class TorchMachine(LaneMachine):
         disk: Path | None = None,
         **device: Any,
     ) -> None:
-        """Allocate every arena and build the templates; the host state is zero until weights are set.
-
-        `n_workers` threads share an op of the optimizer's lane; as many as that lane has cores, if nothing is said. `batches` are
-        whole steps', of which one of several `ranks` takes its part. `loss`: a program's own, where the objective is that. `disk`:
-        the file of what the plan reads from a disk.
-        """
+        """Allocate every arena and build the templates; the host state is zero until weights are set. `n_workers` threads share an
+        op of the optimizer's lane; default: one per core. `batches` are of all ranks, each of which takes its part. `loss`: a
+        program's own, if the objective is one. `disk`: the file that the plan reads from."""
         lanes = self.lanes_of(plan, **device)
         self.settings, self.seed, self._rank = settings, seed, 0 if ranks is None else ranks.rank
         assert plan.semantics.ranks == (1 if ranks is None else ranks.n)
@@ -246,7 +228,6 @@ class TorchMachine(LaneMachine):
         super().__init__(plan, arenas, lanes, workers, compute, updates, ranks, memory, base)
 
     def initialise(self, seed: int) -> None:
-        """Random weights, the same for the same seed."""
         for block in range(len(self.plan.workload.blocks)):  # one at a time is in memory twice
             weights = self.compute.templates.initial_weights(block, seed)
             packed = [p.name for p in self.host.frozen[block] if self.plan.is_packed(p) and self.host.is_first]
@@ -255,22 +236,20 @@ class TorchMachine(LaneMachine):
         give_back_freed()
 
     def initialise_adapters(self, seed: int) -> None:
-        """Those alone, as `initialise` would."""
+        """The adapters alone, as `initialise` would."""
         for block in range(len(self.plan.workload.blocks)):
             self.host.set_weights(block, self.compute.templates.initial_adapters(block, seed))
 
     def agree(self, stop: Stop) -> Stop:
-        """What ends the next steps of all ranks once `stop` is requested of the first; of one rank, that itself."""
+        """A `Stop` that all ranks honour after the same step once rank 0 requests it; with one rank, `stop`."""
         if self.ranks is None:
             return stop
         self._updates.agreed = agreed = AgreedStop(stop)
         return agreed
 
     def forward(self, plan: Plan, batches: Batches, head: Head, n_passes: int, stop: Stop | None) -> None:
-        """Some passes of a forward plan; Abandoned when the run is asked to end meanwhile.
-
-        Other ranks, which have to be told to take part, are told of one at a time: all perform it to its end, and may then save.
-        """
+        """Perform some passes of a forward plan; Abandoned if the run is asked to end meanwhile. Other ranks are told of one pass
+        at a time: all finish it, and may then save."""
         machine, tell = self.forwards(plan, batches, head), self.tell_of_forward
         at_once, heeded = (n_passes, stop) if tell is None else (1, None)
         for first in range(0, n_passes, at_once):
@@ -282,21 +261,18 @@ class TorchMachine(LaneMachine):
 
     def forwards(self, plan: Plan, batches: Batches, head: Head | None) -> LaneMachine:
         """A machine that performs a forward plan in these arenas, on these lanes. Only one of the two machines may be at work.
-
-        It changes nothing that training sees: host state is only read, and what is on the device between two runs of the executor
-        is not. Without a head it only gives other ranks its weights.
-        """
+        Training sees no change: host state is only read. Without a head it only gives other ranks its weights."""
         on_device, of = _uploaded(batches, self.lanes), self.compute
         compute = Compute(plan, self.arenas, of.templates, on_device, of.seed, self._rank, head)
-        kind = GivingMachine if head is None else LaneMachine
-        return kind(plan, self.arenas, self.lanes, self._workers, compute, self._updates, self.ranks, self._memory, self._base)
+        others = self._updates, self.ranks, self._memory, self._base
+        return LaneMachine(plan, self.arenas, self.lanes, self._workers, compute, *others, only_gives=head is None)
 
     def device_peak_bytes(self) -> int | None:
-        """The most that the process has had of the device's memory; None where that is the host's."""
+        """Peak device memory of the process; None on a CPU."""
         return self.streams.peak_bytes() if self.streams is not None else None
 
     def others_bytes(self) -> int:
-        """Memory of other ranks that this process maps, and the system counts as this one's too."""
+        """Other ranks' memory that this process maps, which the system counts as its own."""
         base_bytes = 0 if self.host.is_first else self.arenas.base_bytes()
         if self._memory is None:
             return base_bytes
@@ -304,13 +280,12 @@ class TorchMachine(LaneMachine):
         return base_bytes + sum(slab.numel() for rank, slabs in enumerate(mapped) if rank != self._rank for slab in slabs)
 
     def device_name(self) -> str | None:
-        """As its maker calls it; None for a CPU."""
         return self.streams.name if self.streams is not None else None
 
 
 class CpuMachine(TorchMachine):
-    """Performs a plan on the CPU, in a GPU's place, with a "device" arena of its own, real copies and real mathematics. Compute has
-    cores of its own; copies and the optimizer share the rest."""
+    """Performs a plan on the CPU, with a "device" arena of its own and real copies. Compute has cores of its own; copies and the
+    optimizer share the rest."""
 
     @staticmethod
     def lanes_of(plan: Plan, pin_threads: bool = False, cores: tuple[list[int], list[int]] | None = None) -> Lanes:
@@ -321,8 +296,8 @@ class CpuMachine(TorchMachine):
 
 
 class CudaMachine(TorchMachine):
-    """Performs a plan on a GPU: the lanes of compute and of the link's two directions own a stream each, which their threads issue
-    ops to. The optimizer has the host's cores; a lane that issues ops needs little of one."""
+    """Performs a plan on a GPU. The lanes of compute and of the link's two directions issue ops to a stream each; the optimizer has
+    most of the host's cores."""
 
     @staticmethod
     def lanes_of(plan: Plan, streams: CudaStreams | None = None) -> Lanes:
@@ -339,8 +314,8 @@ class CudaMachine(TorchMachine):
 
 
 def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Arenas, CommonMemory | None]:
-    """The plan's arenas, in which the ranks of a host share what is frozen; and what ranks read of each other's memory, where they
-    do. Else weights are gathered from the devices."""
+    """The plan's arenas, with frozen weights shared by a host's ranks; and the memory that ranks read of each other, unless weights
+    are gathered from the devices."""
     if ranks is None:
         return Arenas(plan.arenas, device), None
     blocks, apart = [*range(len(plan.workload.blocks)), *plan.policy.speculate_blocks], dict[str, tuple[dict[Slot, int], Make]]()
@@ -353,9 +328,9 @@ def _arenas(plan: Plan, device: torch.device, ranks: Ranks | None) -> tuple[Aren
     shared: list[Shared] = []
 
     def slab(n_bytes: int) -> torch.Tensor:
-        found, mine = shared_slab(n_bytes)
-        shared.append(found)
-        return mine
+        handle, memory = shared_slab(n_bytes)
+        shared.append(handle)
+        return memory
 
     arenas = Arenas(plan.arenas, device, apart | {FRONTS: (fronts, slab)})
     exchanged = slab(plan.exchanged_elements() * ranks.n * ITEM_BYTES["fp32"])

@@ -1,7 +1,7 @@
 """Memory that a plan takes on device and host, by use.
 
-One account for everybody: what the planner books is what the checker adds up and what a run asks for before it starts. It leaves
-out what a process has before a plan is begun: a GPU's context, and Python with its libraries.
+The planner books, the checker adds up and a run checks the same numbers. Memory of a process before it begins a plan is not among
+them: a GPU's context, and Python with its libraries.
 """
 
 from .plan import Plan
@@ -18,11 +18,8 @@ CUDA_HEAD_ELEMENTS = 8  # of which a head's width is a multiple, or torch pads i
 
 
 def device_needs(plan: Setup, on_cuda: bool, workspace_bytes: float | None) -> dict[str, int]:
-    """Bytes of the device's memory at the peak, by what they are for.
-
-    `workspace_bytes`: what kernels and libraries take once they have been used. None: a profile from before that was a number of
-    its own, whose plans book neither that nor documents.
-    """
+    """Peak bytes of device memory, by use. `workspace_bytes`: memory of kernels and libraries after their first use; None: for an
+    old profile without that number, whose plans book neither it nor documents."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.DEVICE}
     needs |= {"kept activations": plan.kept_bytes, "block being computed": plan.transient_bytes}
     if workspace_bytes is not None:
@@ -40,8 +37,7 @@ def planned_device_needs(plan: Plan, on_cuda: bool | None = None) -> dict[str, i
 
 
 def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
-    """Bytes of the host's memory for one of `n_here` ranks on it, by arena, and what each of them compiles updates with: what is
-    frozen is there once for all."""
+    """Bytes of host memory for one of `n_here` ranks, by arena, and of the compiler; the ranks share frozen weights."""
     needs = {a.name: a.n_bytes for a in plan.arenas if a.place is Place.HOST}
     needs["compiler"] = COMPILER_BYTES
     if n_here > 1 and not plan.workload.trains_all:
@@ -51,13 +47,10 @@ def host_needs(plan: Setup, n_here: int = 1) -> dict[str, int]:
 
 
 def document_bytes(plan: Setup, on_cuda: bool) -> int:
-    """Device memory that documents take at most beyond what a plan books, whatever their lengths.
-
-    Of each micro-batch of a group positions with their cosines and sines; of each layer under `keep` what it may make of those, in
-    fp32, where a plan books one sequence's; and while a layer attends to one document, what that makes, and on a processor what is
-    padded for it. Where there is no fused attention without a mask to call for each document, autograd keeps what attention made
-    a second time: as the results of documents, and joined. It is booked of any model: whether one can is proven when it runs.
-    """
+    """Upper bound of the device memory that documents take beyond the plan's, for any lengths and any model. Positions, cosines and
+    sines of each micro-batch of a group; fp32 tables of each layer that saves all, where a plan books one sequence's; and the
+    tensors of attention to one document, padded on a CPU. Without fused attention for a document (no mask), autograd saves
+    attention's results twice: of each document, and joined."""
     of = plan.semantics
     item_bytes, kept_bytes, turn_bytes = ITEM_BYTES[of.compute_dtype], 0, 0
     pads = not on_cuda and of.compute_dtype == "bf16"
@@ -80,7 +73,7 @@ def document_bytes(plan: Setup, on_cuda: bool) -> int:
 
 
 def _calls_fused(plan: Setup, attention: Attention, on_cuda: bool) -> bool:
-    """Whether the plan's documents have fused attention there, without a mask."""
+    """True if the plan's documents have fused attention without a mask."""
     config = text_of(plan.model.config)
     if plan.semantics.attention != "sdpa" or config.get("attention_dropout") or attention.window is not None:
         return False

@@ -57,13 +57,11 @@ def _refuse_frozen(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if policy.update is Update.EAGER or policy.speculate_blocks:
         raise PlanError("where weights are frozen nothing is updated before the norm is known: update barrier or deferred")
     if policy.device_blocks not in ((), workload.mixed) or policy.square_on_device:
-        raise PlanError(
-            "where weights are frozen, device_blocks are all blocks that are trained in part, or none; leave out square_on_device"
-        )
+        how = "device_blocks are all blocks that are trained in part, or none; leave out square_on_device"
+        raise PlanError(f"where weights are frozen, {how}")
     if policy.device_blocks and semantics.whole.sum_groups > 1:
-        raise PlanError(
-            "what is trained of a frozen block on the device is summed there in order, not in sum groups; leave out one"
-        )
+        how = "summed there in order, not in sum groups; leave out one"
+        raise PlanError(f"what is trained of a frozen block on the device is {how}")
     if policy.device_blocks and semantics.gradient_dtype != "fp32":
         raise PlanError("what is trained of a frozen block on the device is summed there in fp32: use --gradient-dtype fp32")
     first = workload.first_trained
@@ -107,7 +105,6 @@ def can_stay(workload: Workload, semantics: Semantics) -> list[int]:
 
 
 def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """How gradients move must suit the groups of micro-batches."""
     if policy.accumulation_group > semantics.n_micro_batches:
         raise PlanError(f"a group of {policy.accumulation_group} micro-batches, but a step has {semantics.n_micro_batches}")
     is_whole_there = policy.accumulation_group == semantics.n_micro_batches
@@ -120,7 +117,6 @@ def _refuse_gradients(workload: Workload, semantics: Semantics, policy: Policy) 
 
 
 def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> None:
-    """What the policy says of single blocks."""
     n_layers = workload.n_layers
     for name, blocks, legal in (
         ("resident_blocks", policy.resident_blocks, range(n_layers + 2)),
@@ -134,14 +130,11 @@ def _refuse_blocks(workload: Workload, semantics: Semantics, policy: Policy) -> 
     if not of_disk <= {*can_read(workload, semantics)} or list(policy.disk_blocks) != sorted(of_disk):
         raise PlanError("disk_blocks must be layers with frozen weights, of one GPU's plan, in ascending order, each once")
     if any(workload.blocks[b].trained and b not in policy.device_blocks for b in of_disk.intersection(policy.resident_blocks)):
-        raise PlanError(
-            "a block in disk_blocks and in resident_blocks is read once, and must not be loaded again: train none on the host"
-        )
+        how = "is read once, and must not be loaded again: train none on the host"
+        raise PlanError(f"a block in disk_blocks and in resident_blocks {how}")
     if uneven := {*policy.device_blocks}.difference(can_stay(workload, semantics)):
-        raise PlanError(
-            f"device_blocks: block {min(uneven)} has parameters of a number of elements that is no multiple of "
-            f"{semantics.device_multiple}; leave it to the host"
-        )
+        how = f"a number of elements that is no multiple of {semantics.device_multiple}; leave it to the host"
+        raise PlanError(f"device_blocks: block {min(uneven)} has parameters of {how}")
     if both := {*policy.device_blocks}.intersection(policy.resident_blocks).difference(workload.mixed):
         raise PlanError(f"block {min(both)} is in device_blocks and in resident_blocks; its weights are on the device as it is")
     if len(policy.save) > n_layers:

@@ -33,7 +33,7 @@ class Known:
     per: Of | None = None  # what the step's sum is divided by, if not what it is of
 
     def asks(self, numbers: Mapping[str, float]) -> tuple[str, ...]:
-        """Its extras with these numbers: no reference where that weighs nothing."""
+        """Extras with these numbers: no reference if its weight is 0."""
         return tuple(name for name in self.extras if numbers.get("beta") != 0 or name != REFERENCE)
 
 
@@ -121,7 +121,7 @@ class Objective:
 
     @property
     def rows_each(self) -> int:
-        """Sequences that stay together."""
+        """Sequences of one unit: 2 for a pair."""
         return {Of.PAIRS: 2, Of.ANSWERS: 2 * int(self.numbers.get("group", 1))}.get(self.of, 1)
 
     @property
@@ -188,7 +188,6 @@ def parse_objective(text: str) -> Objective:
 
 
 def _from_file(said: object) -> object:
-    """A loss by its text, or the fields of a function."""
     if isinstance(said, dict) and isinstance(extras := said.get("extras"), list):
         return {**said, "extras": tuple(extras)}
     return parse_objective(said) if isinstance(said, str) else said

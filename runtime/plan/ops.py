@@ -110,10 +110,8 @@ Where = Callable[[Subject, int], bool]
 
 @dataclass
 class Row:
-    """A kind of op. An operand that is read and written is changed in place.
-
-    Of an optional operand (`x?`) an op has none or one, of a repeated one (`into*`) any number; docs/plan-language.md says when.
-    """
+    """A kind of op. An operand that is read and written is changed in place. Of an optional operand (`x?`) an op has none or one,
+    of a repeated one (`into*`) any number; docs/plan-language.md says when."""
 
     lane: Lane
     operands: str  # the names of those read, `>`, and of those written
@@ -151,27 +149,23 @@ def _is_trained(s: Subject, b: int) -> bool:
 
 
 def _on_host(s: Subject, b: int) -> bool:
-    """Whether the block's gradient goes to the host, which updates it."""
     return _is_trained(s, b) and b not in s.policy.device_blocks
 
 
 def _listed(blocks: str) -> Where:
-    """The blocks that this list of the policy names."""
     return lambda s, b: b in getattr(s.policy, blocks)
 
 
 def _is_summed(s: Subject, b: int) -> bool:
-    """Whether the host sums the gradient over micro-batches."""
     return _on_host(s, b) and not s.reduced
 
 
 def _is_updated(s: Subject, b: int) -> bool:
-    """Whether the host updates the block, and not on speculation."""
     return _on_host(s, b) and b not in s.policy.speculate_blocks
 
 
 def _is_exchanged(s: Subject, b: int) -> bool:
-    """Whether each of several ranks has a part of the block: of what is frozen all have the whole."""
+    """True if ranks shard the block; frozen blocks are whole on each rank."""
     return s.semantics.ranks > 1 and _is_trained(s, b)
 
 
@@ -227,10 +221,8 @@ class Slot(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Start only after op number `op` of the plan is done: in this step (distance 0) or in the one before (1).
-
-    Between ops that repeat: in the same repetition (back 0) or in the one before (1). Written `12`, `12@1`, `12~1`.
-    """
+    """Start only after op number `op` of the plan is done: in this step (distance 0) or in the one before (1). Between ops that
+    repeat: in the same repetition (back 0) or in the one before (1). Written `12`, `12@1`, `12~1`."""
 
     op: int
     distance: int = 0
@@ -318,17 +310,13 @@ class Op:
             raise PlanError(f"{line[:120]!r}: {kind} runs on lane {LANE_OF[kind]}, not {lane}")
         operands = [text.partition("=") for text in match["operands"].split()]
         _refuse_operands(kind, [name for name, _, _ in operands], line)
-        return Op(
-            kind,
-            int(match["block"]),
-            None if match["micro_batch"] is None else int(match["micro_batch"]),
-            tuple((name, Slot.parse(slot)) for name, _, slot in operands),
-            tuple(map(Wait.parse, (match["waits"] or "").split())),
-        )
+        block, micro_batch = int(match["block"]), match["micro_batch"]
+        slots = tuple((name, Slot.parse(slot)) for name, _, slot in operands)
+        waits = tuple(map(Wait.parse, (match["waits"] or "").split()))
+        return Op(kind, block, None if micro_batch is None else int(micro_batch), slots, waits)
 
 
 def _refuse_operands(kind: Kind, names: list[str], line: str) -> None:
-    """The operands are those of the kind, in the table's order."""
     row = OPS[kind]
     in_order = [known for known in row.names for name in names if name == known]
     twice = {name for name in names if names.count(name) > 1}
@@ -350,9 +338,7 @@ OpLine = Annotated[Op, BeforeValidator(_op_from_line), PlainSerializer(str)]
 @dataclass(frozen=True, slots=True)
 class Repeat:
     """Ops start..end-1 are performed `times` times in a step, each time with micro-batches that are `micro_batches` further.
-
-    Written `repeat 453-911 x1022 m+1`.
-    """
+    Written `repeat 453-911 x1022 m+1`."""
 
     start: Annotated[int, Field(ge=1)]
     end: Annotated[int, Field(ge=2)]

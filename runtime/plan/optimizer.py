@@ -24,11 +24,8 @@ MasterDtype = Literal[Dtype, "split24"]  # the latter: a bf16 weight and eight b
 
 
 class Optimizer(StrEnum):
-    """An optimizer, and what it keeps of each trained parameter besides its master.
-
-    Moments in bf16, and scales of those in int8, are rounded stochastically: to the nearest, a second moment that decays by 0.1 % a
-    step would never fall.
-    """
+    """An optimizer, and what it keeps of each trained parameter besides its master. Moments in bf16, and scales of those in int8,
+    are rounded stochastically: to the nearest, a second moment that decays by 0.1 % a step would never fall."""
 
     __hash__ = str.__hash__
     ADAMW = "adamw"
@@ -46,11 +43,8 @@ class Optimizer(StrEnum):
     @property
     def moments(self) -> dict[str, str]:
         """Dtypes of moments, by the names that checkpoints give them."""
-        return dict.fromkeys(("exp_avg", "exp_avg_sq") if self.rule == "adamw" else ("exp_avg",), self._dtype)
-
-    @property
-    def _dtype(self) -> str:
-        return self.partition("=")[2] or "fp32"
+        names = ("exp_avg", "exp_avg_sq") if self.rule == "adamw" else ("exp_avg",)
+        return dict.fromkeys(names, self.partition("=")[2] or "fp32")
 
     @property
     def moment_bytes(self) -> float:
@@ -61,8 +55,8 @@ class Optimizer(StrEnum):
         return STORED_BYTES[master] + self.moment_bytes
 
     def update_bytes(self, master: MasterDtype, gradient: Dtype) -> float:
-        """Memory traffic of an update per parameter, on host or device: master and moments are read and written, the gradient is
-        read. Of AdamW with an fp32 master and bf16 gradients 26 bytes: 2 x (4 + 8) + 2."""
+        """Bytes that an update moves per parameter: master and moments are read and written, the gradient is read. AdamW with an
+        fp32 master and bf16 gradients: 2 x (4 + 8) + 2 = 26."""
         return 2 * self.state_bytes(master) + ITEM_BYTES[gradient]
 
 
@@ -71,9 +65,8 @@ MASTERS = ("fp32", "split24", "bf16")
 
 
 def optimizing(text: str | None, master_dtype: str | None) -> dict[str, Any]:
-    """The fields of `Semantics` that say what a user says of the optimizer, in a word or with details, as `adamw:master=bf16`;
-    `master_dtype` if that was said apart. A master of less than fp32 is rounded stochastically, if asked for here. PlanError for
-    anything else."""
+    """Fields of `Semantics` for an optimizer's text, such as `adamw:master=bf16`, and a `master_dtype` from elsewhere. A master of
+    less than fp32 that the text names is rounded stochastically. PlanError for anything else."""
     if text is None:
         return {}
     rule, _, rest = str(text).strip().partition(":")

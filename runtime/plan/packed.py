@@ -40,9 +40,8 @@ UNPACK_SCRATCH_BYTES = UNPACK_CHUNK_ELEMENTS * 4 + NF4_TABLE_BYTES  # at most: a
 #          32 numbers their scale, before: widen it, read 1, write 4; look it up, read 4, write 2; and read 2
 # An fp32 weight takes 2 bytes more of the first two, and 6 of fp8 and mxfp4.
 UNPACK_KERNELS: dict[Base, int] = {"nf4": 3, "int8": 2, "fp8": 2, "mxfp4": 5}
-UNPACK_BYTES_PER_ELEMENT: dict[Base, float] = {
-    **{"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0, "mxfp4": 10.5 + 13 / MXFP4_BLOCK}
-}
+UNPACK_BYTES_PER_ELEMENT: dict[Base, float]
+UNPACK_BYTES_PER_ELEMENT = {"nf4": 14.5 + SCALE_BYTES / NF4_BLOCK, "int8": 11.0, "fp8": 7.0, "mxfp4": 10.5 + 13 / MXFP4_BLOCK}
 
 DEQUANTISED = ("fp8", "mxfp4")  # forms of published weights that are read as what they stand for, in bf16
 
@@ -50,7 +49,7 @@ _PACKED = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
 def published_as(config: Mapping[str, object]) -> Base | None:
-    """What a model's config.json says that its weights are packed in: bf16 if it says nothing of it, None for what is not read."""
+    """Packed form of the weights by a model's config.json: bf16 if it names none, None for one that is not read."""
     match config.get("quantization_config") or config.get("compression_config"):
         case None:
             return "bf16"
@@ -65,8 +64,6 @@ def published_as(config: Mapping[str, object]) -> Base | None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of a packed weight."""
-
     code_bytes: int
     scales: tuple[int, ...]  # their shape
     scale_bytes: int = SCALE_BYTES  # of each
@@ -87,8 +84,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
-    """Whether a parameter is packed: the matrices of a layer's projections and experts are, in mxfp4 of experts alone,
-    if they have whole blocks in nf4 and mxfp4."""
+    """True for matrices of a layer's projections and experts; mxfp4: of experts alone. nf4 and mxfp4 need whole blocks."""
     if base == "bf16" or len(shape) not in (2, 3) or not (OF_LAYER.match(name) and name.endswith(_PACKED)):
         return False
     n_elements = prod(shape)
@@ -98,7 +94,7 @@ def is_packed(name: str, shape: tuple[int, ...], base: Base) -> bool:
 
 
 def layout(shape: tuple[int, ...], base: Base) -> Layout:
-    """How a weight of this shape lies, which is one that is packed."""
+    assert base != "bf16", "nothing is packed in bf16"
     *matrices, n_rows, n_columns = shape
     n_elements = prod(shape)
     match base:
@@ -112,8 +108,6 @@ def layout(shape: tuple[int, ...], base: Base) -> Layout:
         case "mxfp4":
             assert n_rows % MXFP4_BLOCK == n_columns % 2 == 0, shape
             return Layout(n_elements // 2, (*matrices, n_rows // MXFP4_BLOCK, n_columns), 1)
-        case "bf16":
-            raise AssertionError("nothing is packed in bf16")
         case _:
             assert_never(base)
 

@@ -77,9 +77,9 @@ class PlanFile:
 
     def write(self, path: Path) -> None:
         """Write the file whole or not at all; PlanError where the folder cannot be written."""
-        text = json.dumps(_fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim})
+        fields = _fields(self.plan) | {"fingerprint": self.plan.model.fingerprint, "claim": self.claim}
         try:
-            write_whole(path, text + "\n")
+            write_whole(path, f"{json.dumps(fields)}\n")
         except OSError as error:
             raise PlanError(f"{path}: cannot be written ({error.strerror}); choose another place with -o") from None
 
@@ -117,10 +117,8 @@ def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
     except ValidationError as error:
         errors = error.errors()
         for found in (other for other in errors if other["loc"] == ("format_version",) and other["type"] != "missing"):
-            raise PlanError(
-                f"{where}: a plan of format {str(found['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with "
-                "`penstock plan`"
-            ) from None
+            how = f"{str(found['input'])[:20]}, and this Penstock reads {FORMAT_VERSION}; plan again with `penstock plan`"
+            raise PlanError(f"{where}: a plan of format {how}") from None
         place = on_one_line(".".join(map(str, errors[0]["loc"])), 120) or "the file"
         problem = errors[0]["msg"].removeprefix("Value error, ")[:160]
         raise PlanError(f"{where}: {place}: {problem}; make it again with `penstock plan`") from None
@@ -130,9 +128,8 @@ def _validated(adapter: TypeAdapter[P], text: str | bytes, where: str) -> P:
 
 
 def refuse_malformed(plan: Plan) -> None:
-    """PlanError, in a line, unless the plan is well-formed: blocks in their order, arenas of different names; every block,
-    micro-batch, slot and op that an op refers to exists; what repeats lies among the plan's ops, its last micro-batch exists, and
-    no op waits for a later part of its step."""
+    """PlanError, in a line, unless the plan is well-formed: blocks in order, arenas of different names; every block, micro-batch,
+    slot and op that an op refers to exists; repeated ops are in the plan, and no op waits for a later part of its step."""
     blocks, n_micro_batches, repeat = plan.workload.blocks, plan.semantics.n_micro_batches, plan.repeat
     sizes = {a.name: len(a.slot_bytes) for a in plan.arenas}
     if len(sizes) != len(plan.arenas):
@@ -168,11 +165,8 @@ def refuse_malformed(plan: Plan) -> None:
                 raise PlanError(f"op {i} ({op.name}): wait {wait} names no op of this part of the step or an earlier one")
 
 
-# -- repeated ops, to be looked at; they are performed, simulated and checked as they are
-
-
 def unrolled(plan: Plan) -> Plan:
-    """The plan that does the same with every op once a step."""
+    """The same plan with repeated ops written out, to be looked at: repeats are performed, simulated and checked as they are."""
     repeat = plan.repeat
     if repeat is None:
         return plan
@@ -202,8 +196,5 @@ def shortened(plan: Plan, times: int) -> Plan:
     assert 2 <= times <= repeat.times, "fewer repetitions are asked for"
     n_fewer = (repeat.times - times) * repeat.micro_batches
     semantics = replace(plan.semantics, batch_size=plan.semantics.batch_size - n_fewer * plan.semantics.micro_batch)
-    ops = [
-        replace(op, micro_batch=op.micro_batch - n_fewer) if i >= repeat.end and op.micro_batch is not None else op
-        for i, op in enumerate(plan.ops)
-    ]
-    return replace(plan, semantics=semantics, ops=tuple(ops), repeat=replace(repeat, times=times))
+    later = (op if op.micro_batch is None else replace(op, micro_batch=op.micro_batch - n_fewer) for op in plan.ops[repeat.end :])
+    return replace(plan, semantics=semantics, ops=(*plan.ops[: repeat.end], *later), repeat=replace(repeat, times=times))

@@ -81,41 +81,40 @@ class Semantics:
 
     @property
     def is_lean(self) -> bool:
-        """True if a step is not torch's AdamW on fp32 moments, but of the arithmetic of docs/optimizers.md."""
+        """True if a step has the arithmetic of docs/optimizers.md, not that of torch's AdamW on fp32 moments."""
         return self.optimizer is not Optimizer.ADAMW or self.weight_rounding == "stochastic"
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of a trained parameter of master and moments."""
+        """Bytes of master and moments per trained parameter."""
         return self.optimizer.state_bytes(self.master_dtype)
 
     @property
     def update_ratio(self) -> float:
-        """Time of the host's update, of as many parameters, to that of torch's AdamW on split masters: on one core of a processor,
-        where it is all arithmetic (docs/optimizers.md). Of many cores, which wait for memory, it may be less: fewer bytes move."""
+        """Time of the host's update relative to torch's AdamW on split masters, on one core, where it is all arithmetic
+        (docs/optimizers.md). Many cores wait for memory: it may then be less, as fewer bytes move."""
         return UPDATE_RATIO.get(self.optimizer, UPDATE_RATIO[self.optimizer.rule]) if self.is_lean else 1.0
 
     @property
     def optimizer_in_words(self) -> str:
         """As `--optimizer` takes it."""
-        of_master = [f"master={self.master_dtype}"] if self.weight_rounding == "stochastic" else []
-        return self.optimizer + "".join(f"{',' if ':' in self.optimizer else ':'}{said}" for said in of_master)
+        separator = "," if ":" in self.optimizer else ":"
+        return self.optimizer + (f"{separator}master={self.master_dtype}" if self.weight_rounding == "stochastic" else "")
 
     @property
     def device_multiple(self) -> int:
-        """A device updates to the host's bits what has a multiple of this number of elements: torch's kernel on the host computes
-        the rest, which fills no vector register, in another sequence."""
+        """Multiple of elements that a device updates to the host's bits: torch's kernel on the host computes the rest, which fills
+        no vector register, in another order."""
         return 1 if self.is_lean else 8
 
     @property
     def saved_state(self) -> dict[str, str]:
-        """Dtypes of what a checkpoint has of a trained parameter besides its compute weight, by name. Masters of
-        24 bits are fp32 there."""
+        """Dtypes of a trained parameter's master and moments in a checkpoint, by name. A split24 master is fp32 there."""
         kept = {"master": self.master_dtype, **self.optimizer.moments}
         return {name: "fp32" if dtype == "split24" else dtype for name, dtype in kept.items()}
 
     def is_smaller(self, micro_batch: int | None) -> bool:
-        """Whether it is the last one, and smaller than the others."""
+        """True for a last micro-batch that is smaller than the others."""
         return micro_batch == self.n_micro_batches - 1 and bool(self.n_left)
 
     def n_sequences(self, micro_batch: int) -> int:
@@ -151,22 +150,20 @@ class Semantics:
         """Each one's part, for as many ranks; PlanError where whole groups of micro-batches cannot be given to each."""
         whole = self.whole
         if ranks < 1 or ranks.bit_count() > 1 or whole.sum_groups % ranks:
-            raise PlanError(
-                f"{ranks} ranks cannot share {whole.sum_groups} sum groups; choose a power of two, and with --sum-groups as many "
-                "groups or a multiple: the bits of the result depend on these alone"
-            )
+            how = "with --sum-groups as many groups or a multiple: the bits of the result depend on these alone"
+            raise PlanError(f"{ranks} ranks cannot share {whole.sum_groups} sum groups; choose a power of two, and {how}")
         if ranks > 1 and whole.n_left:
             raise PlanError(f"{ranks} ranks: {whole.batch_size} sequences are not equal micro-batches of {whole.micro_batch}")
         return replace(whole, batch_size=whole.batch_size // ranks, sum_groups=whole.sum_groups // ranks, ranks=ranks)
 
     def n_losses(self, n_supervised: int, n_answers: int | None = None) -> int:
-        """How many losses a step's is the mean of, where it has that many supervised tokens, and, packed, that many answers."""
+        """Number of losses that a step averages, given its supervised tokens and, if packed, its answers."""
         n_sequences = self.ranks * self.batch_size if n_answers is None else n_answers
         return {Of.TOKENS: n_supervised, Of.SEQUENCES: n_sequences}.get(self.objective.per, n_sequences // 2)
 
     @property
     def least_group(self) -> int:
-        """Of micro-batches that go through a layer together: several ranks exchange whole sums, which their devices make."""
+        """Smallest accumulation group: several ranks exchange whole sums, which their devices make."""
         return 1 if self.ranks == 1 else self.n_micro_batches
 
     @property
@@ -176,7 +173,7 @@ class Semantics:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks."""
         return self.ranks * self.batch_size * self.seq_len
 
     @property
@@ -185,7 +182,7 @@ class Semantics:
 
 
 def trained(semantics: Semantics, train: str | None, base: Base | None, optimizer: str | None, master: Dtype | None) -> Semantics:
-    """The semantics where that is trained, and the rest frozen, by that optimizer, with such masters."""
+    """The semantics with these choices in place of their own."""
     what, said = semantics.train if train is None else parse_train(train), training(train, base)
     of_master = {} if master is None else {"master_dtype": master}
     return replace(semantics, **said | of_master | optimizing(optimizer, master) | {"train": what})
@@ -263,11 +260,11 @@ class Policy:
         return {**asdict(self), "save": _save_to_file(self.save)}
 
     def saved(self, block: int) -> Saved:
-        """What is saved of a layer, by its block's number."""
+        """Saved results of the layer with this block number."""
         return self.save[block - 1] if 0 < block <= len(self.save) else Saved.INPUT
 
     def saving(self, saved: Saved) -> tuple[int, ...]:
-        """The layers of which just this is saved; of their input, only those that are named."""
+        """Layers that save exactly this; of those that save their input, only the named ones."""
         return tuple([b for b, what in enumerate(self.save, start=1) if what is saved])
 
 

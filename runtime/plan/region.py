@@ -1,10 +1,9 @@
 """Contention: max-min fair speeds of ops that share link, host memory and cores.
 
-A fluid model. An op is a fixed overhead, during which it uses nothing, then work. At full speed the work lasts `alone_s`
-and draws on resources at constant rates. Ops that work at the same time run at speeds in (0, 1] that are max-min fair:
-all speeds rise together, and when a resource is used up, the ops that draw on it stay at the speed they have reached.
-A capacity is what several ops get together; an op that draws on a resource alone runs as it was measured alone, even where
-the two directions of a link are slower together than one after the other.
+A fluid model. An op is a fixed overhead, during which it uses nothing, then work. At full speed the work lasts `alone_s` and draws
+on resources at constant rates. Simultaneous ops run at max-min fair speeds in (0, 1]: all speeds rise together, and when a resource
+is used up, the ops that draw on it keep their speed. A capacity is shared by several ops; an op alone on a resource runs as
+measured alone, even if the two directions of a link are slower together than one after the other.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from runtime.compiled import compiled_bare, floats, integers
 
 
 class Resource(StrEnum):
-    """Something that ops share."""
-
     __hash__ = str.__hash__  # a tenth of the time of an enumeration's own
 
     H2D = "h2d"  # bytes per second over the link, host to device
@@ -40,7 +37,6 @@ class Demand:
 
     @property
     def uncontended_s(self) -> float:
-        """How long the op takes when nothing slows it."""
         return self.overhead_s + self.alone_s
 
 
@@ -72,7 +68,7 @@ def draws(uses: Uses, region: Region) -> list[float]:
 
 
 class Filling(NamedTuple):
-    """What the filling of a number of ops writes on: taken once, as memory would take longer than what is computed in it."""
+    """Scratch memory of `fill`, allocated once: allocation takes longer than the computation."""
 
     draws: Any  # of each op on each resource at full speed, op by op
     speeds: Any
@@ -89,7 +85,6 @@ class Filling(NamedTuple):
 
 @compiled_bare
 def fill(n: int, on: Filling, capacity: Any) -> None:
-    """Max-min fair speeds of n ops by progressive filling."""
     n_resources = len(capacity)
     for r in range(n_resources):
         on.left[r] = capacity[r]

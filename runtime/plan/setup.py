@@ -73,8 +73,8 @@ class Setup:
         return self.workload.smaller if self.semantics.is_smaller(micro_batch) else self.workload.blocks
 
     def alike(self, micro_batches: range) -> list[tuple[int, int]]:
-        """One of each sort of these micro-batches, and how many are of that sort: the first and the last of a step move their
-        gradients differently from those between, and the last may be smaller."""
+        """One micro-batch of each sort, and the sort's size: the first and the last of a step move their gradients differently, and
+        the last may be smaller."""
         if self.semantics.sum_groups > 1:
             return _summed_alike(self.semantics, micro_batches)
         last = self.semantics.n_micro_batches - 1
@@ -88,16 +88,15 @@ class Setup:
         return self.policy.accumulation_group >= self.semantics.n_micro_batches
 
     def stored(self) -> dict[str, str]:
-        """Dtypes of what a slot of `state` has for each trained element, by name and in order; first what is uploaded. An fp32
-        master beside bf16 compute is split into the bf16 weight that is uploaded and the 16 bits that this lacks; split24 has
-        eight of them."""
+        """Dtypes of a `state` slot's arrays, by name and in order; the uploaded one is first. An fp32 master beside bf16 compute is
+        split into the uploaded bf16 weight and its missing 16 bits; split24 stores eight of them."""
         of = self.semantics
         lacks = {"fp32": "int16", "split24": "byte"}.get(of.master_dtype) if of.compute_dtype == "bf16" else None
         return {**({"weight": "bf16", "remainder": lacks} if lacks else {"master": of.master_dtype}), **of.optimizer.moments}
 
     def state_bytes(self, n_elements: int) -> dict[str, int]:
-        """Bytes of each of these for `n_elements`, a multiple of ALIGN_ELEMENTS; the last up to where a slot may end. Pad an array
-        after which another would begin a multiple of `ALIASED_BYTES` from one before it."""
+        """Bytes of each array for `n_elements`, a multiple of ALIGN_ELEMENTS; the last is padded to a slot's end. Pad an array so
+        that no two arrays begin a multiple of `ALIASED_BYTES` apart."""
         found, begins = {name: int(STORED_BYTES[dtype] * n_elements) for name, dtype in self.stored().items()}, [0]
         *padded, last = found
         for name in padded:
@@ -116,19 +115,19 @@ class Setup:
         return tuple(lane for lane in Lane if has.get(lane, True))
 
     def regions(self, block: int) -> list[tuple[int, int]]:
-        """First element and number of elements of what of the block's slots several ranks cut into equal parts: what it owns and
-        trains, and then a weight that is another's, cut as it is there."""
+        """(start, length) of each region sharded across ranks: the block's own trained weights, then a tied weight, sharded like
+        its owner."""
         blocks, n_pieces = self.workload.blocks, self.semantics.n_pieces
         owned, ties = blocks[block].piece_elements(n_pieces) * n_pieces, any(p.tied_to is not None for p in blocks[block].trained)
         return [(0, owned), *([(owned, blocks[0].piece_elements(n_pieces) * n_pieces)] if ties else [])]
 
     def slot_elements(self, block: int) -> int:
-        """Elements of a slot on the device that holds the block's weights: of several ranks, enough that all parts are equal."""
+        """Elements of a device slot that holds the block's weights; with several ranks, padded to equal shards."""
         of = self.workload.blocks[block]
         return self.gradient_elements(block) + of.slot_elements - of.trained_elements
 
     def part_elements(self, block: int) -> int:
-        """Of those, the ones whose masters and moments a rank has: its part is as long as any other's."""
+        """Elements of a rank's shard of masters and moments."""
         if self.semantics.ranks == 1:
             return self.workload.blocks[block].state_elements
         return self.regions(block)[0][1] // self.semantics.ranks
@@ -139,8 +138,6 @@ class Setup:
             return self.workload.blocks[block].trained_elements
         return sum(n for _, n in self.regions(block))
 
-    # -- frozen weights -----------------------------------------------------------------------------------------------
-
     def frozen_bytes(self, block: int) -> int:
         """Bytes of the frozen weights that a block owns, in the host's memory. The ranks of a host have one copy."""
         return sum(self.stored_bytes(p) for p in self.workload.blocks[block].parameters if p.frozen and p.tied_to is None)
@@ -150,8 +147,8 @@ class Setup:
         return -(-self.frozen_bytes(block) // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
 
     def uploaded(self, block: int) -> tuple[dict[str, int], int]:
-        """Byte at which each weight begins that a block owns, in a slot it is uploaded to, by name; and how many bytes all of them
-        take. What is trained comes first, of several ranks as much as all of them have."""
+        """Byte offset of each weight that a block owns, by name, in the slot it is uploaded to; and the bytes of all of them.
+        Trained weights come first, with those of all ranks."""
         of, item, places = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], dict[str, int]()
         at = item * self.gradient_elements(block)
         for p in of.parameters:
@@ -162,8 +159,8 @@ class Setup:
         return {p.name: item * trained[p.name] for p in of.trained if p.tied_to is None} | places, at
 
     def loaded(self, block: int, rank: int = 0) -> list[tuple[str, int, int, int]]:
-        """What a load of the block copies: of each run of bytes the operand that has it, the first one there and in `weights`, and
-        how many. Not what is trained on the device; and of what several ranks train, the rank's part."""
+        """Copies of a load: (operand, byte offset there, byte offset in `weights`, bytes). Weights trained on the device are not
+        among them; of weights that several ranks train, only the rank's shard is."""
         of, item, ranks = self.workload.blocks[block], ITEM_BYTES[self.semantics.compute_dtype], self.semantics.ranks
         if ranks > 1:
             cut = zip(("state", "tied"), self.regions(block), strict=False)
@@ -183,7 +180,7 @@ class Setup:
         return [run for run in runs if run[-1]]
 
     def frozen_on_host(self, block: int) -> tuple[dict[str, int], int]:
-        """Byte of a block's slot of `state`, or of `frozen`, at which each frozen weight that it owns begins, and the first one."""
+        """Byte offset of each frozen weight that a block owns, in its slot of `state` or `frozen`; and the first one's."""
         places, n_bytes = self.uploaded(block)
         first = 0 if self.is_alone(block) else self.part_elements(block) * ITEM_BYTES[self.semantics.compute_dtype]
         shift_bytes, names = first - n_bytes + self.frozen_bytes(block), {p.name for p in self.workload.blocks[block].trained}
@@ -203,33 +200,33 @@ class Setup:
         return self.semantics.base != "bf16" and any(map(self.is_packed, self.workload.blocks[block].parameters))
 
     def is_apart(self, block: int) -> bool:
-        """Whether the device holds what is trained of the block, with its gradient's fp32 sum, and the host what is frozen."""
+        """True if the device holds the block's trained weights, with their gradient's fp32 sum, and the host its frozen weights."""
         return block in self.policy.device_blocks and self.workload.blocks[block].is_mixed
 
     def is_alone(self, block: int) -> bool:
-        """Whether what is frozen of the block has a slot of the host's without what is trained."""
+        """True if the block's frozen weights have a host slot of their own."""
         return self.is_apart(block) or block in self.policy.disk_blocks
 
     def stays_loaded(self, block: int) -> bool:
-        """Whether what a load of the block brings is there already, from the first step of a run on: it stays, and is frozen."""
+        """True if one load lasts for a run: the loaded weights are frozen and resident."""
         is_frozen = not self.workload.blocks[block].trained or self.is_apart(block)
         return is_frozen and block in self.policy.resident_blocks
 
     def sum_dtype(self, block: int) -> Dtype:
-        """Dtype of a sum of the block's gradients: that of computing where it is of a single gradient, which a rank exchanges."""
+        """Dtype of a sum of the block's gradients; the compute dtype for a single gradient that a rank exchanges."""
         of = self.semantics
         is_one = of.ranks > 1 and of.n_micro_batches == 1 and self.workload.blocks[block].kind is BlockKind.LAYER
         return of.compute_dtype if is_one else "fp32"
 
     def exchanged_elements(self) -> int:
-        """Of each rank's part of a sum, how many are exchanged at a time."""
+        """Elements of each rank's part of a sum that are exchanged at a time."""
         ranks, largest = self.semantics.ranks, max(n for b in range(len(self.workload.blocks)) for _, n in self.regions(b))
         most = EXCHANGED_BYTES // ITEM_BYTES["fp32"] // ranks
         return min(largest // ranks, most - most % ALIGN_ELEMENTS)
 
     @cached_property
     def offsets(self) -> list[dict[str, int]]:
-        """Of each block the first element of each parameter, by name, in a slot on the device."""
+        """First element of each parameter, by name, in a device slot of each block."""
         blocks, found = self.workload.blocks, [block.offsets()[0] for block in self.workload.blocks]
         for b, block in enumerate(blocks if self.semantics.ranks > 1 else ()):  # the parts are longer
             found[b] |= {p.name: self.regions(b)[1][0] for p in block.trained if p.tied_to is not None}
@@ -237,21 +234,18 @@ class Setup:
             found[b] |= {p.name: found[b][p.name] + longer for p in block.parameters if p.frozen}
         return found
 
-    # -- the global gradient norm -------------------------------------------------------------------------------------
-
     def squares(self, block: int) -> bool:
-        """Whether the device sums the squares of the block's gradient."""
         return block in self.squared
 
     @cached_property
     def squared(self) -> list[int]:
-        """The blocks of whose gradients the device sums the squares."""
+        """Blocks whose squared gradient norm is computed on the device."""
         whole_there = can_square(self.workload, self.semantics) if self.policy.square_on_device else ()
         return sorted({*whole_there, *self.policy.device_blocks})
 
     def norm_numbers(self, block: int) -> int:
-        """Sums of squares of a block's gradient: one for each trained parameter; of several ranks, one for each tile of a rank's
-        part, of which each parameter and each piece may have a shorter one."""
+        """Sums of squares of a block's gradient: one for each trained parameter; with several ranks, one for each tile of a rank's
+        shard, where each parameter and each piece may have a shorter tile."""
         of = self.workload.blocks[block]
         if self.semantics.ranks == 1:
             return len(of.trained)
@@ -261,23 +255,15 @@ class Setup:
         """The most that others learn of a rank in a step: sums of squares, losses of micro-batches, and whether it is to end."""
         return sum(map(self.norm_numbers, range(len(self.workload.blocks)))) + self.semantics.n_micro_batches + 1
 
-    # -- counts -------------------------------------------------------------------------------------------------------
-
     def n_ops(self, kind: Kind, block: int) -> int:
-        """How many ops of a kind a step has for a block. Of what brings weights one for each of `uses`: there are fewer where
-        they are still in their slot, and one more for each group whose outputs are computed again."""
+        """Ops of `kind` per step for a block. Loads: one for each of `uses`; there are fewer where weights are still in their slot,
+        and one more for each group whose outputs are computed again."""
         row, n = OPS[kind], self.semantics.n_micro_batches
         if not row.where(self, block):
             return 0
-        match row.often:
-            case Often.STEP:
-                return 1
-            case Often.MICRO_BATCH:
-                return n
-            case Often.GRADIENT:
-                return 1 if self.reduced else n
-            case Often.USE:
-                return 1 if block in self.policy.resident_blocks else self.uses(block)
+        if row.often is Often.USE:
+            return 1 if block in self.policy.resident_blocks else self.uses(block)
+        return n if row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not self.reduced) else 1
 
     @cached_property
     def blocks_alike(self) -> dict[int, list[int]]:
@@ -306,12 +292,11 @@ class Setup:
         return Slot("state", block) if self.is_apart(block) else self.state_slot(block)
 
     def state_slot(self, block: int) -> Slot:
-        """Where a block's masters and moments lie."""
         on_device = self.policy.device_blocks
         return Slot("device_state", on_device.index(block)) if block in on_device else Slot("state", block)
 
     def staying_bytes(self, block: int) -> int:
-        """What a block's state takes of the device, if it is there, with the gradient that waits for the norm."""
+        """Device bytes of a block's state, with the gradient that waits for the norm."""
         of = self.workload.blocks[block]
         return sum(self.state_bytes(of.state_elements).values()) + of.trained_elements * ITEM_BYTES[self.gradient_dtype(block)]
 
@@ -338,7 +323,7 @@ class Setup:
         return again
 
     def of_tiers(self, layers: Sequence[int], name: str) -> list[int]:
-        """A number of what each of these layers saves, asked of one of each sort."""
+        """Field `name` of each layer's tier, computed once per distinct layer."""
         alike, saved = self.workload.first_alike, self.policy.saved
         sorts = [(alike[b], saved(b)) for b in layers]
         known = {sort: getattr(self.recompute(b), name) for sort, b in dict(zip(sorts, layers, strict=True)).items()}
@@ -359,10 +344,6 @@ class Setup:
     @property
     def device_arena_bytes(self) -> int:
         return sum(a.n_bytes for a in self.arenas if a.place is Place.DEVICE)
-
-    @property
-    def host_arena_bytes(self) -> int:
-        return sum(a.n_bytes for a in self.arenas if a.place is Place.HOST)
 
     @property
     def kept_bytes(self) -> int:
@@ -392,8 +373,8 @@ class Setup:
         return max(embedding.transient_bytes, head.transient_bytes - (0 if self.reduced else head.own_sum_bytes), unpacked)
 
     def checkpoint_bytes(self, weights_only: bool = False) -> int:
-        """Of the tensors in `checkpoint-N`: each parameter's weight, and unless `weights_only` its master and moments, if it is
-        trained. Besides them there is a tokenizer, and names. Of adapters, them alone, in fp32."""
+        """Bytes of the tensors in `checkpoint-N`: each weight, and unless `weights_only` masters and moments of trained weights.
+        With adapters: only the adapters, in fp32."""
         of, n_trained = self.semantics, self.workload.n_trained
         state_bytes = 0 if weights_only else sum(STORED_BYTES[dtype] for dtype in of.saved_state.values())
         weights_bytes = ITEM_BYTES["fp32"] * n_trained if of.train.lora else ITEM_BYTES[of.compute_dtype] * self.workload.n_params

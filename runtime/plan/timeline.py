@@ -25,12 +25,11 @@ FIRST_KEPT, LAST_KEPT = 2, 2  # of an op that repeats, a timeline keeps the firs
 
 
 def often(plan: Plan, span: Span) -> float:
-    """How many ops of its step a span stands for: one, or where repetitions are left out, its share of all."""
+    """Ops of a step that a span stands for: 1, or more where repetitions are left out."""
     return plan.often(span.op) / min(plan.often(span.op), FIRST_KEPT + LAST_KEPT)
 
 
 def is_kept(repetition: int, times: int) -> bool:
-    """Whether a timeline keeps this repetition of all."""
     return repetition < FIRST_KEPT or repetition >= times - LAST_KEPT
 
 
@@ -46,13 +45,12 @@ class Timeline:
         ends: dict[int, float] = {}
         for span in self.spans:
             ends[span.step] = max(ends.get(span.step, 0.0), span.end_s)
-        return [ends[step] for step in sorted(ends)]
+        return [end_s for _, end_s in sorted(ends.items())]
 
     @property
     def step_times_s(self) -> list[float]:
         """Time from one step's end to the next one's: one fewer than there are steps."""
-        ends = self.step_ends_s
-        return [b - a for a, b in pairwise(ends)]
+        return [b - a for a, b in pairwise(self.step_ends_s)]
 
     @property
     def total_s(self) -> float:
@@ -80,16 +78,8 @@ def chrome_trace(plan: Plan, tracks: dict[str, Timeline]) -> str:
             events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": str(lane)}})
         for span in timeline.spans:
             op = plan.ops[span.op] if plan.repeat is None else plan.repeat.op(plan.ops[span.op], span.repetition)
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": pid,
-                    "tid": lanes.index(op.lane) + 1,
-                    "name": op.name,
-                    "cat": str(op.kind),
-                    "ts": span.start_s * 1e6,  # the format counts in microseconds
-                    "dur": (span.end_s - span.start_s) * 1e6,
-                    "args": {"step": span.step, "op": str(op)} | ({"repetition": span.repetition} if span.repetition else {}),
-                }
-            )
+            event = {"ph": "X", "pid": pid, "tid": lanes.index(op.lane) + 1, "name": op.name, "cat": str(op.kind)}
+            times_us = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
+            repetition = {"repetition": span.repetition} if span.repetition else {}
+            events.append({**event, **times_us, "args": {"step": span.step, "op": str(op), **repetition}})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

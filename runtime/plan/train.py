@@ -27,10 +27,8 @@ Name = Annotated[str, Field(max_length=200, pattern=r"^[^\s]+$")]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank).
-
-    Of a stack of E experts A is (E rank, in), the experts one after the other; B (out, rank E), where they are innermost.
-    """
+    """y = x W^T + alpha/rank (dropout(x) A^T) B^T for each target projection: A is (rank, in), B (out, rank). Of a stack of E
+    experts A is (E rank, in), the experts one after the other; B (out, rank E), where they are innermost."""
 
     rank: Annotated[int, Field(gt=0, le=2**16)] = 16
     alpha: Annotated[float, Field(gt=0, lt=2**20)] = 32.0
@@ -49,8 +47,6 @@ _LORA = TypeAdapter(Lora)
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """What is trained: everything, or what one of these says."""
-
     lora: Lora | None = None
     names: tuple[Name, ...] = ()  # of parameters, `*` standing for anything
     layers: tuple[Natural, Natural] | None = None  # the first and the last, counted from 0 as their names are
@@ -94,12 +90,11 @@ ALL = Train()
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is a factor of an adapter."""
     return any(f".{factor}." in name for factor in ADAPTERS)
 
 
 def training(train: "str | Train | None", base: Base | None, gradient_dtype: Dtype | None = None) -> dict[str, Any]:
-    """The fields of `Semantics` that say what is trained, as in a file, if named. Gradients of adapters are fp32, as these are."""
+    """Fields of `Semantics` about trained weights, as in a file, if named. Adapters and their gradients are fp32."""
     found = parse_train(train) if isinstance(train, str) else train or Train()
     dtype = gradient_dtype or ("fp32" if found.lora is not None else None)
     fields = {"train": None if train is None else asdict(found), "base": base, "gradient_dtype": dtype}
@@ -110,7 +105,7 @@ _HOW = "write all, lora, lora:r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj,r
 
 
 def parse_train(text: str) -> Train:
-    """What a user says of it, in a word or with details; PlanError for anything else."""
+    """Parse `--train`; PlanError if it is not understood."""
     word, _, rest = text.strip().partition(":")
     match word:
         case "all" if not rest:
@@ -128,7 +123,7 @@ def parse_train(text: str) -> Train:
 
 
 def _parse_lora(text: str) -> Lora:
-    """Adapters as `r=16,alpha=32` says; alpha is twice the rank where it is not said."""
+    """Parse `r=16,alpha=32`; alpha is twice the rank by default."""
     pairs = [part.partition("=")[::2] for part in text.split(",") if part]
     said: dict[str, Any] = dict(pairs)
     if len(said) < len(pairs) or not said.keys() <= {"r", "alpha", "dropout", "targets", "rslora"} or said.get("rslora"):

@@ -95,10 +95,8 @@ class Saved(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One way to recompute a layer: what its forward saves, and what its backward computes again before gradients flow.
-
-    That ends as soon as the last tensor that autograd saves is there: the product after it is not run.
-    """
+    """One way to recompute a layer: what its forward saves, and what its backward computes again before gradients flow. That ends
+    as soon as the last tensor that autograd saves is there: the product after it is not run."""
 
     saved: Saved
     saved_bytes: Natural  # on the device from forward to backward, for one micro-batch, besides the input
@@ -149,10 +147,8 @@ class Block:
         return sum(m.flop for m in self.matmuls) + (self.attention.flop if self.attention else 0)
 
     def recompute(self, saved: Saved) -> Tier | None:
-        """What backward computes again if the forward leaves `saved` behind; None where the block has no such tier.
-
-        Where nothing is said of its input alone, that is the whole forward; of all, nothing.
-        """
+        """Recomputation in backward if the forward saves `saved`: by default the whole forward for its input, nothing for all. None
+        if the block has no such tier."""
         return self._recomputes.get(saved)
 
     @cached_property
@@ -168,28 +164,22 @@ class Block:
         return any(p.tied_to is not None for p in self.parameters)
 
     def offsets(self, owned_only: bool = False) -> tuple[dict[str, int], int]:
-        """Element offset of each parameter in a slot, by name, and the slot's element count; the same for every dtype.
-
-        What is trained comes first, and of that what the block owns: where there is nothing else, in gradients and moments, the
-        offsets are these, too.
-        """
-        offsets: dict[str, int] = {}
-        at = 0
+        """Element offset of each parameter in a slot, by name, and the slot's element count; the same for every dtype. Trained
+        weights come first, and of these the owned ones: their offsets in gradients and moments are the same."""
+        offsets, at = dict[str, int](), 0
         for p in sorted(self.parameters, key=lambda p: (p.frozen, p.tied_to is not None)):
-            if owned_only and p.tied_to is not None:
-                continue
-            offsets[p.name] = at
-            at += aligned_elements(p)
+            if not owned_only or p.tied_to is None:
+                offsets[p.name] = at
+                at += aligned_elements(p)
         return offsets, at
 
     @cached_property
     def trained(self) -> tuple[Parameter, ...]:
-        """What is not frozen of what the block uses."""
         return tuple(p for p in self.parameters if not p.frozen)
 
     @cached_property
     def trained_divisor(self) -> int:
-        """The largest number that divides the number of elements of every trained parameter; 0 where there is none."""
+        """The largest number that divides the number of elements of every trained parameter; 0 without any."""
         return math.gcd(*(p.n_elements for p in self.trained))
 
     @cached_property
@@ -198,7 +188,6 @@ class Block:
 
     @cached_property
     def n_trained(self) -> int:
-        """Parameters this block owns and trains."""
         return sum(p.n_elements for p in self.trained if p.tied_to is None)
 
     @cached_property
@@ -234,10 +223,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model cut into blocks, with the sizes of one micro-batch: block 0 the embedding, then layers, last the head.
-
-    `smaller`: the same blocks with the sizes of a last micro-batch that is smaller than the others, where there is one.
-    """
+    """A model cut into blocks, with the sizes of one micro-batch: block 0 the embedding, then layers, last the head. `smaller`: the
+    same blocks with the sizes of a last micro-batch that is smaller than the others, where there is one."""
 
     blocks: tuple[Block, ...]
     smaller: tuple[Block, ...] = ()
@@ -248,7 +235,6 @@ class Workload:
 
     @property
     def n_trained(self) -> int:
-        """Of the parameters, those that are trained."""
         return sum(b.n_trained for b in self.blocks)
 
     @property
@@ -266,18 +252,17 @@ class Workload:
 
     @cached_property
     def first_trained(self) -> int:
-        """The first block of which anything is trained: no backward goes below it, and its gradient is the last to be there."""
+        """The first block with trained weights: backward ends there."""
         return next((b for b, block in enumerate(self.blocks) if block.trained), len(self.blocks))
 
     @cached_property
     def mixed(self) -> tuple[int, ...]:
-        """The blocks that are trained in part."""
         return tuple(b for b, block in enumerate(self.blocks) if block.is_mixed)
 
     @cached_property
     def classes(self) -> list[list[int]]:
-        """Blocks that differ in nothing but names, and whether a backward comes to them: the embedding, each class of layers by its
-        first layer, the head."""
+        """Blocks that differ only in names: the embedding, each class of layers by its first layer, the head. Layers below the
+        first trained one, without a backward, are classes of their own."""
         found: dict[object, list[int]] = {}
         for b, sizes in enumerate(zip(self.blocks, self.smaller or self.blocks, strict=True)):
             found.setdefault((b >= self.first_trained, *map(_sizes, sizes)), []).append(b)
@@ -285,12 +270,11 @@ class Workload:
 
     @cached_property
     def first_alike(self) -> list[int]:
-        """Of each block, the first that differs from it in nothing but names."""
+        """For each block the first one that differs only in names."""
         return [first for _, first in sorted((b, blocks[0]) for blocks in self.classes for b in blocks)]
 
 
 def aligned_elements(p: Parameter) -> int:
-    """Elements that a parameter takes of a slot."""
     return -(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
@@ -298,26 +282,22 @@ _SIZES = tuple(field.name for field in fields(Block) if field.name not in ("name
 
 
 def _sizes(block: Block) -> tuple[object, ...]:
-    """All of a block but names."""
     parameters = tuple([(p.shape, p.tied_to, p.frozen) for p in block.parameters])
     return (parameters, *[getattr(block, name) for name in _SIZES])
 
 
 def loss_lanes(vocab: int) -> int:
-    """Partial sums of a row of logits under `loss: online`, 8 for each thread of a kernel's block: a function of the row alone.
-
-    A small vocabulary has fewer (96: 256), a large one 4,096.
-    """
+    """Partial sums of a row of logits under `loss: online`, 8 for each thread of a kernel's block: a function of the row alone. A
+    small vocabulary has fewer (96: 256), a large one 4,096."""
     return 8 * min(512, max(32, 1 << (-(-vocab // 8) - 1).bit_length()))
 
 
 def has_towers(config: dict[str, Any]) -> bool:
-    """Whether a configuration is one of a vision-language model, whose decoder of text alone is trained."""
+    """True for a vision-language model, of which only the text decoder is trained."""
     return isinstance(config.get("vision_config"), dict)
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a configuration says of the decoder of text: of a vision-language model a part of it, mostly."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
