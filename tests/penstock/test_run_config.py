@@ -10,16 +10,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from penstock import settings as run_settings
 from penstock.run_config import RunConfigError, read_run, run_text
-from penstock.settings import (
-    CheckpointSettings,
-    DataPart,
-    DataSettings,
-    EvaluationSettings,
-    OptimizerSettings,
-    RunSettings,
-    ScheduleSettings,
-)
+from penstock.settings import DataPart, DataSettings, EvaluationSettings, OptimizerSettings, RunSettings, ScheduleSettings
 
 DATA = "data: {path: corpus}\n"
 
@@ -40,7 +33,7 @@ RUN = st.builds(
         schedule=st.builds(ScheduleSettings, st.just("linear"), COUNT)
         | st.builds(ScheduleSettings, st.just("warmup-stable-decay"), COUNT, st.none() | COUNT, st.floats(0, 1)),
     ),
-    checkpoint=st.builds(CheckpointSettings, st.none() | COUNT, minutes=st.just(0.0) | ABOVE_0),
+    checkpoint=st.builds(run_settings.CheckpointSettings, st.none() | COUNT, minutes=st.just(0.0) | ABOVE_0),
     evaluation=st.builds(EvaluationSettings, st.none() | TEXT, prompts=st.lists(TEXT, max_size=3).map(tuple)),
     monitors=st.lists(st.sampled_from(["tensorboard", "wandb", "mlflow"]), max_size=3).map(tuple),
 )

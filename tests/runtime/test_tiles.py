@@ -14,22 +14,11 @@ from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.plan import Kind, Plan, Policy, saves
 from runtime.plan.workload import Block, Model, Saved
-from tests import real_layers
+from tests import real_layers, training
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, families, tiny_config
-from tests.training import (
-    differences,
-    fused,
-    kept_whole,
-    machine_for,
-    plan_of,
-    same_bits,
-    semantics_of,
-    state_of,
-    streamed,
-    trained,
-)
+from tests.training import differences, kept_whole, machine_for, plan_of, same_bits, semantics_of, state_of, streamed, trained
 
 from .test_replay import REMEMBERING, WIDE, device_bytes
 
@@ -52,7 +41,7 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(family: tuple[str,
         batch_size=batch_size,
         micro_batch=micro_batch,
         clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip"),
-        **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
+        **data.draw(st.sampled_from([{}, training.fused(model_type)]), label="kernels"),
     )
     dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
     overrides = {
