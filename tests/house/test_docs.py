@@ -115,9 +115,7 @@ def what_readers_have(folder: Path) -> None:
     ("page", "part"),
     [*(pytest.param(page, slice(None), id=page) for page in PAGES), pytest.param(PAGES[2], slice(3, 6), id="by hand")],
 )
-def test_every_command_of_a_page_prints_what_the_page_shows(
-    page: str, part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_of_a_page_prints_what_the_page_shows(page, part, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "132")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("planner.search.search.searched", answer)
