@@ -153,6 +153,11 @@ class CpuDevice(Device):
         return ThreadPoolExecutor(MOST_THREADS, initializer=settle, initargs=(cores, n_threads))
 
 
+def resident_bytes() -> int:
+    """Memory of this process that has physical pages."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def queued_s() -> float:
     """Seconds for which this thread wanted a core and had none, since it began; 0 where the kernel does not count them."""
     with suppress(OSError, ValueError, IndexError):

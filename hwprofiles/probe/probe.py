@@ -1,11 +1,9 @@
 """The probe: performs the list of measurements on a device, and writes the profile that they make."""
 
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from hwprofiles.schema import FORMAT_VERSION, Profile
@@ -14,6 +12,7 @@ from runtime.units import MiB, show_bytes, show_seconds
 
 from . import host_works, works
 from .cliffs import MARK, MOST_CHARACTERS, cliffs
+from .cpu import resident_bytes
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts
 from .measurements import DTYPES, Effort, Measurement, measurements
 from .numbers import HOST, Numbers, Result
@@ -70,8 +69,7 @@ class _Probe:
         free_before_bytes, total_bytes = self.device.memory()
         facts = self.device.facts()
         usable_bytes, context_bytes = self._memory(facts)
-        n_pages = int(Path("/proc/self/statm").read_text().split()[1])  # physical ones, before measuring takes memory of its own
-        process_bytes = n_pages * os.sysconf("SC_PAGE_SIZE")
+        process_bytes = resident_bytes()  # before measuring takes memory of its own
         rows = list(measurements(self.effort, facts, int(MOST_MEMORY_FRACTION * self.device.memory()[0])))
         try:
             for i, row in enumerate(rows):

@@ -218,9 +218,7 @@ def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
     assert block.boundary_bytes == gradient.numel() * gradient.element_size()
 
 
-def tiled_loss(
-    head: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: float | None
-) -> list[torch.Tensor]:
+def tiled_loss(head, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: float | None) -> list[torch.Tensor]:
     """Loss and gradients the obvious way: the norm once, then a backward for each tile of tokens."""
     norm, output = head.model.norm, head.lm_head  # type: ignore[union-attr]
     x = x.requires_grad_()

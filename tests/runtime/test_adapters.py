@@ -19,7 +19,6 @@ from penstock.training.validation import evaluate
 from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload
 from planner.predict.computing import Computing, moved_bytes
-from runtime.batch import Batch
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import execute
@@ -178,10 +177,8 @@ def test_partners_are_computed_for_one_input_alone() -> None:
                 for p, x in of
             ]
             to = [*leaves.values(), *(p for part in parts for p in part.parameters() if p.requires_grad)]
-            found, wanted = (
-                torch.autograd.grad([y.sin().sum() for y in outputs], to, allow_unused=True)
-                for outputs in ([part(x) for part, x in of], plain)
-            )
+            both = [[y.sin().sum() for y in outputs] for outputs in ([part(x) for part, x in of], plain)]
+            found, wanted = (torch.autograd.grad(sums, to, allow_unused=True) for sums in both)
             torch.testing.assert_close(found, wanted)
 
 
@@ -315,12 +312,7 @@ def ours(name: str) -> str:
 
 
 def trained_by_peft(
-    config: dict[str, Any],
-    semantics: Semantics,
-    lora: Lora,
-    begun: dict[str, torch.Tensor],
-    batches: Sequence[Batch],
-    settings: list[dict[str, Any]],
+    config, semantics: Semantics, lora: Lora, begun, batches, settings
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Adapters and losses of a common training loop, under autocast."""
     model = peft_of(config, semantics, begun, lora)
@@ -351,9 +343,8 @@ def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float,
     config = tiny_config(model_type)
     begun = initial_masters(config, semantics)
     machine = streamed(config, semantics, Policy(accumulation_group=4, save=saves(products=(1,))), machine_type=Remembering)
-    masters, losses = trained_by_peft(
-        config, semantics, LORA, begun, training.batches_of(96, 4, 16), training.settings_of_torch(N_STEPS)
-    )
+    data = training.batches_of(96, 4, 16), training.settings_of_torch(N_STEPS)
+    masters, losses = trained_by_peft(config, semantics, LORA, begun, *data)
     assert [machine.results[step].loss for step in range(N_STEPS)] == pytest.approx(losses, rel=of_loss)
     found = training.state_of(machine)[0]
     assert found.keys() == masters.keys()

@@ -176,10 +176,8 @@ def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention)
 @pytest.mark.soak
 def test_the_law_holds_at_2048_tokens_with_the_default_attention():
     """Several tiles of keys in the attention kernel, and several tiles of the loss."""
-    config, semantics = (
-        tiny_config("llama"),
-        semantics_of("llama", seq_len=2048, batch_size=2, loss_tile_tokens=1024, **fused("llama")),
-    )
+    config = tiny_config("llama")
+    semantics = semantics_of("llama", seq_len=2048, batch_size=2, loss_tile_tokens=1024, **fused("llama"))
     kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=2))
     for policy in (Policy(prefetch_depth=2), Policy(save=saves(attention=(1,), products=(2,)), spill_blocks=(1,))):
         assert same_state(kept, streamed(config, semantics, policy)), policy

@@ -187,9 +187,8 @@ def test_mxfp4_is_packed_to_the_nearest_and_once_for_good(weight, size):
     with chunks_of(size):
         packed = pack(weight, "mxfp4")
         found = unpacked(packed, weight.shape, "mxfp4", torch.float32)
-    assert same(unpacked(pack(found, "mxfp4"), weight.shape, "mxfp4", torch.float32), found), (
-        "of an unpacked weight nothing is lost"
-    )
+    again = unpacked(pack(found, "mxfp4"), weight.shape, "mxfp4", torch.float32)
+    assert same(again, found), "of an unpacked weight nothing is lost"
     columns = weight.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
     packed_columns = found.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
     for column, ours in zip(columns, packed_columns, strict=True):

@@ -44,11 +44,8 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(family: tuple[str,
         **data.draw(st.sampled_from([{}, training.fused(model_type)]), label="kernels"),
     )
     dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
-    overrides = {
-        "tie_word_embeddings": data.draw(st.booleans(), label="tied"),
-        "num_hidden_layers": 3,
-        "attention_dropout": dropout,
-    }
+    tied = data.draw(st.booleans(), label="tied")
+    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": 3, "attention_dropout": dropout}
     if model_type == "llama":
         overrides["mlp_bias"] = data.draw(st.booleans(), label="bias")
     key = tuple(overrides.items())
@@ -154,10 +151,8 @@ def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
         assert (whole.forward_flop, whole.parameters) == (tiled.forward_flop, tiled.parameters)
         weights = sum(p.n_elements for p in tiled.parameters if ".mlp." in p.name or "post_feedforward" in p.name)
         assert (whole.tile_sum_bytes, tiled.tile_sum_bytes) == (0, weights * (4 + 4 * (4 + 8)))  # four tiles, fp32
-    grown = [
-        blocks_of(16, seq_len, intermediate_size=128)[0].transient_bytes - blocks_of(16, seq_len)[0].transient_bytes
-        for seq_len in (1024, 4096)
-    ]
+    wide, narrow = ([blocks_of(16, n, **size)[0] for n in (1024, 4096)] for size in ({"intermediate_size": 128}, {}))
+    grown = [a.transient_bytes - b.transient_bytes for a, b in zip(wide, narrow, strict=True)]
     assert grown[0] == grown[1] <= 3 * 64 * 32 * 8 + 16 * 64 * 4 * 8
 
 

@@ -102,10 +102,8 @@ def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
     n_pieces=st.integers(1, 3),
 )
 def test_tensors_written_in_pieces_are_read_by_safetensors(tmp_path_factory, shapes, dtypes, n_pieces):
-    tensors = {
-        f"t{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
-    }
+    made = [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    tensors = {f"t{i}": tensor for i, tensor in enumerate(made)}
     if "t0" in tensors and tensors["t0"].dim():
         tensors["view"] = tensors["t0"].transpose(0, -1)
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
