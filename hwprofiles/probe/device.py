@@ -1,7 +1,4 @@
-"""The protocol of a device that a probe measures: CPU cores or a GPU, with the host beside it.
-
-`cpu.py` and `cuda.py` perform it with torch, tests with a machine whose rates are known.
-"""
+"""The protocol of a device that a probe measures: CPU cores or a GPU, with its host; in tests a machine of known rates."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

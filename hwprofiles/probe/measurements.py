@@ -201,11 +201,8 @@ def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterato
     before = works.product("bf16", *CLOCKED)
     yield Measurement(CLOCK, before)
     n_tokens, width, inner = effort.layer
-    behind = {
-        "fused": works.activation(n_tokens, inner),
-        "loss": works.loss(*LOGITS),
-        "unpack": works.unpacking("int8", 3 * ((inner, width), (width, inner))),
-        "narrow": works.narrow(n_tokens, width, inner, RANK),
-    }
+    behind = {"fused": works.activation(n_tokens, inner), "loss": works.loss(*LOGITS)}
+    behind["unpack"] = works.unpacking("int8", 3 * ((inner, width), (width, inner)))
+    behind["narrow"] = works.narrow(n_tokens, width, inner, RANK)
     for name, work in behind.items():
         yield Measurement(f"device.{name}_bytes_per_s", works.behind(before, work), less=CLOCK, is_optional=True)

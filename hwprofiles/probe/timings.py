@@ -109,9 +109,8 @@ class Stopwatch:
         wall_s = sum(seconds)
         first_s, last_s = statistics.median(seconds[:third]), statistics.median(seconds[-third:])
         cpu_s, steal_s = (sum(getattr(piece, name) for piece in pieces) for name in ("cpu_s", "steal_s"))
-        use = Use(cpu_s / wall_s, steal_s / wall_s, first_s / last_s)
         middle = Timing.of(seconds)
-        return middle._replace(value=middle.value / n, use=use)
+        return middle._replace(value=middle.value / n, use=Use(cpu_s / wall_s, steal_s / wall_s, first_s / last_s))
 
     def _n_per_batch(self, call_s: float, takes_turns: bool) -> int:
         batch_s = self.effort.window_s if takes_turns else self.effort.batch_s
