@@ -1,7 +1,6 @@
 """Rates between measured points: interpolation that keeps more work taking longer.
 
-Rates are interpolated in log space, so that more work takes longer wherever it does at the points, which `check_rising` holds.
-Outside the points the nearest one holds, and the answer says that it was outside.
+Log-linear, so that more work takes longer wherever it does at the points (`check_rising`). Outside, the nearest point is taken.
 """
 
 import math
@@ -49,10 +48,8 @@ def along(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def check_rising(rows: list[Row], y_power: int) -> None:
-    """ValueError where more work takes less time, along a row or from row to row: interpolation keeps what its corners hold.
-
-    Work grows as x, and as y to the power `y_power`.
-    """
+    """ValueError where more work, which grows as x and as y to the power `y_power`, takes less time along a row or from row to row:
+    interpolation is monotonic if its corners are."""
     ys = sorted({y for _, row in rows for y, _ in row})
     along_y = [(x, y0, y1, y0**y_power / r0, y1**y_power / r1) for x, row in rows for (y0, r0), (y1, r1) in pairwise(row)]
     along_x = [(y, x0, x1, x0 / along(row0, y), x1 / along(row1, y)) for (x0, row0), (x1, row1) in pairwise(rows) for y in ys]

@@ -68,9 +68,6 @@ def quantities(place: str, part: object) -> Iterator[tuple[str, Share]]:
         case BaseModel():
             for key in type(part).model_fields:
                 yield from quantities(f"{place}.{key}".lstrip("."), getattr(part, key))
-        case dict():
-            for key, item in part.items():
-                yield from quantities(f"{place}.{key}", item)
-        case tuple():
-            for i, item in enumerate(part):
+        case dict() | tuple():
+            for i, item in part.items() if isinstance(part, dict) else enumerate(part):
                 yield from quantities(f"{place}.{i}", item)

@@ -89,14 +89,10 @@ def _attention_rows(points: Sequence[AttentionPoint], backward: bool) -> list[Ro
     return rows_of((p.head_dim, p.seq_len, (p.backward_flop_per_s if backward else p.forward_flop_per_s).value) for p in points)
 
 
-def _rising_products(points: tuple[MatmulPoint, ...]) -> tuple[MatmulPoint, ...]:
-    check_rising(_matmul_rows(points), y_power=2)
-    return points
-
-
-def _rising_attention(points: tuple[AttentionPoint, ...]) -> tuple[AttentionPoint, ...]:
-    for backward in (False, True):
-        check_rising(_attention_rows(points, backward), y_power=2)
+def _rising(points: tuple[Any, ...]) -> tuple[Any, ...]:
+    is_matmul = isinstance(points[0], MatmulPoint)
+    for rows in [_matmul_rows(points)] if is_matmul else [_attention_rows(points, backward) for backward in (False, True)]:
+        check_rising(rows, y_power=2)
     return points
 
 
@@ -111,29 +107,18 @@ def _rising_copies(points: tuple[CopyPoint, ...]) -> tuple[CopyPoint, ...]:
     return points
 
 
-def _in_both_dtypes(found: dict[Dtype, Any]) -> dict[Dtype, Any]:
-    if missing := [dtype for dtype in get_args(Dtype) if dtype not in found]:
+def _in_both_dtypes(rates: dict[Any, Any]) -> dict[Any, Any]:
+    """Rates by dtype; or by kernel and dtype, where those of `flash` are complete."""
+    if missing := [dtype for dtype in get_args(Dtype) if dtype not in rates.get("flash", rates)]:
         raise ValueError(f"no {' and no '.join(missing)}; give points or a law for each")
-    return found
-
-
-def _with_flash(found: dict[AttentionKernel, Any]) -> dict[AttentionKernel, Any]:
-    _in_both_dtypes(found.get("flash", {}))
-    return found
+    return rates
 
 
 AtLeastOne = Field(min_length=1)
-POINTS_OR_LAW = Discriminator(lambda value: FORMS[not isinstance(value, list | tuple)])
-Matmuls = Annotated[
-    Annotated[tuple[MatmulPoint, ...], AtLeastOne, AfterValidator(_rising_products), Tag(FORMS[0])]
-    | Annotated[ProductLaw, Tag(FORMS[1])],
-    POINTS_OR_LAW,
-]
-Attentions = Annotated[
-    Annotated[tuple[AttentionPoint, ...], AtLeastOne, AfterValidator(_rising_attention), Tag(FORMS[0])]
-    | Annotated[AttentionLaw, Tag(FORMS[1])],
-    POINTS_OR_LAW,
-]
+RISING, POINTS, LAW = AfterValidator(_rising), Tag(FORMS[0]), Tag(FORMS[1])
+EITHER = Discriminator(lambda value: FORMS[not isinstance(value, list | tuple)])
+Matmuls = Annotated[Annotated[tuple[MatmulPoint, ...], AtLeastOne, RISING, POINTS] | Annotated[ProductLaw, LAW], EITHER]
+Attentions = Annotated[Annotated[tuple[AttentionPoint, ...], AtLeastOne, RISING, POINTS] | Annotated[AttentionLaw, LAW], EITHER]
 
 
 class AttentionCall(NamedTuple):
@@ -172,7 +157,7 @@ class Device(Part):
     compute_threads: Size | None
     workspace_bytes: Share | None = None  # what kernels and libraries take besides the context once they have been used
     matmul: Annotated[dict[Dtype, Matmuls], AfterValidator(_in_both_dtypes)]
-    attention: Annotated[dict[AttentionKernel, dict[Dtype, Attentions]], AfterValidator(_with_flash)]
+    attention: Annotated[dict[AttentionKernel, dict[Dtype, Attentions]], AfterValidator(_in_both_dtypes)]
     norms: dict[NormKernel, NormRates] = {}
     pool_bytes: Quantity | None = None  # soldered memory of which the device's and the host's are parts; None: each has its own
 
@@ -455,7 +440,8 @@ def _explained(error: ValidationError) -> str:
         case "extra_forbidden":
             *above, key = first["loc"]
             missing = [str(e["loc"][-1]) for e in errors if e["type"] == "missing" and e["loc"][:-1] == tuple(above)]
-            near = get_close_matches(str(key), missing, 1, 0.4) or get_close_matches(str(key), {*_keys(Part)} - {key})
+            known = {name for part in Part.__subclasses__() for name in part.model_fields} - {key}
+            near = get_close_matches(str(key), missing, 1, 0.4) or get_close_matches(str(key), known)
             return f"{place}: unknown key; {f'write {near[0]}' if near else 'remove it'}"
         case "missing":
             return f"{place}: missing; add it, with its unit as named, or make the profile again with `penstock probe`"
@@ -470,8 +456,3 @@ def _explained(error: ValidationError) -> str:
             return "not a profile, which is a JSON object; make one with `penstock probe -o FILE`"
         case _:
             return f"{place}: {_plain(first['msg'])}; correct it, in the unit of its name"
-
-
-def _keys(part: type[Part]) -> list[str]:
-    """The keys of all parts of a profile."""
-    return [key for below in part.__subclasses__() for key in (*below.model_fields, *_keys(below))]

@@ -1,7 +1,4 @@
-"""Part of a profile that each of several devices has: of one machine, or of several.
-
-A profile says what one device does, and what the host has in all. Who plans for several gives each an equal part of the host.
-"""
+"""Part of a profile that each of several devices has, of one or several machines: one device, and an equal part of its host."""
 
 from runtime.errors import ProfileError
 

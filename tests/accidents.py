@@ -280,6 +280,5 @@ def full_disk(home: Path, rng: random.Random, n_trials: int) -> None:
 
 
 if __name__ == "__main__":
-    {"killed": killed, "terminated": terminated, "full_disk": full_disk}[sys.argv[1]](
-        Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4])
-    )
+    accident = {"killed": killed, "terminated": terminated, "full_disk": full_disk}[sys.argv[1]]
+    accident(Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4]))

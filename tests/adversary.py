@@ -118,9 +118,8 @@ def cell(number: int) -> Cell:
     is_long = length.random() < 0.15
     of = _semantics(rng, length.choice(LONG_STEPS) if is_long else n_micro_batches)
     of = of if is_long else _in_sum_groups(of, random.Random(f"sums of cell {number}"))
-    model, workload = (
-        _real(rng, of, n_layers) if rng.random() < 0.5 else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
-    )
+    is_real = rng.random() < 0.5
+    model, workload = _real(rng, of, n_layers) if is_real else (Model({}, name="drawn"), drawn_workload(rng, of, n_layers))
     of = of if is_long else _in_ranks(of, workload, random.Random(f"ranks of cell {number}"))
     if model.config and (partly := _trained_in_part(of, model, random.Random(f"trained of cell {number}"))) is not None:
         of, workload = partly
@@ -138,9 +137,8 @@ def cell(number: int) -> Cell:
     if rng.random() < 0.6:  # barely enough for some policy, or somewhat more
         needs = found.needs(drawn_policy(rng, found))
         roomy = rng.choice((1.0, 1.0, 1.05, 1.3, 2.0))
-        profile = with_any_memory(
-            machine, int(needs.device_peak_bytes * roomy), int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
-        )
+        host_bytes = int(needs.host_peak_bytes * rng.choice((1.0, 1.2, 2.0)))
+        profile = with_any_memory(machine, int(needs.device_peak_bytes * roomy), host_bytes)
     return replace(found, profile=profile)
 
 
@@ -175,9 +173,8 @@ def _trained_in_part(of: Semantics, model: Model, rng: random.Random) -> tuple[S
     if rng.random() < 0.66 or (of.compute_dtype, of.master_dtype) == ("bf16", "bf16"):
         return None
     last = model.config["num_hidden_layers"] - 1
-    train = rng.choice(
-        ("lora", "lora:r=64", "lora:targets=q_proj", "names:*norm*", f"layers:{rng.randint(0, last)}-{last}", "layers:0")
-    )
+    lora = ("lora", "lora:r=64", "lora:targets=q_proj")
+    train = rng.choice((*lora, "names:*norm*", f"layers:{rng.randint(0, last)}-{last}", "layers:0"))
     base = rng.choice(("bf16", "nf4", "int8", "fp8")) if train.startswith("lora") else "bf16"
     of = replace(of, train=parse_train(train), base=base, gradient_dtype=rng.choice((of.gradient_dtype, "fp32")))
     return of, build_workload(model, of)
@@ -313,9 +310,8 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
 
     def update(rng: random.Random) -> Policy:
         other = rng.choice(list(Update)) if eager_is_legal(s) else Update.DEFERRED
-        return replace(
-            policy, update=other, speculate_blocks=(), device_blocks=policy.device_blocks if other is Update.DEFERRED else ()
-        )
+        device_blocks = policy.device_blocks if other is Update.DEFERRED else ()
+        return replace(policy, update=other, speculate_blocks=(), device_blocks=device_blocks)
 
     def stay(rng: random.Random) -> Policy:
         may = places_to_stay(frame(of.model, workload, s, policy), of.profile)

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu"),
-    *("--disable-dev-shm-usage", "--hide-scrollbars", "--virtual-time-budget=5000"),
-)
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
+FLAGS += ("--virtual-time-budget=5000",)
 WIDTH = 1240
 PATIENCE_S = 120  # a busy machine starts a browser slowly
 PROBLEMS = "<script>const problems = []; addEventListener('error', event => problems.push(event.message))</script>"

@@ -169,20 +169,18 @@ def cases(types: tuple[str, ...]) -> list[tuple[str, str, str, str]]:
     return found
 
 
+NO_KERNELS: Mapping[str, Any] = MappingProxyType({})
 SIZES = ((2, 48), (1, 160))  # several sequences, and a long one
 
 # Experts whose rows, not their weights or attention, decide what memory a layer needs
 MANY = (64, 16)
 _SPARSE = {"num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 8, "num_hidden_layers": 1, "mlp_only_layers": []}
-ROW_HEAVY: tuple[dict[str, Any], ...] = (
-    {"hidden_size": 128, "intermediate_size": 48, "moe_intermediate_size": 48, **_SPARSE},
-    {"hidden_size": 32, "intermediate_size": 96, "moe_intermediate_size": 96, **_SPARSE},
+ROW_HEAVY = tuple(
+    {"hidden_size": n, "intermediate_size": k, "moe_intermediate_size": k, **_SPARSE} for n, k in ((128, 48), (32, 96))
 )
 
 
-def layers_of(
-    case: tuple[str, str, str, str], batch: int, seq_len: int, kernels: Mapping[str, Any] = MappingProxyType({}), **overrides: Any
-) -> Iterator[tuple[Block, Any, torch.Tensor, dict[str, Any]]]:
+def layers_of(case, batch: int, seq_len: int, kernels=NO_KERNELS, **overrides) -> Iterator[tuple[Block, Any, torch.Tensor, dict]]:
     """Each layer's prediction next to the real layer and its input; `kernels` are fields of the semantics, of which the real layer
     trains what they say."""
     model_type, attention, dtype, experts = case

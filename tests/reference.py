@@ -71,9 +71,7 @@ def at_random(x: torch.Tensor, key: int, is_root: bool = False) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16).view(x.shape)
 
 
-def lean_step(
-    semantics: Semantics, name: str, master: torch.Tensor, moments: list[torch.Tensor], g: torch.Tensor, s: dict, n_updates: int
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def lean_step(semantics: Semantics, name: str, master: torch.Tensor, moments, g: torch.Tensor, s: dict, n_updates: int):
     """A master as the fp32 number that it is, and its moments, after an update by an optimizer that keeps less."""
     (beta1, beta2), lr, wide = s["betas"], s["lr"], [moment.float() for moment in moments]
     by = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
@@ -357,14 +355,9 @@ def train(config: dict, semantics: Semantics, masters: dict[str, torch.Tensor], 
     first = dict(settings[0])
     decay = first.pop("weight_decay", 0.0)
     no_decay = [n for n in masters if masters[n].dim() == 1 or "norm" in n or n.endswith("bias")]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [masters[n] for n in masters if n not in no_decay], "weight_decay": decay},
-            {"params": [masters[n] for n in no_decay], "weight_decay": 0.0},
-        ],
-        fused=True,
-        **first,
-    )
+    decaying = {"params": [masters[n] for n in masters if n not in no_decay], "weight_decay": decay}
+    others = {"params": [masters[n] for n in no_decay], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([decaying, others], fused=True, **first)
     result, n_updates = Reference({}, {}, {}, [], [], {name: p.data for name, p in frozen.items()}), 0
     of_lean = {name: [torch.zeros_like(p.data) for _ in semantics.optimizer.moments] for name, p in masters.items()}
     for batch, of_step in zip(batches, settings, strict=True):
@@ -468,17 +461,13 @@ def by_halves(x: torch.Tensor) -> torch.Tensor:
     return by_halves(x[..., :n] + x[..., n:]) if n else x[..., 0]
 
 
-def micro_batch_sums(
-    model: torch.nn.Module, parameters: dict[str, torch.Tensor], semantics: Semantics, batch
-) -> tuple[dict[str, torch.Tensor], float]:
+def micro_batch_sums(model: torch.nn.Module, parameters, semantics: Semantics, batch) -> tuple[dict[str, torch.Tensor], float]:
     """fp32 sums of the micro-batches' gradients, by name, and the mean loss; a tied weight gets its two sums added at the end."""
     micro_batches = torch.arange(semantics.batch_size).split(semantics.micro_batch)
     of_a_group = len(micro_batches) // semantics.sum_groups
     n_supervised, losses = int((batch.targets != -100).sum()), []
-    groups = [
-        group_sums(model, parameters, semantics, batch, micro_batches[first : first + of_a_group], n_supervised, losses)
-        for first in range(0, len(micro_batches), of_a_group)
-    ]
+    cut = [micro_batches[first : first + of_a_group] for first in range(0, len(micro_batches), of_a_group)]
+    groups = [group_sums(model, parameters, semantics, batch, group, n_supervised, losses) for group in cut]
     sums = tree_sum(groups)
     of_head = sums.pop("head")
     for name in (name for name, p in parameters.items() if p is model.lm_head.weight):
@@ -494,15 +483,7 @@ def tree_sum(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: left[name] + right[name] for name in left}
 
 
-def group_sums(
-    model: torch.nn.Module,
-    parameters: dict[str, torch.Tensor],
-    semantics: Semantics,
-    batch,
-    micro_batches: list[torch.Tensor],
-    n_supervised: int,
-    losses: list[float],
-) -> dict[str, torch.Tensor]:
+def group_sums(model, parameters, semantics: Semantics, batch, micro_batches, n_supervised: int, losses) -> dict[str, torch.Tensor]:
     """Of some micro-batches, in order, from zero; what the head's weight gets of the loss is named `head`."""
     body, head = model.model, model.lm_head.weight
     cap = getattr(model.config, "final_logit_softcapping", None)

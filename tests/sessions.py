@@ -1,7 +1,7 @@
 """Sessions of tiny models for the tests of training and checkpoints: no file is read, and a run takes a second."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import numpy as np
 from penstock.checkpoint.checkpoint import State, identity, latest, load_state, put_back, refuse_another, whole
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
-from penstock.training.trainer import Metrics, Trainer
+from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
 from runtime.machines.torch_machine import CpuMachine
 from runtime.plan import Policy
@@ -43,12 +43,7 @@ def resumed(session: Session, state: State | None = None) -> Session:
     return replace(session, first_step=state.step)
 
 
-def train(
-    session: Session,
-    n_steps: int = 4,
-    on_step: Callable[[Metrics], None] = lambda metrics: None,
-    validations: Sequence[Validation] = (),
-) -> Session:
+def train(session: Session, n_steps: int = 4, on_step=lambda metrics: None, validations: Sequence[Validation] = ()) -> Session:
     """Train it up to `n_steps`."""
     session = replace(session, n_steps=n_steps)
     Trainer(session, on_step, validations).train()

@@ -111,10 +111,8 @@ def semantics(draw: st.DrawFn, max_micro_batches: int = 4) -> Semantics:
 
 
 # What of any workload trains something
-ADAPTED = (
-    *(Train(lora=Lora(rank=rank, targets=("up_proj", "down_proj"))) for rank in (8, 16)),
-    Train(lora=Lora(rank=3, targets=("up_proj",))),
-)
+_MLP = ("up_proj", "down_proj")
+ADAPTED = tuple(Train(lora=Lora(rank=n, targets=targets)) for n, targets in ((8, _MLP), (16, _MLP), (3, ("up_proj",))))
 PARTS = (
     Train(names=("*norm.weight",)),
     Train(names=("norm.weight", "*.down_proj.weight")),
@@ -129,12 +127,9 @@ PARTS = (
 @st.composite
 def frozen(draw: st.DrawFn, of: Semantics) -> Semantics:
     """The same where not all is trained; what is not may come packed."""
-    return replace(
-        of,
-        train=draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS)),
-        base=draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"])),
-        gradient_dtype=draw(st.sampled_from(["fp32", "fp32", of.gradient_dtype])),
-    )
+    train = draw(st.sampled_from(ADAPTED) | st.sampled_from(PARTS))
+    base = draw(st.sampled_from(["bf16", "nf4", "nf4", "int8", "fp8"]))
+    return replace(of, train=train, base=base, gradient_dtype=draw(st.sampled_from(["fp32", "fp32", of.gradient_dtype])))
 
 
 def as_trained(blocks: Sequence[Block], train: Train) -> tuple[Block, ...]:
@@ -187,15 +182,9 @@ def workloads(draw: st.DrawFn, of: Semantics, max_layers: int = 5) -> Workload:
     widths = st.sampled_from([8, 16]) | st.integers(1, 32) if of.base == "bf16" else st.sampled_from([16, 64])
     width, vocabulary = draw(widths), draw(st.integers(2, 64))
     boundary_bytes = tokens * width * item
-    embedding = Block(
-        "embedding",
-        BlockKind.EMBEDDING,
-        (Parameter("embed.weight", (vocabulary, width)),),
-        pointwise_bytes=2 * boundary_bytes,
-        n_kernels=1,
-        boundary_bytes=boundary_bytes,
-        transient_bytes=4 * vocabulary * width,
-    )
+    embed = (Parameter("embed.weight", (vocabulary, width)),)
+    sizes = {"pointwise_bytes": 2 * boundary_bytes, "boundary_bytes": boundary_bytes, "transient_bytes": 4 * vocabulary * width}
+    embedding = Block("embedding", BlockKind.EMBEDDING, embed, n_kernels=1, **sizes)
     layers = []
     for i in range(draw(st.integers(1 if of.train.layers is None else of.train.layers[1] + 1, max_layers))):
         inner = draw(st.integers(1, 64))

@@ -42,15 +42,8 @@ KEPT = ("master", "exp_avg", "exp_avg_sq", "frozen")  # of every parameter, or o
 ADAMW = AdamW(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 Tensors = dict[str, torch.Tensor]
 # Most of what a policy can ask for at once, of a model of at least four layers.
-EVERYTHING = Policy(
-    save=saves(products=(1,)),
-    offload_blocks=(1,),
-    spill_blocks=(2, 3),
-    accumulation_group=4,
-    update=Update.DEFERRED,
-    speculate_blocks=(0, 2),
-    gradient_slots=2,
-)
+_UPDATES = {"update": Update.DEFERRED, "speculate_blocks": (0, 2), "gradient_slots": 2, "accumulation_group": 4}
+EVERYTHING = Policy(save=saves(products=(1,)), offload_blocks=(1,), spill_blocks=(2, 3), **_UPDATES)
 
 
 def scheduled(step: int) -> AdamW:

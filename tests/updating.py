@@ -1,21 +1,11 @@
 """An optimizer step on one flat parameter, all on the calling thread."""
 
-import torch
-
 from runtime.host.chunks import Scratch
-from runtime.host.optimizer import ParamState, Step, SummedGradient, summed
-from runtime.plan.optimizer import Hyperparameters
+from runtime.host.optimizer import ParamState, Step, summed
 
 
-def update_(
-    to: ParamState,
-    gradient: torch.Tensor | SummedGradient,
-    factor: float,
-    n_updates: int,
-    settings: Hyperparameters,
-    start_from: ParamState | None = None,
-    scratch: Scratch | None = None,
-) -> None:
+def update_(to: ParamState, gradient, factor: float, n_updates: int, settings, start_from=None, scratch=None) -> None:
+    """The gradient: a tensor or a SummedGradient. The update starts from `to` unless another state is given."""
     own = scratch or Scratch()
     for task in Step(to, summed(gradient), factor, n_updates, settings, start_from).tasks():
         task(own)

@@ -1,7 +1,6 @@
 """Cliffs: where a machine is far slower than its parts promise.
 
-A cliff is a number that looks like any other in a profile and makes plans many times slower, because of something that can be
-mended or must be known. Each is a line that says what was found, against what, and what to do.
+A cliff is a number of a profile that makes plans many times slower, for a reason that the user can remove or must be told of.
 """
 
 from collections.abc import Iterator

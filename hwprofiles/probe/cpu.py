@@ -1,7 +1,6 @@
 """The CPU as a device: some cores compute, the others copy, update and sum.
 
-Work is timed on the threads and cores that the runtime would give it, by the wall clock. Processor time, steal time and time in the
-scheduler's queue are reported beside it; nothing is subtracted.
+Wall time on the threads and cores that the runtime would use; processor, steal and queue time are reported, not subtracted.
 """
 
 import os
@@ -11,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from .device import Device, Facts, Ready, Run
 from .host_works import LEAST_BYTES
 from .works import COLD_BYTES, HANDOVER, Call, Walk, Work, copying
 
+Split = Callable[[list[int]], tuple[list[int], list[int]]]
+Registered = Callable[[torch.Tensor], AbstractContextManager[object]]
 CPU = torch.device("cpu")
 DEVICE_SHARE = 0.25  # of the free memory, for the arena that stands in for a device
 SLOTS_BYTES = 68 * MiB  # a few device slots, used in turn
@@ -43,18 +44,14 @@ STEAL_FIELD = 8  # of a line of it: the name of the core comes first
 class CpuDevice(Device):
     """Cores of this machine; beside a GPU, the host's part of it."""
 
-    def __init__(
-        self,
-        split: Callable[[list[int]], tuple[list[int], list[int]]] = split_cores,
-        registered: Callable[[torch.Tensor], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    def __init__(self, split: Split = split_cores, registered: Registered = nullcontext) -> None:
         """`split`: cores into those that compute or feed a GPU, and the others. `registered`: keeps a slab registered for DMA.
         ProfileError where too little memory is free."""
         settle_allocator()  # as where a CPU trains
         self.all_cores = tuple(sorted(os.sched_getaffinity(0)))
         self.compute_cores, self.host_cores = map(tuple, split([*self.all_cores]))
         self.free_bytes = available_host_bytes() or 0
-        self._pools: dict[Sequence[int], Executor] = {}
+        self.pool = cache(self._new_pool)
         self._beside: list[Work] = []  # what is repeated now
         self._registered, self._slab_owner = registered, ExitStack()
         self._slab, self._walk = lru_cache(maxsize=1)(self._new_slab), lru_cache(maxsize=1)(self._new_walk)
@@ -150,12 +147,10 @@ class CpuDevice(Device):
             return self.all_cores
         return self.compute_cores if work.lane is Lane.GPU or work is HANDOVER else self.host_cores
 
-    def pool(self, cores: Sequence[int]) -> Executor:
+    def _new_pool(self, cores: tuple[int, ...]) -> Executor:
         """Threads on these cores, kept for the next work: a new one would start its library's threads anew."""
-        if cores not in self._pools:
-            n_threads = len(cores) if cores == self.compute_cores else 1
-            self._pools[cores] = ThreadPoolExecutor(MOST_THREADS, initializer=settle, initargs=(cores, n_threads))
-        return self._pools[cores]
+        n_threads = len(cores) if cores == self.compute_cores else 1
+        return ThreadPoolExecutor(MOST_THREADS, initializer=settle, initargs=(cores, n_threads))
 
 
 def resident_bytes() -> int:
@@ -165,10 +160,9 @@ def resident_bytes() -> int:
 
 def queued_s() -> float:
     """Seconds for which this thread wanted a core and had none, since it began; 0 where the kernel does not count them."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    return 0.0
 
 
 def counters_s(cores: Sequence[int]) -> tuple[float, float]:
@@ -190,12 +184,10 @@ def memory_nodes(allowed: Sequence[int], folder: Path = Path("/sys/devices/syste
     """Cores of each memory node that we may run on, by the node's number; a node without such cores is empty."""
     nodes: dict[int, tuple[int, ...]] = {}
     for place in folder.glob("node[0-9]*"):
-        try:
+        with suppress(OSError, ValueError):
             parts = [part.partition("-") for part in (place / "cpulist").read_text().strip().split(",") if part]  # as in 0-3,8
             cores = [core for first, _, last in parts for core in range(int(first), int(last or first) + 1)]
             nodes[int(place.name.removeprefix("node"))] = tuple(core for core in cores if core in allowed)
-        except (OSError, ValueError):
-            continue
     return tuple(nodes.get(i, ()) for i in range(max(nodes, default=-1) + 1)) or (tuple(allowed),)
 
 

@@ -1,7 +1,4 @@
-"""The protocol of a device that a probe measures: CPU cores or a GPU, with the host beside it.
-
-`cpu.py` and `cuda.py` perform it with torch, tests with a machine whose rates are known.
-"""
+"""The protocol of a device that a probe measures: CPU cores or a GPU, with its host; in tests a machine of known rates."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -64,13 +61,12 @@ class Ready(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Wall time of works in a row, and beside it: for how long other programs kept the one thread of the work from its core;
-    processor time of this process; and time that a hypervisor took from each core of the work, in the mean."""
+    """Times of works in a row."""
 
-    seconds: float
-    queued_s: float = 0.0
-    cpu_s: float = 0.0
-    steal_s: float = 0.0
+    seconds: float  # wall time
+    queued_s: float = 0.0  # for which other programs kept the one thread of the work from its core
+    cpu_s: float = 0.0  # processor time of this process
+    steal_s: float = 0.0  # that a hypervisor took from each core of the work, in the mean
 
 
 class Device(Protocol):

@@ -10,9 +10,9 @@ between arrays are those of real layers, never a power of two: two arrays 2^28 b
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,34 +67,30 @@ def layer_elements(n_bytes: int) -> int:
 
 def updates(n_threads: int, n_bytes: int = LEAST_BYTES) -> Work:
     """AdamW on split masters and bf16 gradients."""
-    return _of_threads("optimizer", "optimizer", update_tasks, optimizer.TASK_ELEMENTS, n_threads, n_bytes)
+    return _of_threads(Work("optimizer", "optimizer", tasks=update_tasks, amount=optimizer.TASK_ELEMENTS), n_threads, n_bytes)
 
 
 def squares(n_threads: int, n_bytes: int = LEAST_BYTES) -> Work:
     """Sums of squares for the gradient norm, over bf16 gradients that fill the slab."""
     amount = optimizer.TASK_ELEMENTS * ITEM_BYTES["bf16"]
-    return _of_threads("host memory", "sum of squares", square_tasks, amount, n_threads, n_bytes)
+    return _of_threads(Work("host memory", "sum of squares", tasks=square_tasks, amount=amount), n_threads, n_bytes)
 
 
 def traffic(n_cores: int, n_bytes: int = LEAST_BYTES) -> Work:
     """Copies within host memory by all cores; each byte is read and written."""
-    return _of_threads("host memory", "host copies", copy_tasks, 2 * TRAFFIC_BYTES, n_cores, n_bytes, is_on_all_cores=True)
+    task = Work("host memory", "host copies", tasks=copy_tasks, amount=2 * TRAFFIC_BYTES, is_on_all_cores=True)
+    return _of_threads(task, n_cores, n_bytes)
 
 
 def first_touch(n_bytes: int = LEAST_BYTES) -> Work:
     """Fresh memory of the allocator, written for the first time; the slab stays as it is."""
-    common: dict[str, Any] = {"tasks": touch_tasks, "n_tasks": 1, "slab_bytes": n_bytes}
-    return Work("host memory", "first touch", lane=Lane.CPU, amount=FRESH_BYTES, **common)
+    return Work("host memory", "first touch", lane=Lane.CPU, amount=FRESH_BYTES, tasks=touch_tasks, n_tasks=1, slab_bytes=n_bytes)
 
 
-def _of_threads(
-    kind: str, name: str, tasks: Callable[..., list[Task]], amount: float, n_threads: int, n_bytes: int, **fields: Any
-) -> Work:
-    """`amount`: of each task."""
-    n_tasks = TASKS_PER_THREAD * n_threads
-    name, point = f"{name} on {n_threads} threads", {"threads": n_threads}
-    common: dict[str, Any] = {"amount": n_tasks * amount, "point": point, "n_threads": n_threads, "slab_bytes": n_bytes}
-    return Work(kind, name, lane=Lane.CPU, tasks=tasks, n_tasks=n_tasks, **common, **fields)
+def _of_threads(task: Work, n: int, slab_bytes: int) -> Work:
+    """The work of n threads whose tasks are each as large as `task`."""
+    work = replace(task, name=f"{task.name} on {n} threads", lane=Lane.CPU, slab_bytes=slab_bytes, n_tasks=TASKS_PER_THREAD * n)
+    return replace(work, amount=work.n_tasks * task.amount, point={"threads": n}, n_threads=n)
 
 
 # -- tasks of one walk through a slab, which the first call fills --------------------------------------------------------

@@ -1,7 +1,7 @@
 """List of measurements: which works are timed, beside what, and the number of a profile that each becomes."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
@@ -24,6 +24,7 @@ CLOCKED_FRACTION = 0.9  # of the time of such a kernel and its product that may 
 SEEN = "seen."  # of numbers that a profile has no place for: they widen spreads, or are cliffs
 ALONE, BESIDE = f"{SEEN}alone.", f"{SEEN}beside."  # of a kind's work, without and with those of other lanes
 QUICKER = {"host_bytes": 6, "point_s": 2, "batch_s": 2, "window_s": 2, "longest_s": 4, "warm_up_s": 3, "soak_s": 5}  # of an effort
+Shape = tuple[int, int, int]
 REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
 
 
@@ -31,7 +32,7 @@ REFERENCE, NODES, CLOCK = f"{SEEN}reference.", f"{SEEN}nodes.", f"{SEEN}clock"
 class Measurement:
     """One number."""
 
-    field: str  # its place in the profile, or a name below `SEEN`
+    field: str  # its place in the profile, or a name below `SEEN`; seconds if it ends in _s, but a rate if in _per_s
     work: Work
     key: str = ""  # of a point of the grid that is in that place
     beside: tuple[Work, ...] = ()  # repeated meanwhile
@@ -39,47 +40,39 @@ class Measurement:
     soak_s: float = 0.0  # of the same work, before it counts
     is_optional: bool = False  # where the device refuses, all of its field is left out
 
-    @property
-    def is_time(self) -> bool:
-        """Whether it is the seconds of the work, and not the rate at which its amount is done."""
-        return self.field.endswith("_s") and not self.field.endswith("_per_s")
-
-    @property
-    def follows_clock(self) -> bool:
-        """Whether clock and power are written beside it, and its spread covers what clocks lose."""
-        return self.key.endswith("flop_per_s")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Which points to measure, and how long to look at each: until `point_s` is used up, within the numbers of repeats."""
+    """Points to measure and time for each: until `point_s` is used up, within the numbers of repeats. Defaults are for a GPU."""
 
-    repeats: tuple[int, int]  # least and most
-    point_s: float
-    batch_s: float  # of works in a row that are timed as one
-    window_s: float  # the same, of several threads or beside other work, which take turns
-    longest_s: float  # a work that takes longer is run once, or left out
+    repeats: tuple[int, int] = (5, 11)  # least and most
+    point_s: float = 0.5
+    batch_s: float = 0.04  # of works in a row that are timed as one
+    window_s: float = 0.04  # the same, of several threads or beside other work, which take turns
+    longest_s: float = 1.5  # a work that takes longer is run once, or left out
     sustained_s: float = 1.5  # of a work of the host's threads
     piece_s: float = 0.1  # of it, of which the median counts
     host_bytes: int = 12 * GB  # of the slab that such works walk through, at most
-    warm_up_s: float = 0.0  # of the reference
-    soak_s: float = 0.0  # of each product, before its rate counts; 0: there are no clocks to wait for
-    every: Mapping[Dtype, int]  # of the points below: 2 is every other one
-    tokens: Sequence[int]  # m of products
-    widths: Sequence[int]  # k and n
-    odd_shapes: Sequence[tuple[int, int, int]]  # m, k, n
-    reference: int  # m, k and n of the product that is soaked first, and measured again in the end
-    seq_lens: Sequence[int]
-    n_heads: int
-    layer: tuple[int, int, int]  # tokens, width, and width inside the MLP, of eager calls and the norm
-    tiny_bytes: int  # of a copy that is all latency
-    copy_bytes: Sequence[int]
-    piece_bytes: int  # of a copy where not its size but the company is measured
+    warm_up_s: float = 8.0  # of the reference
+    soak_s: float = 2.5  # of each product before its rate counts: another team's worst error of a step fell from 10 to 4 % with it
+    every: Mapping[Dtype, int] = field(default_factory=lambda: {"bf16": 1, "fp32": 2})  # of the points below: 2 is every other one
+    # Tokens (m of products) and widths (k, n) of models from 1 to 400 billion parameters; their MLPs and vocabularies are the odd
+    # ones. With every other point these have tokens that squares have too: a row of one point says nothing of other widths.
+    tokens: Sequence[int] = (512, 1024, 2048, 4096, 8192, 16384)
+    widths: Sequence[int] = (1024, 2048, 4096, 8192, 16384)
+    odd_shapes: Sequence[Shape] = ((8192, 8192, 29568), (4096, 4096, 14336), (2048, 4096, 131072), (4096, 14336, 4096))
+    reference: int = 8192  # m, k and n of the product that is soaked first, and measured again in the end
+    seq_lens: Sequence[int] = (1024, 2048, 4096, 8192, 16384, 32768)
+    n_heads: int = 16
+    layer: Shape = (8192, 3584, 18944)  # tokens, width, and width inside the MLP, of eager calls and the norm
+    tiny_bytes: int = 4 * KiB  # of a copy that is all latency
+    copy_bytes: Sequence[int] = tuple(64 * KiB * 4**i for i in range(8))
+    piece_bytes: int = 64 * MiB  # of a copy where not its size but the company is measured
 
     def quick(self) -> "Effort":
         """Every other point, and shorter looks at them."""
         every = {dtype: 2 * n for dtype, n in self.every.items()}
-        less: dict[str, Any] = {field: type(value)(value / by) for field, by in QUICKER.items() for value in [getattr(self, field)]}
+        less: dict[str, Any] = {name: type(value)(value / by) for name, by in QUICKER.items() for value in [getattr(self, name)]}
         return replace(self, repeats=(3, self.repeats[1] // 2), every=every, **less)
 
 
@@ -89,6 +82,8 @@ CPU = Effort(
     batch_s=0.002,
     window_s=0.2,
     longest_s=1.2,
+    warm_up_s=0.0,
+    soak_s=0.0,
     every={"bf16": 1, "fp32": 1},
     tokens=(64, 128, 256, 512, 1024, 2048, 4096),
     widths=(128, 192, 256, 384, 512, 768, 1024, 1536),
@@ -101,35 +96,12 @@ CPU = Effort(
     copy_bytes=tuple(64 * KiB * 4**i for i in range(6)),
     piece_bytes=8 * MiB,
 )
-GPU = Effort(
-    repeats=(5, 11),
-    point_s=0.5,
-    batch_s=0.04,
-    window_s=0.04,
-    longest_s=1.5,
-    warm_up_s=8.0,
-    soak_s=2.5,  # another team's worst error of a step fell from 10 to 4 % with it
-    every={"bf16": 1, "fp32": 2},
-    # Tokens and widths of models from 1 to 400 billion parameters: their MLPs and their vocabularies are the odd ones. With every
-    # other point these have tokens that squares have too: a row of one point says nothing of other widths.
-    tokens=(512, 1024, 2048, 4096, 8192, 16384),
-    widths=(1024, 2048, 4096, 8192, 16384),
-    odd_shapes=((8192, 8192, 29568), (4096, 4096, 14336), (2048, 4096, 131072), (4096, 14336, 4096)),
-    reference=8192,
-    seq_lens=(1024, 2048, 4096, 8192, 16384, 32768),
-    n_heads=16,
-    layer=(8192, 3584, 18944),
-    tiny_bytes=4 * KiB,
-    copy_bytes=tuple(64 * KiB * 4**i for i in range(8)),
-    piece_bytes=64 * MiB,
-)
+GPU = Effort()
 
 
 def measurements(effort: Effort, facts: Facts, room_bytes: int) -> Iterator[Measurement]:
-    """All that is measured, in this order. What takes more than `room_bytes` of the device's memory is left out.
-
-    DeviceOutOfMemory where nothing is left of what every profile has.
-    """
+    """All measurements in their order, without works that need more than `room_bytes` of device memory; DeviceOutOfMemory if a part
+    that every profile has is left with none."""
     sizes = [n for n in effort.copy_bytes[:: effort.every["bf16"]] if 2 * n <= room_bytes and 4 * n <= facts.host_bytes]
     if not sizes:
         raise DeviceOutOfMemory(f"not even two pieces of {show_bytes(effort.copy_bytes[0])} fit device and host")
@@ -209,10 +181,8 @@ def _attention(effort: Effort, is_cpu: bool, dtype: Dtype, room_bytes: int, comp
 
 
 def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterator[Measurement]:
-    """Library calls, hand-overs between lanes, and what memory binds.
-
-    A CPU's memory rate is that of a layer's eager calls; a GPU's that of one large kernel, beside which it has one of eager calls.
-    """
+    """Library calls, hand-overs between lanes, and kernels bound by memory. The memory rate of a CPU is that of a layer's eager
+    calls; of a GPU that of one large kernel, and eager calls have a rate of their own."""
     call_s, eager_calls, calls = "device.kernel_overhead_s", works.eager(*effort.layer), works.library_calls(is_cpu)
     if is_cpu:
         yield from _slowdown(calls, company)
@@ -231,11 +201,8 @@ def _kernels(effort: Effort, is_cpu: bool, company: tuple[Work, ...]) -> Iterato
     before = works.product("bf16", *CLOCKED)
     yield Measurement(CLOCK, before)
     n_tokens, width, inner = effort.layer
-    behind = {
-        "fused": works.activation(n_tokens, inner),
-        "loss": works.loss(*LOGITS),
-        "unpack": works.unpacking("int8", 3 * ((inner, width), (width, inner))),
-        "narrow": works.narrow(n_tokens, width, inner, RANK),
-    }
+    behind = {"fused": works.activation(n_tokens, inner), "loss": works.loss(*LOGITS)}
+    behind["unpack"] = works.unpacking("int8", 3 * ((inner, width), (width, inner)))
+    behind["narrow"] = works.narrow(n_tokens, width, inner, RANK)
     for name, work in behind.items():
         yield Measurement(f"device.{name}_bytes_per_s", works.behind(before, work), less=CLOCK, is_optional=True)

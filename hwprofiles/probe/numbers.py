@@ -16,11 +16,9 @@ Result = tuple[Measurement, Timing, Load]  # with the seconds of its work, and w
 class Numbers:
     """Rates and times of all results: without overheads, and none above that of less work.
 
-    `seen`: those that a profile has no place for, by field. `slowdowns`: time beside other work over time alone, by kind.
-    `node_bytes_per_s`: of pinned copies to the device, by the memory node that they come from. `sustained_fraction`: rate of the
-    reference product in the end over that at first. `sustained`: circumstances of works of the host's threads. `link`: while copies
-    ran.
-    """
+    `seen`: those without a place in a profile, by field. `slowdowns`: time beside other work over time alone, by kind.
+    `node_bytes_per_s`: of pinned copies to the device, by memory node. `sustained_fraction`: last over first rate of the reference
+    product. `sustained`: circumstances of works of the host's threads. `link`: during copies."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self.results, self.values = results, _values(results)
@@ -41,9 +39,11 @@ class Numbers:
         for (row, seconds, load), value in zip(self.results, self.values, strict=True):
             if row.field not in self.seen:
                 slowdown = 1.0 if row.beside else self.slowdowns.get(row.work.kind, 1.0)
-                drift = 1 / self.sustained_fraction if row.follows_clock else 1.0
+                follows_clock = row.key.endswith("flop_per_s")  # clock and power go beside it; its spread covers what clocks lose
+                drift = 1 / self.sustained_fraction if follows_clock else 1.0
                 source = "probe" if seconds.use is None else HOST
-                _write(fields, row, value.widened(max(slowdown, drift)).quantity(source), load)
+                widened = value._replace(spread_fraction=max(value.spread_fraction, slowdown - 1, drift - 1))
+                _write(fields, row, widened.quantity(source), load if follows_clock else None)
         ways = [fields["link"][way]["duplex_bytes_per_s"] for way in ("h2d", "d2h")]
         both = Timing(sum(way["value"] for way in ways), max(way["spread_fraction"] for way in ways))
         fields["link"]["duplex_bytes_per_s"] = both.quantity()
@@ -54,15 +54,17 @@ def _values(results: Sequence[Result]) -> list[Timing]:
     call_s = {row.field: seconds.value / row.work.n_calls for row, seconds, _ in results}
     grids: dict[tuple[str, str], dict[int, tuple[tuple[float, float], Timing]]] = defaultdict(dict)
     for i, (row, seconds, _) in enumerate(results):
-        most_fraction = CLOCKED_FRACTION if row.less == CLOCK else 0.5
-        moving = seconds.less(row.work.n_calls * call_s[row.less], most_fraction) if row.less else seconds
-        grids[row.field, row.key][i] = row.work.size, moving
+        overhead_s = row.work.n_calls * call_s[row.less] if row.less else 0.0
+        most_s = (CLOCKED_FRACTION if row.less == CLOCK else 0.5) * seconds.value  # of overhead
+        grids[row.field, row.key][i] = row.work.size, seconds._replace(value=seconds.value - min(overhead_s, most_s))
     above = {i: seconds for grid in grids.values() for i, seconds in lifted(grid).items()}
-    times = {i: seconds._replace(value=seconds.value / results[i][0].work.n_calls) for i, seconds in above.items()}
-    return [times[i] if row.is_time else above[i].per_second(row.work.amount) for i, (row, _, _) in enumerate(results)]
+    numbers = [(row.field, row.work, above[i].value) for i, (row, _, _) in enumerate(results)]
+    is_time = [field.endswith("_s") and not field.endswith("_per_s") for field, _, _ in numbers]
+    values = [s / work.n_calls if is_s else work.amount / s for is_s, (_, work, s) in zip(is_time, numbers, strict=True)]
+    return [above[i]._replace(value=value) for i, value in enumerate(values)]
 
 
-def _write(fields: dict[str, Any], row: Measurement, number: dict[str, Any], load: Load) -> None:
+def _write(fields: dict[str, Any], row: Measurement, number: dict[str, Any], load: Load | None) -> None:
     *parents, last = row.field.split(".")
     for parent in parents:
         fields = fields.setdefault(parent, {})
@@ -73,4 +75,4 @@ def _write(fields: dict[str, Any], row: Measurement, number: dict[str, Any], loa
     point = next((point for point in points if row.work.point.items() <= point.items()), None)
     if point is None:
         points.append(point := dict(row.work.point))
-    point |= {row.key: number} | ({"clock_hz": load.clock_hz, "watts": load.watts} if row.follows_clock else {})
+    point |= {row.key: number} | ({"clock_hz": load.clock_hz, "watts": load.watts} if load else {})

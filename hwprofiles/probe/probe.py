@@ -41,8 +41,7 @@ def probed(device: Device, effort: Effort, progress: Progress, name: str = "this
     """Measure a device, its link and its host. ProfileError in one line where the device fails or its memory runs out."""
     probe = _Probe(device, effort, progress)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # in which torch says why it has no such kernel
+        with warnings.catch_warnings(action="ignore"):  # torch warns of each kernel that it does not have
             return probe.profile(name)
     except DeviceOutOfMemory as error:
         raise ProfileError(f"out of memory while measuring {probe.now}: {error}; end other programs and probe again") from None
@@ -173,11 +172,10 @@ class _Probe:
         }
         measured_on = facts.host if facts.is_cpu else f"{facts.name}; {facts.host}"
         common = {"date": date.today().isoformat(), "device": measured_on, "driver": facts.driver}
-        return {
-            name: {"kind": "measured" if name in ("probe", HOST, "memory") else "assumed", "detail": detail, **common}
-            for name, detail in details.items()
-            if name != "workspace" or not facts.is_cpu
-        }
+        if facts.is_cpu:
+            del details["workspace"]
+        kinds = {name: "measured" if name in ("probe", HOST, "memory") else "assumed" for name in details}
+        return {name: {"kind": kinds[name], "detail": detail, **common} for name, detail in details.items()}
 
     def _host(self, facts: Facts, numbers: Numbers) -> str:
         """Circumstances of every rate of the host's threads."""

@@ -1,14 +1,14 @@
 """Statistics of a probe: how often a work is repeated, and the median and spread of that.
 
-A device that slept is slow at first and one that is hot slow in the end: a work is soaked, and its times settle, before they count.
-All times are wall time. Of works of one thread, repeats into which other programs cut count only where too few others are left.
-Works of the host's threads are sustained: the median of pieces, with the processor time that they had.
+Wall times count once a work is soaked and its times settle: a device is slow when cold or hot. Repeats of one thread that other
+programs interrupt count only if too few others are left. Works of the host's threads are sustained: the median of pieces.
 """
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from .device import Device, Load, Ready, Run
@@ -46,23 +46,6 @@ class Timing(NamedTuple):
         deviation = statistics.median(abs(value - middle) for value in repeats)
         return Timing(middle, max(LEAST_SPREAD, 1.9 * deviation / middle))
 
-    def above(self, least_s: float) -> "Timing":
-        """The time; where it is not above that of less work, a time just above that, with as much more spread."""
-        least_s *= 1.001
-        return self if self.value > least_s else Timing(least_s, self.spread_fraction + least_s / self.value - 1)
-
-    def less(self, overhead_s: float, most_fraction: float = 0.5) -> "Timing":
-        """The time without overhead, which is never more than that fraction of it."""
-        return self._replace(value=max(self.value - overhead_s, self.value * (1 - most_fraction)))
-
-    def per_second(self, amount: float) -> "Timing":
-        """The rate at which `amount` is done in that time."""
-        return self._replace(value=amount / self.value)
-
-    def widened(self, slowdown: float) -> "Timing":
-        """The same with what other work costs it taken into the spread: its time beside that over its time alone."""
-        return self._replace(spread_fraction=max(self.spread_fraction, slowdown - 1))
-
     def quantity(self, source: str = "probe") -> dict[str, Any]:
         """A quantity of the profile's schema, as JSON values of six significant digits; sizes in bytes stay whole."""
         value = float(self.value) if isinstance(self.value, int) else float(f"{self.value:.6g}")
@@ -70,11 +53,13 @@ class Timing(NamedTuple):
 
 
 def lifted(times: Mapping[int, tuple[tuple[float, float], Timing]]) -> dict[int, Timing]:
-    """Times, given with the size of their work, each lifted above those of less work where noise made it shorter."""
+    """Times by the size of their work; one that noise made shorter than that of less work is raised just above it and widened."""
     done: list[tuple[float, float, float]] = []
     found = {}
     for i, ((x, y), timing) in sorted(times.items(), key=lambda item: item[1][0]):
-        found[i] = timing.above(max((s for x0, y0, s in done if x0 <= x and y0 <= y and (x0, y0) != (x, y)), default=0.0))
+        least_s = 1.001 * max((s for x0, y0, s in done if x0 <= x and y0 <= y and (x0, y0) != (x, y)), default=0.0)
+        spread_fraction = timing.spread_fraction + least_s / timing.value - 1
+        found[i] = timing if timing.value > least_s else Timing(least_s, spread_fraction)
         done.append((x, y, found[i].value))
     return found
 
@@ -101,7 +86,8 @@ class Stopwatch:
         while self.busy_s < soaked_s:
             self._run(ready, n)
         if self.effort.soak_s > 0:
-            self._settle(ready, n)
+            times = (self._run(ready, n).seconds for _ in range(MOST_SETTLING + 1))
+            any(abs(now_s / before_s - 1) < SETTLED_FRACTION for before_s, now_s in pairwise(times))  # runs until two times agree
         batch = Timing.of(self._repeats(ready, n))
         return batch._replace(value=batch.value / n)
 
@@ -123,21 +109,12 @@ class Stopwatch:
         wall_s = sum(seconds)
         first_s, last_s = statistics.median(seconds[:third]), statistics.median(seconds[-third:])
         cpu_s, steal_s = (sum(getattr(piece, name) for piece in pieces) for name in ("cpu_s", "steal_s"))
-        use = Use(cpu_s / wall_s, steal_s / wall_s, first_s / last_s)
         middle = Timing.of(seconds)
-        return middle._replace(value=middle.value / n, use=use)
+        return middle._replace(value=middle.value / n, use=Use(cpu_s / wall_s, steal_s / wall_s, first_s / last_s))
 
     def _n_per_batch(self, call_s: float, takes_turns: bool) -> int:
         batch_s = self.effort.window_s if takes_turns else self.effort.batch_s
         return max(1, min(math.ceil(batch_s / call_s), MOST_PER_BATCH))
-
-    def _settle(self, ready: Ready, n: int) -> None:
-        before_s = self._run(ready, n).seconds
-        for _ in range(MOST_SETTLING):
-            now_s = self._run(ready, n).seconds
-            if abs(now_s / before_s - 1) < SETTLED_FRACTION:
-                return
-            before_s = now_s
 
     def _repeats(self, ready: Ready, n: int) -> list[float]:
         """Seconds of each batch, the calm ones alone where there are enough of them."""

@@ -30,6 +30,7 @@ from runtime.units import KiB, MiB
 
 Call = Callable[[], object]  # does a work once; on a stream it returns at once
 Make = Callable[[torch.device, int], Call]  # on a device, with operands that rotate through that many bytes
+Operands = Callable[[torch.device], list[torch.Tensor]]
 Walk = Callable[[torch.Tensor, Callable[..., None]], list[Any]]  # tasks from end to end of a slab, filled by what performs calls
 Place = Literal["pinned", "pageable"]
 
@@ -37,10 +38,8 @@ COLD_BYTES = 260 * MiB  # of host memory for copies, far above a core's caches, 
 STRIDE_BYTES = 64 * KiB  # at least, from one copy's place to the next one's
 ROUNDS = 4  # of short kernels behind a product: its time is subtracted, and would else be most of what is timed
 # Left to itself torch takes cuDNN's attention where it thinks it faster, and a run takes the one that it is told to.
-BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-}
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+BACKENDS: dict[AttentionKernel, list[SDPBackend]] = {"flash": FLASH, "cudnn": [SDPBackend.CUDNN_ATTENTION]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +64,7 @@ class Work:
     is_on_all_cores: bool = False  # these threads are, not on the cores of their lane alone
 
 
+Passes = dict[str, Work]  # forward and backward
 HANDOVER = Work("hand-over", "hand-over between lanes", lane=Lane.CPU, n_calls=2)  # there and back
 
 
@@ -94,11 +94,9 @@ def product(dtype: Dtype, m: int, k: int, n: int) -> Work:
     return Work(f"{dtype} products", name, make, amount=3 * 2 * m * k * n, point=point, size=size, n_bytes=n_bytes)
 
 
-def attention(
-    dtype: Dtype, n_sequences: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel = "flash"
-) -> dict[str, Work]:
-    """Causal attention by one kernel, forward and backward; heads are next to each other in memory, as projections leave them."""
-    shape = (n_sequences, seq_len, n_heads, head_dim)
+def attention(dtype: Dtype, n: int, n_heads: int, seq_len: int, head_dim: int, kernel: AttentionKernel = "flash") -> Passes:
+    """Causal attention over n sequences by one kernel; heads are next to each other in memory, as projections leave them."""
+    shape = (n, seq_len, n_heads, head_dim)
 
     def operands(device: torch.device) -> list[torch.Tensor]:
         return [torch.randn(shape, dtype=DTYPE[dtype], device=device).transpose(1, 2) for _ in range(4)]
@@ -108,23 +106,23 @@ def attention(
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     name = f"{dtype} attention{'' if kernel == 'flash' else f' by {kernel}'} over {seq_len} tokens"
-    n_flop = 4 * n_sequences * n_heads * head_dim * (seq_len * (seq_len + 1) // 2)  # two products over the causal half
-    # Query, key, value, output, their gradients, and what a backward keeps in fp32.
-    common = {"point": {"seq_len": seq_len, "head_dim": head_dim}, "n_bytes": 12 * ITEM_BYTES[dtype] * math.prod(shape)}
-    return _passes(f"{dtype} attention", name, operands, call, n_flop, BACKWARD_ATTENTION, size=(head_dim, seq_len), **common)
+    n_flop = 4 * n * n_heads * head_dim * (seq_len * (seq_len + 1) // 2)  # two products over the causal half
+    n_bytes = 12 * ITEM_BYTES[dtype] * math.prod(shape)  # query, key, value, output, gradients, and what a backward keeps in fp32
+    point, size = {"seq_len": seq_len, "head_dim": head_dim}, (head_dim, seq_len)
+    work = Work(f"{dtype} attention", name, amount=n_flop, point=point, size=size, n_bytes=n_bytes)
+    return _passes(work, operands, call, BACKWARD_ATTENTION)
 
 
-def norm(n_tokens: int, width: int) -> dict[str, Work]:
+def norm(n_tokens: int, width: int) -> Passes:
     """An RMS norm in one kernel, in bf16, forward and backward: bytes of input and output, for the backward twice as many."""
 
     def operands(device: torch.device) -> list[torch.Tensor]:
-        shapes = (n_tokens, width), (width,), (n_tokens, width)
-        return [torch.randn(*shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+        return [_random(device, *shape) for shape in ((n_tokens, width), (width,), (n_tokens, width))]
 
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (width,), w, 1e-6)
 
-    return _passes("memory traffic", "fused norm", operands, call, 2 * n_tokens * width * ITEM_BYTES["bf16"], 2.0)
+    return _passes(Work("memory traffic", "fused norm", amount=2 * n_tokens * width * ITEM_BYTES["bf16"]), operands, call, 2.0)
 
 
 def behind(before: Work, work: Work) -> Work:
@@ -140,12 +138,11 @@ def behind(before: Work, work: Work) -> Work:
 
 
 def activation(n_tokens: int, inner: int) -> Work:
-    """Gated activation of an MLP by a run's kernels, in bf16, forward and backward. The backward counts twice the forward, as in
-    the planner's cost model."""
+    """Gated activation of an MLP in bf16, forward and backward; the backward counts twice, as in the planner's cost model."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
         kernels = fastest(device, torch.bfloat16)
-        turns = cycle(in_turn([torch.randn(n_tokens, inner, device=device).bfloat16() for _ in range(3)], working_bytes))
+        turns = cycle(in_turn([_random(device, n_tokens, inner) for _ in range(3)], working_bytes))
 
         def call() -> None:
             gate_TI, up_TI, d_TI = next(turns)
@@ -175,7 +172,7 @@ def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
     """Dequantisation of some matrices to bf16; bytes as `runtime/plan/packed.py` counts them."""
 
     def make(device: torch.device, _: int) -> Call:
-        out = [torch.randn(shape, device=device).bfloat16() for shape in shapes]
+        out = [_random(device, *shape) for shape in shapes]
         packed = [pack(weight, base) for weight in out]
 
         def call() -> None:
@@ -189,15 +186,11 @@ def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
 
 
 def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
-    """Products of adapters on two projections, (width, inner) and (inner, width): down to the rank, and up. Bytes as
-    `planner.predict.computing.moved_bytes` counts them."""
+    """Products of adapters on two projections, down to the rank and up: bytes as in `planner.predict.computing.moved_bytes`."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
-        def random(m: int, n: int) -> torch.Tensor:
-            return torch.randn(m, n, device=device).bfloat16()
-
-        a, b = {n: random(n, rank) for n in (width, inner)}, {n: random(rank, n) for n in (width, inner)}
-        turns = cycle(in_turn([random(n_tokens, n) for n in (width, inner, width, inner)], working_bytes))
+        a, b = {n: _random(device, n, rank) for n in (width, inner)}, {n: _random(device, rank, n) for n in (width, inner)}
+        turns = cycle(in_turn([_random(device, n_tokens, n) for n in (width, inner, width, inner)], working_bytes))
 
         def call() -> None:
             for x_TH, x_TI, y_TH, y_TI in islice(turns, ROUNDS):
@@ -212,16 +205,8 @@ def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
     return Work("memory traffic", f"products of rank {rank}", make, amount=amount, n_bytes=n_bytes)
 
 
-def _passes(
-    kind: str,
-    name: str,
-    operands: Callable[[torch.device], list[torch.Tensor]],
-    call: Callable[..., torch.Tensor],
-    amount: float,
-    backward_factor: float,
-    **common: Any,
-) -> dict[str, Work]:
-    """Forward and backward of a call as works of their own; its last operand is the gradient of what it returns."""
+def _passes(work: Work, operands: Operands, call: Callable[..., torch.Tensor], backward_factor: float) -> Passes:
+    """Forward and backward of a call as two works; the last operand is the gradient of the result, `work` all but `make`."""
 
     def forward(*leaves: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():
@@ -236,24 +221,20 @@ def _passes(
         done = cycle([(forward(*leaves), leaves, gradient) for *leaves, gradient in sets])
         return lambda: torch.autograd.grad(*next(done), retain_graph=True)
 
-    return {
-        "forward": Work(kind, f"{name}, forward", partial(make, False), amount=amount, **common),
-        "backward": Work(kind, f"{name}, backward", partial(make, True), amount=amount * backward_factor, **common),
-    }
+    backward = replace(work, name=f"{work.name}, backward", make=partial(make, True), amount=work.amount * backward_factor)
+    return {"forward": replace(work, name=f"{work.name}, forward", make=partial(make, False)), "backward": backward}
+
+
+def _random(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, device=device).bfloat16()
 
 
 def eager(n_tokens: int, width: int, inner: int, is_rotated: bool = True) -> Work:
-    """What a decoder layer does in bf16 besides products, one library call each, forward and backward.
-
-    The backward counts twice the forward, as in the planner's cost model.
-    """
+    """A decoder layer in bf16 without its products, one library call each, forward and backward, which counts twice."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
-        def random(width: int) -> torch.Tensor:
-            return torch.randn(n_tokens, width, device=device).bfloat16()
-
-        tensors = [*(random(w).requires_grad_() for w in (width, inner, inner)), *map(random, (width, width, width, inner))]
-        weight_H = torch.randn(width, device=device).bfloat16().requires_grad_()
+        tensors = [_random(device, n_tokens, n) for n in (width, inner, inner, width, width, width, inner)]
+        weight_H, *_ = [leaf.requires_grad_() for leaf in (_random(device, width), *tensors[:3])]
         sets = in_turn(tensors, working_bytes if is_rotated else 0)
         turns, results = cycle(sets), deque[tuple[torch.Tensor, ...]](maxlen=len(sets))
 

@@ -25,15 +25,9 @@ from tests.real_layers import hf_model
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 
-PAGES = (
-    "which-machine.md",
-    "fine-tune-32b.md",
-    "change-the-planner.md",
-    "adapters.md",
-    "losses.md",
-    "quickstart.md",
-    "../README.md",
-)
+PAGES = ("which-machine.md", "fine-tune-32b.md", "change-the-planner.md", "adapters.md", "losses.md")
+PAGES += ("quickstart.md", "../README.md")
+_WHOLE = [pytest.param(page, slice(None), id=page) for page in PAGES]
 ANSWERS: dict[str, Any] = {}
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
@@ -54,9 +48,7 @@ def commands(text: str) -> list[tuple[str, str]]:
 
 def files(text: str) -> list[tuple[str, str]]:
     """(name, content) of every file that a page shows: a block whose first line is a comment with its name."""
-    blocks = (
-        (language, block.partition("\n")) for language, block in _BLOCK.findall(text) if language in ("yaml", "json", "python")
-    )
+    blocks = ((of, block.partition("\n")) for of, block in _BLOCK.findall(text) if of in ("yaml", "json", "python"))
     return [(first.removeprefix("# ").strip(), rest) for _, (first, _, rest) in blocks if first.startswith("# ")]
 
 
@@ -111,13 +103,8 @@ def what_readers_have(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.soak_cases(*PAGES)
-@pytest.mark.parametrize(
-    ("page", "part"),
-    [*(pytest.param(page, slice(None), id=page) for page in PAGES), pytest.param(PAGES[2], slice(3, 6), id="by hand")],
-)
-def test_every_command_of_a_page_prints_what_the_page_shows(
-    page: str, part: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("page", "part"), [*_WHOLE, pytest.param(PAGES[2], slice(3, 6), id="by hand")])
+def test_every_command_of_a_page_prints_what_the_page_shows(page, part, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "132")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("planner.search.search.searched", answer)

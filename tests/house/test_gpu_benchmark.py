@@ -119,11 +119,8 @@ def test_a_stage_over_its_limit_is_killed_with_its_children(tmp_path):
 
 
 def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
-    codes = {
-        "good": "note('good', 'measured')",
-        "bad": "print('x'); raise ValueError('no such device')",
-        "killed": "import os; os.abort()",
-    }
+    codes = {"good": "note('good', 'measured')", "bad": "print('x'); raise ValueError('no such device')"}
+    codes["killed"] = "import os; os.abort()"
     harness, stages = harness_of(tmp_path, codes)
     assert harness.perform_all(stages, 100.0) == {"good": DONE, "bad": FAILED, "killed": FAILED}
     said = {row["stage"]: row["said"] for row in harness.stream.rows() if row["what"] == "ended"}
@@ -138,10 +135,8 @@ def test_failed_stages_are_recorded_and_alone_tried_again(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_what_was_flushed(tmp_path, number):
-    codes = {
-        "first": "note('first', 'measured', x=1)",
-        "second": "import os, time; note('second', 'measured', x=2, pid=os.getpid()); time.sleep(60)",
-    }
+    second = "import os, time; note('second', 'measured', x=2, pid=os.getpid()); time.sleep(60)"
+    codes = {"first": "note('first', 'measured', x=1)", "second": second}
     code = f"{STAGES_OF_CODE}\nharness, stages = harness_of(Path({str(tmp_path)!r}), {codes!r})\nharness.perform_all(stages, 100.0)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     stream = Results(tmp_path / "results")

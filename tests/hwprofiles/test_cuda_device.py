@@ -107,9 +107,7 @@ def test_host_memory_is_pinned_where_it_is_and_let_go(remembered: tuple[CudaDevi
     assert stub.pinned == {}
 
 
-def test_memory_that_cannot_be_pinned_is_an_error(
-    remembered: tuple[CudaDevice, RememberingCuda], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_pinned_is_an_error(remembered, monkeypatch):
     monkeypatch.setattr(remembered[1], "cudaHostRegister", lambda *_: 2)
     with pytest.raises(DeviceError, match="cannot be locked in memory"), remembered[0].prepared(works.copy("h2d", 64)):
         pass
@@ -160,9 +158,7 @@ def enabled() -> set[str]:
 
 
 @pytest.mark.parametrize("preferred", [False, True])
-def test_attention_is_by_the_kernel_that_is_asked_for(
-    remembered: tuple[CudaDevice, RememberingCuda], monkeypatch: pytest.MonkeyPatch, preferred: bool
-) -> None:
+def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, preferred):
     """Whichever torch would take; and a kernel that refuses is an error."""
     device, seen = remembered[0], list[set[str]]()
 

@@ -12,14 +12,8 @@ from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, read_profile, s
 SIZES = st.integers(1, 2**17)
 WITH_LAWS = [name for name in shipped_profiles() if isinstance(read_profile(name).device.matmul["bf16"], ProductLaw)]
 PRODUCTS = [read_profile(name).device.matmul["bf16"] for name in WITH_LAWS]
-PASSES = [
-    rates.pass_of(backward)
-    for name in WITH_LAWS
-    for of in read_profile(name).device.attention.values()
-    for rates in of.values()
-    if not isinstance(rates, tuple)
-    for backward in (False, True)
-]
+KERNELS = [rates for name in WITH_LAWS for of in read_profile(name).device.attention.values() for rates in of.values()]
+PASSES = [rates.pass_of(backward) for rates in KERNELS if not isinstance(rates, tuple) for backward in (False, True)]
 COLLECTIVES = [law for name in WITH_LAWS if (peers := read_profile(name).peers) for law in peers.collectives.values()]
 
 

@@ -86,9 +86,7 @@ def test_what_lanes_do_to_each_other_is_measured(found: tuple[Profile, Steps]) -
     assert host.optimizer[-1].threads == host.n_cores
 
 
-def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: tuple[Profile, Steps]
-) -> None:
+def test_a_disk_is_read_as_a_run_reads_it_and_left_as_it_was(monkeypatch, tmp_path, found):
     monkeypatch.setattr(disk, "LAYER_BYTES", 2**20)
     monkeypatch.setattr(disk, "N_LAYERS", 3)
     monkeypatch.setattr(disk, "FILE_BYTES", 3 * 2**20)

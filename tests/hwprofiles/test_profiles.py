@@ -171,10 +171,8 @@ def test_a_copy_takes_latency_and_bytes_and_more_take_longer(profile, direction,
 def test_fewer_threads_than_measured_are_slower_in_proportion() -> None:
     """And more are no faster."""
     fields = fields_of()
-    fields["host"]["optimizer"] = [
-        {"threads": threads, "params_per_s": quantity(rate), "params_per_s_under_copies": quantity(rate / 2)}
-        for threads, rate in ((4, 2e9), (16, 8e9))
-    ]
+    rates = [{"params_per_s": quantity(rate), "params_per_s_under_copies": quantity(rate / 2)} for rate in (2e9, 8e9)]
+    fields["host"]["optimizer"] = [{"threads": n} | rate for n, rate in zip((4, 16), rates, strict=True)]
     profile = Profile.from_json(fields)
     assert [profile.optimizer_params_per_s(t) for t in (1, 4, 8, 16, 100)] == pytest.approx([0.5e9, 2e9, 4e9, 8e9, 8e9])
     assert profile.update_fraction_under_uploads(8) is None, "older profiles have no such rate"
@@ -201,10 +199,8 @@ def test_a_users_memory_replaces_the_profiles_and_is_the_users() -> None:
 
 
 def test_a_misspelled_key_is_answered_and_a_missing_one_named() -> None:
-    for name, place, wrong in (
-        ("h200-pcie5", "device.memory_bytes", "memory"),
-        (PROBED, "device.matmul.bf16.3.flop_per_s", "flops_per_s"),
-    ):
+    point = "device.matmul.bf16.3.flop_per_s"
+    for name, place, wrong in (("h200-pcie5", "device.memory_bytes", "memory"), (PROBED, point, "flops_per_s")):
         fields = fields_of(name)
         holder, key = at(fields, place)
         holder[wrong] = holder.pop(key)

@@ -57,9 +57,8 @@ def given(home):
 
 @pytest.mark.parametrize("way", ["gz", "csv", "hub"])
 def test_a_run_learns_from_data_of_every_kind(home, given, way):
-    done = succeeded(
-        penstock("run", home / "plan.json", *given[way], *SCRATCH, "--steps", 2, "--lr", "1e-3", "--out", home / f"run-{way}")
-    )
+    how = (*given[way], *SCRATCH, "--steps", 2, "--lr", "1e-3", "--out", home / f"run-{way}")
+    done = succeeded(penstock("run", home / "plan.json", *how))
     trained = [line for line in lines_of(home, f"run-{way}") if "loss" in line]
     assert [line["step"] for line in trained] == [1, 2]
     assert all(0 < line["supervised_tokens"] < line["tokens"] for line in trained)
@@ -71,9 +70,8 @@ def test_a_run_learns_from_data_of_every_kind(home, given, way):
 
 def test_a_mix_is_resumed_to_the_last_bit(home, given):
     for out, steps in (("whole", 4), ("broken", 2)):
-        succeeded(
-            penstock("run", home / "plan.json", *given["mix"], *SCRATCH, "--steps", steps, "--lr", "1e-3", "--out", home / out)
-        )
+        how = (*given["mix"], *SCRATCH, "--steps", steps, "--lr", "1e-3", "--out", home / out)
+        succeeded(penstock("run", home / "plan.json", *how))
     succeeded(penstock("run", "--config", home / "broken" / "run.yaml", "--resume", "--steps", 4))
     assert weights_sha(home / "whole" / "checkpoint-4") == weights_sha(home / "broken" / "checkpoint-4") != {}
     other = ["--data", f"{home}/qa.json:0.5", "--data", f"{home}/pairs.jsonl:0.5"]

@@ -49,9 +49,8 @@ def test_another_model_or_form_has_another_file(home):
 
 
 def test_a_run_asks_for_the_disk_of_its_plan_in_one_line(home):
-    one_line(
-        train(home, planned(home), scratch=BYTES), 2, "the plan reads frozen weights from a disk: name a folder there with --disk"
-    )
+    said = "the plan reads frozen weights from a disk: name a folder there with --disk"
+    one_line(train(home, planned(home), scratch=BYTES), 2, said)
     (home / "file").write_text("no folder")
     one_line(train(home, planned(home), "--disk", home / "file", scratch=BYTES), 2, "file", "cannot be opened (File exists)")
 

@@ -52,9 +52,7 @@ def written(home, *more, plan="teacher.json", scratch=BYTES):
 def test_a_teachers_file_is_what_transformers_says(school):
     succeeded(written(school))
     held = next(of for name, of in load_file(school / "top").items() if name.startswith("logps"))
-    ids, logps = (
-        held[..., cut].contiguous().view(dtype) for cut, dtype in ((slice(10), torch.int32), (slice(10, 16), torch.float16))
-    )
+    ids, logps = held[..., :10].contiguous().view(torch.int32), held[..., 10:16].contiguous().view(torch.float16)
     data = read_data(DataSettings(str(school / "data")), None, 272, 32, 4, 0, school / "run" / "tokens")
     teacher = AutoModelForCausalLM.from_pretrained(school / "teacher", dtype=torch.float32)
     assert held.shape == (data.n_sequences, 1, 32, 16)

@@ -73,21 +73,11 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
     model, base = loaded(home / "out" / "checkpoint-2"), loaded_base(home / "base" / "checkpoint-1")
     for name, weight in base.items():
         assert name == "lm_head.weight" or torch.equal(model.get_parameter(name), weight)
-    succeeded(
-        train(
-            home,
-            plan_in(home, "--loss", "classify", model="out/checkpoint-2", name="on.json"),
-            scratch=SCRATCH[1:],
-            out="on",
-            steps=1,
-        )
-    )
-    one_line(
-        train(
-            home, plan_in(home, "--loss", "classify:3", model="out/checkpoint-2", name="three.json"), scratch=SCRATCH[1:], out="t"
-        ),
-        *(2, "score.weight is (2, ", "the configuration says (3, "),
-    )
+    onwards = plan_in(home, "--loss", "classify", model="out/checkpoint-2", name="on.json")
+    succeeded(train(home, onwards, scratch=SCRATCH[1:], out="on", steps=1))
+    three = plan_in(home, "--loss", "classify:3", model="out/checkpoint-2", name="three.json")
+    done = train(home, three, scratch=SCRATCH[1:], out="t")
+    one_line(done, 2, "score.weight is (2, ", "the configuration says (3, ")
 
 
 def loaded_base(folder):
@@ -140,10 +130,8 @@ def test_peft_loads_adapters_with_a_head_and_scores_alike(home, base):
         again = ("--adapter", home / "again", *more)
         succeeded(train(home, plan, *again, scratch=SCRATCH[1:], out="more", steps=1))
         assert lines_of(home, "more")[0]["eval_loss"] == last["eval_loss"]
-        assert (
-            "and a head that scores sequences"
-            in succeeded(penstock("merge", folder, home / "again", "--out", home / "merged")).output
-        )
+        merged = succeeded(penstock("merge", folder, home / "again", "--out", home / "merged"))
+        assert "and a head that scores sequences" in merged.output
         merged = loaded(home / "merged")
         assert (merged.config.num_labels, merged.config.pad_token_id) == (2, 256)
         with torch.no_grad():

@@ -156,10 +156,8 @@ def test_odd_names_stay_on_one_line(house):
     assert "a\\nb" in refused(penstock("check", house / "a\nb"))
     assert on_one_line("\x1b[31m\udcff") == "\\x1b[31m\\udcff"
     out = os.fsdecode(os.fsencode(house) + b"/\xff.json")
-    command, environment = (
-        [sys.executable, "-m", "penstock", "plan", "qwen2.5-0.5b", *PLAN[2:], "megatrain", "-o", out],
-        os.environ | {"PYTHONIOENCODING": "ascii"},
-    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "penstock", "plan", "qwen2.5-0.5b", *PLAN[2:], "megatrain", "-o", out]
     done = subprocess.run(command, env=environment, timeout=ENDED_S, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "it fits" in done.stdout

@@ -54,9 +54,7 @@ def dangers(name: str, tree: ast.Module) -> Iterator[str]:
                 found = "a data set that may bring its own code"
             case ast.Attribute() if (dotted := ast.unparse(node)) in FUNCTIONS:
                 found = dotted
-            case ast.keyword(arg="trust_remote_code", value=value) if not (
-                isinstance(value, ast.Constant) and value.value is False
-            ):
+            case ast.keyword(arg="trust_remote_code", value=value) if ast.unparse(value) != "False":
                 found = "trust_remote_code"
             case ast.keyword(arg="weights_only" | "allow_pickle", value=ast.Constant(value=bool())):
                 found = "a loader that can unpickle"

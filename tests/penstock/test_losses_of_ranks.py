@@ -13,20 +13,11 @@ from tests.running import penstock, plan_in, succeeded
 TEXTS = [{"text": ("good " if n % 2 else "bad ") + "x" * (n % 5 + 9), "label": n % 2} for n in range(16)]
 PAIRS = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}", "rejected": f"no {n} never"} for n in range(8)]
 ANSWERS = [{"prompt": f"tea {n}? ", "completion": "yes" + "!" * n, "label": n % 2 == 0} for n in range(8)]
-GROUPS = [
-    {"prompt_ids": [n, 9], "completion_ids": [[n + 1], [2, 3, n]], "logprobs": [[-5.5], [-5, -6, -5]], "rewards": [0, n]}
-    for n in range(1, 9)
-]
+LOGPROBS = {"logprobs": [[-5.5], [-5, -6, -5]]}
+GROUPS = [LOGPROBS | {"prompt_ids": [n, 9], "completion_ids": [[n + 1], [2, 3, n]], "rewards": [0, n]} for n in range(1, 9)]
 LORA = ("--train", "lora:r=4")
-CASES = [
-    ("classify", TEXTS, ()),
-    ("reward", PAIRS, LORA),
-    ("kto:group=2", ANSWERS, ()),
-    ("grpo:beta=0.1", GROUPS, LORA),
-    ("dpo", PAIRS, ()),
-    ("orpo", PAIRS, LORA),
-    ("z-loss", TEXTS, ()),
-]
+CASES = [("classify", TEXTS, ()), ("reward", PAIRS, LORA), ("kto:group=2", ANSWERS, ()), ("grpo:beta=0.1", GROUPS, LORA)]
+CASES += [("dpo", PAIRS, ()), ("orpo", PAIRS, LORA), ("z-loss", TEXTS, ())]
 
 
 @pytest.mark.soak_cases(*(loss for loss, _, _ in CASES[1:]))

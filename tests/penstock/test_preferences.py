@@ -34,9 +34,13 @@ ANSWER = {"prompt": "tea? ", "completion": "yes", "label": True}
 DPO = ("--loss", "dpo:beta=0.5")
 
 
+def read(path, loss, seq_len=64, batch_size=4, **settings):
+    cache, objective = path.parent / "run" / "tokens", parse_objective(loss)
+    return read_data(DataSettings(str(path), **settings), None, 300, seq_len, batch_size, 3, cache, objective=objective)
+
+
 def pairs_of(path, *rows, **settings):
-    asked = DataSettings(str(write_lines(path, rows)), **settings)
-    return read_data(asked, None, 300, 64, 4, 3, path.parent / "run" / "tokens", objective=parse_objective("dpo"))
+    return read(write_lines(path, rows), "dpo", **settings)
 
 
 @pytest.fixture
@@ -49,15 +53,10 @@ def tea(home):
     return home
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        PAIR,
-        {"chosen": "tea? yes", "rejected": "tea? no, never"},
-        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
-        {"chosen": [ASKED, YES], "rejected": [ASKED, NO], "prompt": "tea?"},
-    ],
-)
+PAIRS = [PAIR, {"chosen": "tea? yes", "rejected": "tea? no, never"}, {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}]
+
+
+@pytest.mark.parametrize("row", [*PAIRS, {"chosen": [ASKED, YES], "rejected": [ASKED, NO], "prompt": "tea?"}])
 def test_a_pair_is_two_sequences_with_only_answers_learned(tmp_path, row):
     data = pairs_of(tmp_path / "a.jsonl", row, {**row}, {**row})
     batch, (documents,) = data.batch(0), [part.documents for part in data.parts]
@@ -80,11 +79,9 @@ def test_an_answer_that_is_cut_away_takes_its_pair_along(tmp_path):
 def test_pairs_are_streamed_whole_and_resumed(tmp_path, loss):
     """In an odd shuffle buffer, and over the end of an epoch: the pairs of data that is read before."""
     rows = [{"prompt": f"tea {n}? ", "chosen": f"yes, {n}" + "!" * (60 * (n == 4)), "rejected": f"no {n}"} for n in range(7)]
-    path, objective = write_lines(tmp_path / "a.jsonl", rows), parse_objective(loss)
-    read = lambda **how: read_data(  # noqa: E731
-        DataSettings(str(path), **how), None, 300, 32, 4, 3, tmp_path / "run" / "tokens", objective=objective
-    )
-    before, streamed, again = read(), read(streaming=True, shuffle_buffer=5), read(streaming=True, shuffle_buffer=5)
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    before = read(path, loss, seq_len=32)
+    streamed, again = (read(path, loss, seq_len=32, streaming=True, shuffle_buffer=5) for _ in range(2))
 
     def pairs(batches):
         tensors = ([batch.input_ids, batch.targets, *batch.extras.values()] for batch in batches)
@@ -97,9 +94,8 @@ def test_pairs_are_streamed_whole_and_resumed(tmp_path, loss):
     assert pairs(map(again.batch, range(3, 7))) == found[6:]
 
 
-def answers_of(path, *rows, seq_len=64, **settings):
-    asked = DataSettings(str(write_lines(path, rows)), shuffle=False, **settings)
-    return read_data(asked, None, 300, seq_len, 4, 3, path.parent / "run" / "tokens", objective=parse_objective("kto:group=2"))
+def answers_of(path, *rows, **settings):
+    return read(write_lines(path, rows), "kto:group=2", shuffle=False, **settings)
 
 
 def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
@@ -123,16 +119,7 @@ def test_ktos_answers_follow_their_prompt_with_anothers_answer(tmp_path):
 
 def test_labels_of_a_csv_are_words(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,completion,label\ntea? ,yes,True\ntea? ,no,false\n")
-    data = read_data(
-        DataSettings(str(tmp_path / "a.csv"), shuffle=False),
-        None,
-        300,
-        64,
-        4,
-        3,
-        tmp_path / "t",
-        objective=parse_objective("kto:group=2"),
-    )
+    data = read(tmp_path / "a.csv", "kto:group=2", shuffle=False)
     assert data.batch(0).extras["label"].tolist() == [1, 1, 0, 0]
 
 
@@ -148,28 +135,25 @@ def test_a_run_of_answers_begins_at_its_reference(home):
     assert last["eval_loss"] < 0.5
     assert "4 groups of 2 answers that share them" in done.output
     one_line(train(home, plan, "--packing", "joined", out="other"), 2, "each answer is apart")
-    one_line(
-        train(home, plan_in(home, "--loss", "dpo", name="dpo.json"), out="other"), 2, "a loss of pairs needs chosen and rejected"
-    )
+    dpo = plan_in(home, "--loss", "dpo", name="dpo.json")
+    one_line(train(home, dpo, out="other"), 2, "a loss of pairs needs chosen and rejected")
 
 
 GROUP = {"prompt_ids": [9, 8], "completion_ids": [[1], [2, 3, 4]], "logprobs": [[-0.5], [-0.25, -2, -1]], "rewards": [0, 1]}
 
 
 def rollouts_of(path, *rows, **settings):
-    asked = DataSettings(str(write_lines(path, rows)), shuffle=False, **settings)
-    return read_data(asked, None, 300, 4, 2, 3, path.parent / "run" / "tokens", objective=parse_objective("grpo"))
+    return read(write_lines(path, rows), "grpo", seq_len=4, batch_size=2, shuffle=False, **settings)
 
 
 @pytest.mark.parametrize(("loss", "row"), [("dpo", PAIR), ("kto:group=2", ANSWER), ("grpo", GROUP)])
 def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 4), tmp_path / "a.parquet")
-    of = [DataSettings(str(path)) for path in (tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", [row] * 4))]
-    cache, objective = tmp_path / "run" / "tokens", parse_objective(loss)
-    found, expected = (read_data(each, None, 300, 64, 4, 3, cache, objective=objective).batch(0) for each in of)
+    paths = tmp_path / "a.parquet", write_lines(tmp_path / "a.jsonl", [row] * 4)
+    found, expected = (read(path, loss).batch(0) for path in paths)
     assert torch.equal(found.input_ids, expected.input_ids)
     assert {name: of.tolist() for name, of in found.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
-    assert needed(replace(objective, name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
+    assert needed(replace(parse_objective(loss), name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
@@ -189,9 +173,8 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
     shutil.rmtree(home / "data")
     of_groups = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randint(0, 250, shape, generator=of_groups).tolist()  # noqa: E731
-    rows = [
-        {"prompt_ids": draw(4), "completion_ids": draw(4, 6), "logprobs": [[-5.6] * 6] * 4, "rewards": draw(4)} for _ in range(4)
-    ]
+    given = {"logprobs": [[-5.6] * 6] * 4}
+    rows = [given | {"prompt_ids": draw(4), "completion_ids": draw(4, 6), "rewards": draw(4)} for _ in range(4)]
     write_lines(home / "data" / "groups.jsonl", rows)
     plan = plan_in(home, "--loss", "grpo:beta=0.1")
     succeeded(train(home, plan, steps=4))

@@ -52,11 +52,11 @@ finally:
 """
 
 
+LION = "lion:moments=bf16"
+
+
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(
-    ("optimizer", "numba", "said"),
-    [("lion:moments=bf16", "there", True), ("lion:moments=bf16", "hidden", None), ("adamw", "there", True)],
-)
+@pytest.mark.parametrize(("optimizer", "numba", "said"), [(LION, "there", True), (LION, "hidden", None), ("adamw", "there", True)])
 def test_the_optimizer_is_compiled_or_runs_its_definition(home, optimizer, numba, said):
     """And says so in one line."""
     plan = plan_in(home, "--optimizer", optimizer)
@@ -154,9 +154,8 @@ def test_a_plan_that_was_edited_into_a_race_is_refused(home):
 
 
 def test_a_plan_that_needs_more_memory_exits_with_3(home):
-    done = penstock(
-        "plan", "qwen2.5-14b", "--machine", "h200-pcie5", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json"
-    )
+    how = ("--machine", "h200-pcie5", "--host-memory", "2TB", "--policy", "megatrain", "-o", home / "big.json")
+    done = penstock("plan", "qwen2.5-14b", *how)
     assert done.exit_code == 0, done.output
     done = train(home, home / "big.json", out="o")
     one_line(done, 3, "more than are free", "the CPU's memory takes the place of the GPU's (no GPU was found)")

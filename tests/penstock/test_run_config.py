@@ -10,16 +10,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from penstock import settings as run_settings
 from penstock.run_config import RunConfigError, read_run, run_text
-from penstock.settings import (
-    CheckpointSettings,
-    DataPart,
-    DataSettings,
-    EvaluationSettings,
-    OptimizerSettings,
-    RunSettings,
-    ScheduleSettings,
-)
+from penstock.settings import DataPart, DataSettings, EvaluationSettings, OptimizerSettings, RunSettings, ScheduleSettings
 
 DATA = "data: {path: corpus}\n"
 
@@ -40,31 +33,20 @@ RUN = st.builds(
         schedule=st.builds(ScheduleSettings, st.just("linear"), COUNT)
         | st.builds(ScheduleSettings, st.just("warmup-stable-decay"), COUNT, st.none() | COUNT, st.floats(0, 1)),
     ),
-    checkpoint=st.builds(CheckpointSettings, st.none() | COUNT, minutes=st.just(0.0) | ABOVE_0),
+    checkpoint=st.builds(run_settings.CheckpointSettings, st.none() | COUNT, minutes=st.just(0.0) | ABOVE_0),
     evaluation=st.builds(EvaluationSettings, st.none() | TEXT, prompts=st.lists(TEXT, max_size=3).map(tuple)),
     monitors=st.lists(st.sampled_from(["tensorboard", "wandb", "mlflow"]), max_size=3).map(tuple),
 )
+# Strings that YAML could read as other values, or as markup
+LIKE_VALUES = EvaluationSettings("2026-11-20", prompts=("1:30", "0x1f", "=", "<<"))
+LIKE_MARKUP = EvaluationSettings(prompts=("a\nb\n", " x ", "&a *a !t", "🙂\x7f"))
 
 
 @given(RUN)
 @settings(max_examples=60, deadline=None)
-@example(
-    RunSettings(
-        DataSettings("no"),
-        out="1e-5",
-        plan="null",
-        model="~",
-        evaluation=EvaluationSettings("2026-11-20", prompts=("1:30", "0x1f", "=", "<<")),
-    )
-)
+@example(RunSettings(DataSettings("no"), out="1e-5", plan="null", model="~", evaluation=LIKE_VALUES))
 @example(RunSettings(DataSettings("0"), optimizer=OptimizerSettings(1.0, no_decay=("\x85", "\u2028", "\r", "a\n"))))
-@example(
-    RunSettings(
-        DataSettings("\x85 \u2028\ufeff"),
-        out="'\"\\",
-        evaluation=EvaluationSettings(prompts=("a\nb\n", " x ", "&a *a !t", "🙂\x7f")),
-    )
-)
+@example(RunSettings(DataSettings("\x85 \u2028\ufeff"), out="'\"\\", evaluation=LIKE_MARKUP))
 def test_settings_are_read_back_as_they_were_written(tmp_path_factory, run):
     path = tmp_path_factory.mktemp("run") / "run.yaml"
     path.write_text(run_text(run))

@@ -17,24 +17,11 @@ from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
 from runtime.plan import PlanFile
 from runtime.plan.footprint import host_needs
+from tests import rank_runs
 from tests.bytes_of_files import write_lines
 from tests.forks import Forked
 from tests.penstock.checkpoint.test_dequantised import published
-from tests.rank_runs import (
-    BATCH,
-    QUIET,
-    begun,
-    by_hand,
-    contents,
-    done,
-    is_that_of_one,
-    pid_of,
-    planned,
-    said_by,
-    step_of,
-    wait_for,
-    words,
-)
+from tests.rank_runs import begun, by_hand, contents, done, is_that_of_one, pid_of, planned, said_by, step_of, wait_for, words
 from tests.running import lines_of, penstock, plan_in, succeeded
 
 
@@ -119,7 +106,7 @@ def test_a_loop_of_ones_own_by_two_ranks_is_that_of_one(home, train):
     assert contents(home / "1" / "checkpoint-6") == contents(home / "2" / "checkpoint-6")
     references = {(home / n / "reference.safetensors").read_bytes() for n in ("1", "2")}
     assert len(references) == 1
-    alone = Forked([*program, *words], env=os.environ | QUIET, stderr=subprocess.PIPE)
+    alone = Forked([*program, *words], env=os.environ | rank_runs.QUIET, stderr=subprocess.PIPE)
     assert "or a program with torchrun --nproc-per-node 2" in alone.communicate(timeout=60)[1]
 
 
@@ -148,7 +135,7 @@ def test_the_exit_code_of_ranks_is_that_of_the_first_to_fail(monkeypatch):
 def test_ranks_share_a_packed_base_and_a_kill_costs_no_bit(home):
     """Adapters of attention and of experts in MXFP4, as published: two ranks, one of them killed, then one process."""
     published(home, "gpt_oss")
-    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *BATCH)
+    of = ("--train", "lora:r=8,targets=q_proj+experts", "--base", "mxfp4", "--policy", "megatrain", *rank_runs.BATCH)
     plans = {n: plan_in(home, *of, "--gpus", n, name=f"{n}.json", model="few") for n in (1, 2)}
     shared = host_needs(PlanFile.read(plans[2]).plan, 2)["state"]
     assert shared < 0.6 * host_needs(PlanFile.read(plans[1]).plan)["state"], "of the base a host has one copy"

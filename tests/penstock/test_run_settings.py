@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -65,25 +66,19 @@ def test_a_run_from_a_file_does_all_that_it_says(home):
     assert [e.step for e in events.Scalars("train/loss")] == list(range(1, n + 1))
     assert [e.value for e in events.Scalars("eval/loss")] == pytest.approx([line["eval_loss"] for line in evaluated])
     asked = lines_of(home, "out", "samples.jsonl")
-    assert [(line["step"], line["prompt"]) for line in asked] == [
-        (step, prompt) for step in [*range(4, n, 4), n] for prompt in ("To be", "Why?\nSay")
-    ]
+    assert [(line["step"], line["prompt"]) for line in asked] == [*product([*range(4, n, 4), n], ("To be", "Why?\nSay"))]
     assert all(0 <= len(line["text"]) <= 5 for line in asked)
     texts = events.Tensors("samples/1/text_summary")
     assert texts[-1].tensor_proto.string_val[0].decode() == "Why?\nSay\n\n" + asked[-1]["text"]
-    for said in (
-        f'sample after step {n}: "Why?',
-        f"evaluation after step {n}: loss {evaluated[-1]['eval_loss']:.4f}",
-        "held out: ",
-    ):
+    loss = f"loss {evaluated[-1]['eval_loss']:.4f}"
+    for said in (f'sample after step {n}: "Why?', f"evaluation after step {n}: {loss}", "held out: "):
         assert said in done.stderr
 
 
 def test_a_model_that_learns_conversations_is_asked_as_in_one(home):
-    chats = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "A number." * (n % 3 + 1)}]}
-        for n in range(12)
-    ]
+    answer = {"role": "assistant"}
+    said = [("A number." * (n % 3 + 1), {"role": "user", "content": f"What is {n}?"}) for n in range(12)]
+    chats = [{"messages": [asked, answer | {"content": content}]} for content, asked in said]
     (home / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     plan = plan_in(home, "--seq-len", 96)
     flags = ["--packing", "documents", "--prompt", "What is 3?", "--eval-data", home / "chats.jsonl", "--schedule", "cosine"]

@@ -43,9 +43,8 @@ def test_a_signal_finishes_the_step_and_saves(home, monkeypatch, number, code, w
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     assert "Traceback" not in done.stderr
     assert "error" not in done.stderr
-    words = (
-        rf"{word}: stopped after step (\d+) of {N_STEPS}, saved; resume with: penstock run --config .*/broken/run\.yaml --resume\n"
-    )
+    resume = r"resume with: penstock run --config .*/broken/run\.yaml --resume\n"
+    words = rf"{word}: stopped after step (\d+) of {N_STEPS}, saved; {resume}"
     stopped = int(re.search(words, done.stderr)[1])
     assert 3 <= stopped < N_STEPS
     assert [path.name for path in (home / "broken").glob("checkpoint-*")] == [f"checkpoint-{stopped}"]

@@ -31,9 +31,7 @@ def said(*words: str) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 250])
-def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
     titles, names = (*COLUMNS, *JOB_TITLES), shipped_profiles()

@@ -83,10 +83,8 @@ def test_waterfall_gains_and_interval_are_of_the_whole_step(plan: Plan) -> None:
 def test_a_run_of_a_long_step_corrects_its_profile() -> None:
     """The device is half as fast as the profile says: what recalibration finds predicts the step that was measured."""
     plan = small(40)
-    slow = [
-        replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d
-        for op, d in zip(plan.ops, costs(plan, MADE_UP), strict=True)
-    ]
+    priced = zip(plan.ops, costs(plan, MADE_UP), strict=True)
+    slow = [replace(d, alone_s=2 * d.alone_s) if op.lane is Lane.GPU else d for op, d in priced]
     run = simulate(plan, slow, region_of(MADE_UP), max_steps=8)
     found = recalibrate(plan, run.timeline, "a test", "2026-11-22")
     assert abs(math.log(found.step_after_s / run.step_s)) < abs(math.log(found.step_before_s / run.step_s)) / 4

@@ -17,21 +17,8 @@ from runtime.errors import PlanError, ProfileError
 from runtime.plan import OPS, Kind, Plan, Policy, Semantics, Slot, Update, Wait, saves
 from runtime.plan.footprint import host_needs
 from runtime.plan.workload import Block, Parameter, Saved, Tier
-from tests.edits import (
-    at,
-    error_of,
-    index,
-    passes,
-    reordered,
-    rewaited,
-    sizes_of,
-    small,
-    under,
-    with_op,
-    with_profile,
-    with_sizes,
-    with_slots,
-)
+from tests import edits
+from tests.edits import error_of, index, passes, reordered, sizes_of, small, under, with_op, with_profile, with_sizes, with_slots
 from tests.mutants import MUTATIONS, NORMS, tally
 from tests.oracle import needed_bytes, race, same_training, unrolled
 from tests.strategies import MODEL, PROFILE, plans, small_workload, with_smaller
@@ -145,7 +132,7 @@ def before(plan: Plan, name: str, other: str) -> Plan:
     i = max(i for i, op in enumerate(plan.ops) if op.name == name)
     order = [k for k in range(len(plan.ops)) if k != i]
     order.insert(index(plan, other), i)
-    return rewaited(reordered(plan, order))
+    return edits.rewaited(reordered(plan, order))
 
 
 def twice(plan: Plan, name: str) -> Plan:
@@ -293,4 +280,4 @@ def test_a_plan_changed_in_many_ways_passes_or_is_a_plan_error(plan: Plan, chang
     passes(plan)
     for part in ("semantics", "policy", "workload", "arenas"):
         passes(replace(plan, **{part: getattr(other, part)}))
-        passes(at(plan, 0, other.ops[-1]) if plan.ops else plan)
+        passes(edits.at(plan, 0, other.ops[-1]) if plan.ops else plan)

@@ -79,10 +79,8 @@ def test_memory_rows_are_the_footprint(first):
                 continue
             device, host = peaks(choices, policy)
             needs, n_held = of.needs(policy), n_held + 1
-            of_device, of_host = (
-                needs.device_peak_bytes / needs.device_memory_bytes,
-                needs.host_peak_bytes / needs.host_memory_bytes,
-            )
+            of_device = needs.device_peak_bytes / needs.device_memory_bytes
+            of_host = needs.host_peak_bytes / needs.host_memory_bytes
             assert host == pytest.approx(of_host, rel=WITHIN_FRACTION, abs=WITHIN_FRACTION), (number, policy)
             assert device <= of_device * (1 + WITHIN_FRACTION) + WITHIN_FRACTION, (number, policy)
             if of.workload.trains_all:  # of a part, the update of what is always on the device may be left out

@@ -39,11 +39,8 @@ def profile(request):
 
 
 def test_no_op_asks_for_more_than_the_machine_has():
-    plans = [
-        lower(model, build_workload(model, SEMANTICS), SEMANTICS, Policy(accumulation_group=group), {})
-        for model in (MODEL, UNTIED)
-        for group in (1, 4)
-    ]
+    setups = [(model, build_workload(model, SEMANTICS), SEMANTICS) for model in (MODEL, UNTIED)]
+    plans = [lower(*setup, Policy(accumulation_group=group), {}) for setup in setups for group in (1, 4)]
     for profile in map(read_profile, shipped_profiles()):
         capacity = dict(region_of(profile).capacity)
         for plan, demands in ((plan, costs(plan, profile)) for plan in plans):

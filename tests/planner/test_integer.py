@@ -39,12 +39,9 @@ def test_the_bound_is_the_best_of_all_points(data: st.DataObject) -> None:
         program.variable(0, 3, cost=data.draw(whole))
     for _ in range(data.draw(st.integers(0, 3))):
         program.at_most({i: data.draw(whole) for i in range(n)}, data.draw(whole))
-    points = (
-        sum(c * x for c, x in zip(program.cost, point, strict=True))
-        for point in product(range(4), repeat=n)
-        if np.all(program.matrix @ point <= program.limits)
-    )
-    best, found = min(points, default=None), program.solve()
+    points = [point for point in product(range(4), repeat=n) if np.all(program.matrix @ point <= program.limits)]
+    costs = (float(np.dot(program.cost, point)) for point in points)
+    best, found = min(costs, default=None), program.solve()
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found[0] == pytest.approx(best, abs=1e-6)
@@ -65,9 +62,8 @@ def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.Monk
 
 def test_a_linear_program_that_loses_the_solver_is_presolved(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*given: Any, options: dict[str, Any], **more: Any) -> Any:
-        return (
-            milp(*given, options=options, **more) if options["presolve"] else OptimizeResult(status=4, message="Unknown", fun=None)
-        )
+        failed = OptimizeResult(status=4, message="Unknown", fun=None)
+        return milp(*given, options=options, **more) if options["presolve"] else failed
 
     program = Program()
     program.variable(0, 3, cost=-1.0)

@@ -36,13 +36,9 @@ LONG = 512 * 1024
 LOSS_TILE = LOSS_TILES["eager"]
 SMALL = Model(tiny_config("llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=4096))
 # Model, machine, its device memory, tokens a sequence, sequences: where compute, memory, the link and the optimizer bind
-CELLS = [
-    (SMALL, "rtx4090-desktop", 24 * GB, 1024, 6),
-    (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8),
-    (SMALL, "h200-pcie5", 3 * GB, 4096, 7),
-    (SMALL, "gh200", 3 * GB, 256, 4),
-    (read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5),
-]
+CELLS = [(SMALL, "rtx4090-desktop", 24 * GB, 1024, 6), (SMALL, "rtx4090-desktop", 2 * GB, 1024, 8)]
+CELLS += [(SMALL, "h200-pcie5", 3 * GB, 4096, 7), (SMALL, "gh200", 3 * GB, 256, 4)]
+CELLS += [(read_model("qwen2.5-0.5b"), "rtx4090-desktop", 8 * GB, 1024, 5)]
 SOME = (0, 4)  # in which every size is searched
 
 

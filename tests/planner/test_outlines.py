@@ -80,10 +80,8 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     key = json.dumps(model.config, sort_keys=True)
     (attention, *_) = traced.about(key)["attention"]
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
-        shipped, found = (
-            outlines(model, attention, n_sequences, seq_len),
-            traced.recorded(key, How(attention, library_kernels(model)), n_sequences, seq_len),
-        )
+        shipped = outlines(model, attention, n_sequences, seq_len)
+        found = traced.recorded(key, How(attention, library_kernels(model)), n_sequences, seq_len)
         assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
 
 
@@ -173,14 +171,8 @@ def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5  # type: ignore[no-any-return]
 
     config = LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2)
-    gates = {
-        "silu": "swiglu",
-        "gelu": "geglu",
-        "gelu_pytorch_tanh": "geglu_tanh",
-        "gelu_python": None,
-        "gelu_new": None,
-        "relu": None,
-    }
+    gates = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
+    gates |= dict.fromkeys(("gelu_python", "gelu_new", "relu"))
     for activation, gate in gates.items():
         config.hidden_act = activation
         assert gate_of(LlamaMLP(config)) == gate

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -62,13 +63,8 @@ def performed(plan, profile, jitter=lambda op: 1.0, clipped=False, n_steps=12):
 
 PRODUCTS, REDUCE = "matrix products, {dtype}", "sums and norms on the host"
 UP, DOWN = "rate of uploads", "rate of downloads"
-WRONG = [
-    ("h200-pcie5", {PRODUCTS: 0.7}),
-    ("h200-pcie5", {UP: 0.5, "optimizer": 1.3}),
-    ("gh200", {"host DRAM": 0.6}),
-    ("cpu-2core", {DOWN: 0.6, REDUCE: 1.5}),
-    ("cpu-2core", {UP: 2.0, PRODUCTS: 0.5, "optimizer": 0.4}),
-]
+WRONG = [("h200-pcie5", {PRODUCTS: 0.7}), ("h200-pcie5", {UP: 0.5, "optimizer": 1.3}), ("gh200", {"host DRAM": 0.6})]
+WRONG += [("cpu-2core", {DOWN: 0.6, REDUCE: 1.5}), ("cpu-2core", {UP: 2.0, PRODUCTS: 0.5, "optimizer": 0.4})]
 
 
 @pytest.mark.fast("some")
@@ -86,9 +82,7 @@ def test_factors_of_a_machine_unlike_its_profile_are_found(machine, factors):
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(
-    ("resource", "factor"), [*((resource, 0.6) for resource in RESOURCES), (UP, 1.8), ("optimizer", 1.8), (PRODUCTS, 1.8)]
-)
+@pytest.mark.parametrize(("resource", "factor"), [*product(RESOURCES, [0.6]), *product((UP, "optimizer", PRODUCTS), [1.8])])
 def test_whatever_is_wrong_the_step_is_right_afterwards(resource, factor):
     """Also where the ops of a plan cannot tell one cause from another; then the spreads say so."""
     plan, profile = real_plan(seq_len=2048)
@@ -184,9 +178,8 @@ def test_the_fewest_factors_explain_and_the_others_are_unsure():
     assert deviations[2] < 0.05
     one, kind = np.array([1.0]), np.array(["a"])
     assert fit_factors(np.array([0.0]), one, kind, 1, lambda logs: [0.0])[1] == (BELIEF,)
-    assert fit_factors(np.array([0.01]), one, kind, 1, lambda logs: [-logs[0]])[0] == (0.0,), (
-        f"a square of {LEAST_GAIN} is not reached"
-    )
+    fitted = fit_factors(np.array([0.01]), one, kind, 1, lambda logs: [-logs[0]])[0]
+    assert fitted == (0.0,), f"a square of {LEAST_GAIN} is not reached"
 
 
 def test_an_emulated_machine_with_another_link_is_recalibrated():

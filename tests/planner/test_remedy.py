@@ -141,9 +141,8 @@ def test_no_change_resets_a_size_that_the_user_named(named):
 def test_no_change_makes_the_policy_that_was_named_illegal():
     """Other sizes may have fewer micro-batches than the policy has in a group."""
     semantics = replace(SEMANTICS, batch_size=64, micro_batch=16)
-    request = Request(
-        MODEL, semantics, read_profile("rtx4090-server").with_memory(10**12, 10**12), Policy(accumulation_group=4), SIZES
-    )
+    profile = read_profile("rtx4090-server").with_memory(10**12, 10**12)
+    request = Request(MODEL, semantics, profile, Policy(accumulation_group=4), SIZES)
     assert request.fits()
     assert not replace(request, semantics=replace(semantics, micro_batch=32)).fits()
 

@@ -197,13 +197,8 @@ def test_the_machine_bound_names_what_is_slow():
     plan = frame(model, build_workload(model, s), s, Policy())
     slow = {name: profile.with_memory(10**9, 10**16) for name, profile in MACHINES.items() if "slow" in name}  # for little state
     named = {name: machine_bound(plan, CostModel(profile)).binding for name, profile in slow.items()}
-    assert named == {
-        "slow up": "link to the device",
-        "slow down": "link to the host",
-        "slow both ways": "link in both directions",
-        "slow memory": "host DRAM",
-        "slow reduction": "host cores",
-    }
+    links = {"slow up": "link to the device", "slow down": "link to the host", "slow both ways": "link in both directions"}
+    assert named == links | {"slow memory": "host DRAM", "slow reduction": "host cores"}
 
 
 @pytest.mark.soak
@@ -374,10 +369,8 @@ def test_adapters_updated_on_the_device_need_no_host_ops():
 
 def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     """A link carries less each way when both are in use: its copies up take longer than their sum, and so long the bound is."""
-    model, semantics = (
-        read_model("llama-3.1-8b"),
-        Semantics(seq_len=1024, batch_size=4, micro_batch=4, gradient_dtype="fp32", train=parse_train("lora")),
-    )
+    model, train = read_model("llama-3.1-8b"), parse_train("lora")
+    semantics = Semantics(seq_len=1024, batch_size=4, micro_batch=4, gradient_dtype="fp32", train=train)
     workload, cost = build_workload(model, semantics), CostModel(with_any_memory(DESKTOP, 10**12, 10**12))
     layers, on_device = tuple(range(1, workload.n_layers + 1)), workload.mixed
     policy = Policy(

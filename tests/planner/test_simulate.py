@@ -135,9 +135,8 @@ def test_slowing_any_ops_never_finishes_sooner(case, data):
     plan, demands = case
     factors = [data.draw(st.floats(1.0, 5.0)) for _ in demands]
     slow = [replace(d, alone_s=d.alone_s * k, overhead_s=d.overhead_s * k) for d, k in zip(demands, factors, strict=True)]
-    before, after = (
-        {(s.op, s.step): s.end_s for s in simulate(plan, ds, None, max_steps=4).timeline.spans} for ds in (demands, slow)
-    )
+    timelines = [simulate(plan, ds, None, max_steps=4).timeline for ds in (demands, slow)]
+    before, after = ({(s.op, s.step): s.end_s for s in timeline.spans} for timeline in timelines)
     for key in before.keys() & after.keys():
         assert after[key] >= before[key] * (1 - ROUNDING)
 
@@ -159,11 +158,8 @@ def test_lanes_keep_plan_order_and_waits_hold(case):
 
 def test_steps_that_alternate_are_averaged_over_their_cycle():
     """By hand: a ring of three ops of 2 s over two steps; the steps end at 4, 6, 10, 12, 16 s."""
-    ops = [
-        Op(Kind.FORWARD, 0, waits=(Wait(2, 1),)),
-        Op(Kind.UPDATE, 0, waits=(Wait(0, 1),)),
-        Op(Kind.OFFLOAD_GRADIENT, 0, waits=(Wait(1),)),
-    ]
+    waits = {Kind.FORWARD: Wait(2, 1), Kind.UPDATE: Wait(0, 1), Kind.OFFLOAD_GRADIENT: Wait(1)}
+    ops = [Op(kind, 0, waits=(wait,)) for kind, wait in waits.items()]
     prediction = simulate(plan_of(ops), [Demand(0.0, 2.0)] * 3, None)
     assert (prediction.periodic, prediction.n_cycle_steps) == (True, 2)
     assert prediction.step_s == pytest.approx(3.0)
@@ -207,9 +203,8 @@ def steps() -> str:
     return hashlib.sha256(repr([found, [str(op) for plan in plans for op in plan.ops]]).encode()).hexdigest()
 
 
-uses_lists = st.lists(
-    st.lists(st.tuples(st.sampled_from(list(Resource)), st.floats(0.01, 3.0)), max_size=3, unique_by=lambda u: u[0]), max_size=4
-)
+one_use = st.tuples(st.sampled_from(list(Resource)), st.floats(0.01, 3.0))
+uses_lists = st.lists(st.lists(one_use, max_size=3, unique_by=lambda u: u[0]), max_size=4)
 
 
 @given(uses_lists)

@@ -29,9 +29,8 @@ MANY = 5  # draws whose first and last are exactly the tenth and the ninetieth p
 def spread(profile, fraction, *groups):
     """The profile with this spread in the groups (in all of them, if none is named), and none elsewhere."""
     inside = groups or tuple(Group)
-    return with_quantities(
-        profile, lambda place, q: q.model_copy(update={"spread_fraction": fraction if group_of(place) in inside else 0.0})
-    )
+    spread = lambda place: {"spread_fraction": fraction if group_of(place) in inside else 0.0}  # noqa: E731
+    return with_quantities(profile, lambda place, q: q.model_copy(update=spread(place)))
 
 
 def width_s(found):
@@ -92,9 +91,8 @@ def gridded(lowest, highest):
     (product,), (attention,) = fields["device"]["matmul"]["bf16"], fields["device"]["attention"]["flash"]["bf16"]
     rates = {lowest: {"value": 1e12}, highest: {"value": 2e12}}
     corners = [(a, b) for a in rates for b in rates]
-    fields["device"]["matmul"]["bf16"] = [
-        product | {"m": m, "k": k, "n": k, "flop_per_s": product["flop_per_s"] | rates[m]} for m, k in corners
-    ]
+    rate = product["flop_per_s"]
+    fields["device"]["matmul"]["bf16"] = [product | {"m": m, "k": k, "n": k, "flop_per_s": rate | rates[m]} for m, k in corners]
     fields["device"]["attention"]["flash"]["bf16"] = [attention | {"head_dim": h, "seq_len": n} for h, n in corners]
     fields["device"]["fused_bytes_per_s"] = fields["device"]["memory_bytes_per_s"]
     return spread(Profile.from_json(fields), 0.0)

@@ -55,12 +55,8 @@ def test_the_parts_are_the_predicted_step_and_none_is_negative(case, machine):
 @examples
 @given(cases().filter(lambda case: case.semantics.ranks == 1), machines())
 def test_what_is_free_has_no_part_in_the_step(case, machine):
-    for burdens, key in (
-        ((LINK, DISK), "link_s"),
-        ((DRAM,), "host_dram_s"),
-        ((OPTIMIZER, DRAM), "optimizer_s"),
-        ((LAUNCH, LINK, DRAM), "fill_drain_and_launch_s"),
-    ):
+    burdens_of = {"link_s": (LINK, DISK), "host_dram_s": (DRAM,), "optimizer_s": (OPTIMIZER, DRAM)}
+    for key, burdens in (burdens_of | {"fill_drain_and_launch_s": (LAUNCH, LINK, DRAM)}).items():
         parts = waterfall(case.plan, without(machine, *burdens))
         assert asdict(parts)[key] <= NEGLIGIBLE * parts.step_s, key
     alone = without(machine, LINK, DRAM, OPTIMIZER, LAUNCH)

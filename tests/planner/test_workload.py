@@ -14,22 +14,9 @@ from runtime.errors import WorkloadError
 from runtime.plan.objective import parse_objective
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model
+from tests import real_layers
 from tests.every_type import tiny
-from tests.real_layers import (
-    DTYPES,
-    MANY,
-    ROW_HEAVY,
-    SIZES,
-    WIDER,
-    Traffic,
-    cases,
-    hf_model,
-    layer_calls,
-    layers_of,
-    peak_bytes,
-    saved_bytes,
-    semantics,
-)
+from tests.real_layers import DTYPES, MANY, Traffic, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, STRUCTURES, tiny_config
 from tests.training import fused
 
@@ -142,7 +129,7 @@ def test_experts_share_rows_evenly_and_lose_none() -> None:
 @pytest.mark.parametrize("case", cases(MODEL_TYPES), ids="-".join)
 def test_kept_bytes_are_what_autograd_saves(case: tuple[str, str, str, str]) -> None:
     """Calls and traffic are those of the layer, too, and its backward stays within the transient bytes, and not far below."""
-    for size in SIZES:
+    for size in real_layers.SIZES:
         for block, layer, x, kwargs in layers_of(case, *size):
             weights = list(layer.parameters())
             assert block.kept_bytes == pytest.approx(saved_bytes(layer, x, kwargs, weights), rel=0.02)
@@ -176,7 +163,7 @@ def partly(case: tuple[str, str, str, str]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", cases(STRUCTURES), ids="-".join)
 def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, str, str, str]) -> None:
     for how in partly(case):
-        for block, layer, x, kwargs in layers_of(case, *SIZES[0], kernels=how):
+        for block, layer, x, kwargs in layers_of(case, *real_layers.SIZES[0], kernels=how):
             measured = saved_bytes(layer, x, kwargs, list(layer.parameters()))
             assert block.kept_bytes == pytest.approx(measured, rel=0.02), (how, block.name)
             gradient, weights = torch.randn_like(x), [p for p in layer.parameters() if p.requires_grad]
@@ -185,7 +172,7 @@ def test_layers_trained_in_part_keep_and_need_what_is_booked(case: tuple[str, st
 
 
 @pytest.mark.fast("pairs")
-@pytest.mark.parametrize("overrides", ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("overrides", real_layers.ROW_HEAVY, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", EXPERT_TYPES)
 def test_rows_of_experts_keep_what_autograd_saves_of_them(model_type: str, dtype: str, overrides: dict[str, Any]) -> None:
@@ -216,7 +203,7 @@ def test_the_bound_holds_at_a_width_of_real_models() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "gemma2"])
 def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
-    config = tiny_config(model_type, **WIDER, vocab_size=1000)
+    config = tiny_config(model_type, **real_layers.WIDER, vocab_size=1000)
     block = build_workload(Model(config), semantics(2, 48, dtype, attention="eager")).blocks[0]
     table = hf_model(config).to(DTYPES[dtype]).model.embed_tokens  # type: ignore[union-attr]
     ids = torch.randint(0, 1000, (2, 48))
@@ -231,9 +218,7 @@ def test_an_embedding_keeps_indices_alone(model_type: str, dtype: str) -> None:
     assert block.boundary_bytes == gradient.numel() * gradient.element_size()
 
 
-def tiled_loss(
-    head: torch.nn.Module, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: float | None
-) -> list[torch.Tensor]:
+def tiled_loss(head, x: torch.Tensor, labels: torch.Tensor, tile: int, softcap: float | None) -> list[torch.Tensor]:
     """Loss and gradients the obvious way: the norm once, then a backward for each tile of tokens."""
     norm, output = head.model.norm, head.lm_head  # type: ignore[union-attr]
     x = x.requires_grad_()
@@ -265,7 +250,7 @@ WEIGHT_SUM = torch.zeros(3000 * 128)  # stands for the fp32 sum, which is in an 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("tile", [32, 500])
 def test_loss_by_tiles_stays_within_the_heads_transient_bytes(model_type: str, dtype: str, tile: int) -> None:
-    config = tiny_config(model_type, **WIDER, vocab_size=3000)
+    config = tiny_config(model_type, **real_layers.WIDER, vocab_size=3000)
     how = semantics(2, 64, dtype, attention="eager", loss_tile_tokens=tile)
     block = build_workload(Model(config), how).blocks[-1]
     model = hf_model(config).to(DTYPES[dtype])

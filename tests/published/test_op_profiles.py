@@ -34,20 +34,12 @@ def test_every_number_that_names_rows_names_rows_of_the_fit(monkeypatch):
     groups = [rows for found in (*products().values(), *several) for rows in found.rows.values()]
     for kernel, way in product(("flash", "cudnn", "fa3", "aiter"), ("forward", "backward")):
         groups += [rows for found in attention(kernel, way).values() for rows in found.rows.values()]
-    groups += [
-        rows
-        for kernel in ("torch-fused", "torch-compile")
-        for way in ("forward", "backward")
-        for rows in norms(kernel, way).rows.values()
-    ]
+    for kernel, way in product(("torch-fused", "torch-compile"), ("forward", "backward")):
+        groups += norms(kernel, way).rows.values()
     groups += [rows for of in (eager_rates(), memory_rates()) for _, rows in of.values()]
     known = {digest_of(rows) for rows in groups}
-    named = {
-        (name, mark)
-        for name in shipped_profiles()
-        for source in read_profile(name).sources.values()
-        for mark in re.findall(r"rows ([0-9a-f]{12})", source.detail)
-    }
+    details = [(name, source.detail) for name in shipped_profiles() for source in read_profile(name).sources.values()]
+    named = {(name, mark) for name, detail in details for mark in re.findall(r"rows ([0-9a-f]{12})", detail)}
     assert len(named) > 50
     assert {(name, mark) for name, mark in named if mark not in known} == set()
 

@@ -2,16 +2,8 @@
 
 import pytest
 
-from benchmarks.several import (
-    NOTES,
-    exchange_bytes_per_s,
-    explained_rates,
-    layer_rows,
-    machine_of,
-    published_cells,
-    read_published,
-    sharded_rows,
-)
+from benchmarks import several
+from benchmarks.several import exchange_bytes_per_s, layer_rows, machine_of, published_cells, read_published, sharded_rows
 from benchmarks.sharded import SYSTEMS, Sharded, predict
 from planner.predict.faster import Group, faster
 from tests.tour import ROOT
@@ -28,7 +20,7 @@ def published():
 
 @pytest.fixture(scope="module")
 def explained(published):
-    return explained_rates(published)
+    return several.explained_rates(published)
 
 
 def run_of(system="fsdp-offload", gpus=8, batch=8, micro_batch=4, model="qwen3-1.7b"):
@@ -40,7 +32,7 @@ def test_the_page_holds_every_run_and_every_layer_of_today(published, explained)
     rows = [*sharded_rows(published, explained), *layer_rows(published)]
     assert len(rows) == len(published.sharded) + len(published.layers) + 4
     names = [it.id for it in published.sharded]
-    assert {*NOTES} <= {*names}
+    assert {*several.NOTES} <= {*names}
     assert len({*names}) == len(names)
     assert [row for row in rows if row not in lines] == [], AGAIN
 

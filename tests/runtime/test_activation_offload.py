@@ -48,9 +48,7 @@ def test_products_are_computed_in_the_slot_where_they_wait() -> None:
     [(Saved.PRODUCTS, True, PRODUCTS), (Saved.ATTENTION, False, BOTH)],  # the first: in a slot with room for what does not move
     ids=["products of a smaller micro-batch", "attention"],
 )
-def test_undercounted_bytes_are_an_error_and_no_wrong_bits(
-    monkeypatch: pytest.MonkeyPatch, saved: Saved, smaller_alone: bool, policy: Policy
-) -> None:
+def test_undercounted_bytes_are_an_error_and_no_wrong_bits(monkeypatch, saved, smaller_alone, policy):
     """Plans say half of the bytes that layers save in this way: of every micro-batch, or of a smaller one."""
 
     def less(blocks: tuple[Block, ...]) -> tuple[Block, ...]:

@@ -19,7 +19,6 @@ from penstock.training.validation import evaluate
 from planner.model.tape import Tape, Tensor
 from planner.model.workload import build_workload
 from planner.predict.computing import Computing, moved_bytes
-from runtime.batch import Batch
 from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.executor import execute
@@ -30,25 +29,11 @@ from runtime.plan import Policy, Semantics, saves
 from runtime.plan.packed import Base
 from runtime.plan.train import TARGETS, Lora, Train
 from runtime.plan.workload import Model, Saved
+from tests import training
 from tests.forwards import HostileToBoth, sequences_of
 from tests.real_layers import DTYPES, SIZES, Work, cases, hf_model, layers_of, tensors
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
-from tests.training import (
-    N_STEPS,
-    Remembering,
-    batches_of,
-    differences,
-    frozen_of,
-    initial_masters,
-    kept_whole,
-    machine_for,
-    plan_of,
-    same_bits,
-    semantics_of,
-    settings_of_torch,
-    state_of,
-    streamed,
-)
+from tests.training import N_STEPS, Remembering, frozen_of, initial_masters, machine_for, plan_of, same_bits, semantics_of, streamed
 
 from .test_replay import Case, can, replayed
 
@@ -192,10 +177,8 @@ def test_partners_are_computed_for_one_input_alone() -> None:
                 for p, x in of
             ]
             to = [*leaves.values(), *(p for part in parts for p in part.parameters() if p.requires_grad)]
-            found, wanted = (
-                torch.autograd.grad([y.sin().sum() for y in outputs], to, allow_unused=True)
-                for outputs in ([part(x) for part, x in of], plain)
-            )
+            both = [[y.sin().sum() for y in outputs] for outputs in ([part(x) for part, x in of], plain)]
+            found, wanted = (torch.autograd.grad(sums, to, allow_unused=True) for sums in both)
             torch.testing.assert_close(found, wanted)
 
 
@@ -329,12 +312,7 @@ def ours(name: str) -> str:
 
 
 def trained_by_peft(
-    config: dict[str, Any],
-    semantics: Semantics,
-    lora: Lora,
-    begun: dict[str, torch.Tensor],
-    batches: Sequence[Batch],
-    settings: list[dict[str, Any]],
+    config, semantics: Semantics, lora: Lora, begun, batches, settings
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Adapters and losses of a common training loop, under autocast."""
     model = peft_of(config, semantics, begun, lora)
@@ -365,9 +343,10 @@ def test_training_is_what_peft_does(model_type: str, dtype: str, of_loss: float,
     config = tiny_config(model_type)
     begun = initial_masters(config, semantics)
     machine = streamed(config, semantics, Policy(accumulation_group=4, save=saves(products=(1,))), machine_type=Remembering)
-    masters, losses = trained_by_peft(config, semantics, LORA, begun, batches_of(96, 4, 16), settings_of_torch(N_STEPS))
+    data = training.batches_of(96, 4, 16), training.settings_of_torch(N_STEPS)
+    masters, losses = trained_by_peft(config, semantics, LORA, begun, *data)
     assert [machine.results[step].loss for step in range(N_STEPS)] == pytest.approx(losses, rel=of_loss)
-    found = state_of(machine)[0]
+    found = training.state_of(machine)[0]
     assert found.keys() == masters.keys()
     off, way = (sum((a[n] - b[n]).abs().sum().item() for n in masters) for a, b in ((found, masters), (begun, masters)))
     assert off < of_way * way
@@ -391,12 +370,12 @@ def test_an_evaluation_uses_adapters_and_changes_nothing(model_type: str, way: s
     semantics = replace(without, train=Train(lora=replace(LORA, dropout=0.4)))
     policy = replace(policy, device_blocks=mixed_blocks(config, semantics) if "device" in way else ())
     machine = machine_for(plan_of(config, semantics, policy), HostileToBoth)
-    batch, plain = batches_of(96, 4, 16)[0], streamed(config, without, policy)
+    batch, plain = training.batches_of(96, 4, 16)[0], streamed(config, without, policy)
     assert evaluate(machine, sequences_of(batch), 4)["eval_loss"] == plain.results[0].loss
     for step in range(N_STEPS):
         execute(machine.plan, machine, 1, step)
         evaluate(machine, sequences_of(batch), 4)
-    assert differences(machine, kept_whole(model_type, semantics, (("num_hidden_layers", 3),))) == []
+    assert training.differences(machine, training.kept_whole(model_type, semantics, (("num_hidden_layers", 3),))) == []
     assert all(map(torch.equal, frozen_of(machine).values(), frozen_of(plain).values()))
 
 

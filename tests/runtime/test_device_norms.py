@@ -99,9 +99,8 @@ def test_the_machine_bound_is_the_least_of_any_device_shares(data):
 @settings(deadline=None, max_examples=30, derandomize=True)
 def test_no_policy_is_faster_than_a_relaxation_with_squares(data):
     """Where the host's norms bind, so that it counts what they are spared; the others are in tests/planner/test_search.py."""
-    s = replace(
-        data.draw(semantics().filter(lambda of: of.ranks == 1)), gradient_dtype=data.draw(st.sampled_from(["bf16", "fp32"]))
-    )
+    s, dtype = data.draw(semantics().filter(lambda of: of.ranks == 1)), data.draw(st.sampled_from(["bf16", "fp32"]))
+    s = replace(s, gradient_dtype=dtype)
     workload = data.draw(workloads(s, most_layers=3))
     machine = MACHINES[data.draw(st.sampled_from(["slow reduction", "slow reduction", "slow memory", "h200-pcie5", "cpu-2core"]))]
     updates = [u for u in Update if u is not Update.EAGER or s.clip_norm is None]
@@ -147,9 +146,8 @@ def test_a_model_normed_on_the_device_is_the_plain_loop(model_type, tied, way):
 
 
 SIZES = [1, 5, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, CHUNK_ELEMENTS + 1, 3 * CHUNK_ELEMENTS + 77]
-gradients_drawn = st.tuples(
-    st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), st.sampled_from([torch.bfloat16, torch.float32]), st.integers(0, 9)
-)
+sizes_drawn, dtypes = st.lists(st.sampled_from(SIZES), min_size=1, max_size=4), [torch.bfloat16, torch.float32]
+gradients_drawn = st.tuples(sizes_drawn, st.sampled_from(dtypes), st.integers(0, 9))
 
 
 def cut_gradients(sizes, dtype, seed):

@@ -151,9 +151,7 @@ def vanished(*_: object) -> int:
     ],
     ids=["EIO", "ENODEV", "the end"],
 )
-def test_a_disk_that_fails_in_mid_run_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: object, says: str
-) -> None:
+def test_a_disk_that_fails_in_mid_run_is_one_line(tmp_path, monkeypatch, fails, says):
     machine = machine_for(planned(), disk=tmp_path / "base")
     failing(monkeypatch, fails, after=10)
     with pytest.raises(DiskError, match=says) as caught:

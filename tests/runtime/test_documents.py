@@ -26,17 +26,7 @@ from tests.every_type import tiny
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of
 from tests.late_streams import LateStreams, Poisoned
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, MODEL_TYPES, tiny_config
-from tests.training import (
-    N_STEPS,
-    batches_of,
-    differences,
-    initial_masters,
-    plan_of,
-    scheduled,
-    semantics_of,
-    settings_of_torch,
-    state_of,
-)
+from tests.training import N_STEPS, batches_of, differences, initial_masters, plan_of, semantics_of, settings_of_torch, state_of
 
 from .test_host_never_waits import Watching
 from .test_replay import WIDE, device_bytes
@@ -134,7 +124,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(model_type):
     loss, gradients = each_alone(config, semantics, batch)
     assert machine.results[0].loss == pytest.approx(loss, rel=1e-6)
     for name, exp_avg in state_of(machine)[1].items():
-        gradient = exp_avg / (1 - scheduled(0).beta1)
+        gradient = exp_avg / (1 - training.scheduled(0).beta1)
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=2e-6)
 
 

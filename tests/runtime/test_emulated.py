@@ -73,10 +73,8 @@ def test_an_emulated_step_takes_what_the_simulator_says():
     config = stand_in_config(read_model("qwen2.5-0.5b").config) | {"num_hidden_layers": 4}
     small = Semantics(seq_len=16, batch_size=2, micro_batch=1)
     large, real = read_model("qwen2.5-0.5b").config | {"num_hidden_layers": 4}, Semantics(seq_len=4096, batch_size=8, micro_batch=4)
-    plan, planned = (
-        lower(Model(c), build_workload(Model(c), how), how, Policy(accumulation_group=2), profile.to_json())
-        for c, how in ((config, small), (large, real))
-    )
+    setups = [(Model(of), build_workload(Model(of), how), how) for of, how in ((config, small), (large, real))]
+    plan, planned = (lower(*setup, Policy(accumulation_group=2), profile.to_json()) for setup in setups)
     assert [str(op) for op in plan.ops] == [str(op) for op in planned.ops], "the stand-in's plan has the planned model's ops"
     demands, region = costs(planned, profile), region_of(profile)
     store = machine_for(plan, CpuMachine)

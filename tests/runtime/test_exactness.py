@@ -18,24 +18,11 @@ from runtime.executor import execute
 from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved
+from tests import training
 from tests.edits import with_waits
 from tests.strategies import policies
 from tests.tiny import MODEL_TYPES, families, tiny_config
-from tests.training import (
-    LEAN,
-    N_STEPS,
-    Hostile,
-    clip_some_steps,
-    differences,
-    fused,
-    kept_whole,
-    machine_for,
-    plan_of,
-    same_state,
-    semantics_of,
-    streamed,
-    trained,
-)
+from tests.training import LEAN, Hostile, differences, fused, machine_for, plan_of, same_state, semantics_of, streamed, trained
 
 LAW = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -74,15 +61,15 @@ def test_any_policy_trains_the_bits_of_the_plain_loop(family, data):
     overrides = {"tie_word_embeddings": tied, "num_hidden_layers": n_layers}
     key = tuple(overrides.items())
     if clipped == "some steps":
-        semantics = clip_some_steps(model_type, semantics, key)
+        semantics = training.clip_some_steps(model_type, semantics, key)
     workload = build_workload(Model(tiny_config(model_type, **overrides)), semantics)
     policy = data.draw(policies(semantics, workload), label="policy")
     config = tiny_config(model_type, **overrides, attention_dropout=dropout)
     machine = streamed(config, semantics, policy, delay_seed=data.draw(st.integers(0, 99), label="delays"))
-    norms = [machine.results[step].grad_norm for step in range(N_STEPS)]
+    norms = [machine.results[step].grad_norm for step in range(training.N_STEPS)]
     if clipped == "some steps" and not dropout:
         assert min(norms) < semantics.clip_norm < max(norms), "both outcomes of a speculation"
-    expected = kept_whole(model_type, semantics, (*key, ("attention_dropout", dropout))) if dropout else None
+    expected = training.kept_whole(model_type, semantics, (*key, ("attention_dropout", dropout))) if dropout else None
     assert differences(machine, expected) == []
 
 
@@ -189,10 +176,8 @@ def test_dropout_is_the_same_kept_recomputed_or_reordered(model_type, attention)
 @pytest.mark.soak
 def test_the_law_holds_at_2048_tokens_with_the_default_attention():
     """Several tiles of keys in the attention kernel, and several tiles of the loss."""
-    config, semantics = (
-        tiny_config("llama"),
-        semantics_of("llama", seq_len=2048, batch_size=2, loss_tile_tokens=1024, **fused("llama")),
-    )
+    config = tiny_config("llama")
+    semantics = semantics_of("llama", seq_len=2048, batch_size=2, loss_tile_tokens=1024, **fused("llama"))
     kept = streamed(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=2))
     for policy in (Policy(prefetch_depth=2), Policy(save=saves(attention=(1,), products=(2,)), spill_blocks=(1,))):
         assert same_state(kept, streamed(config, semantics, policy)), policy

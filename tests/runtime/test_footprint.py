@@ -35,13 +35,9 @@ def real_plans(draw: st.DrawFn) -> Plan:
     name, machine = draw(st.sampled_from(MODEL_TYPES)), read_profile(draw(st.sampled_from(MACHINES)))
     model = Model(tiny_config(name))
     kernels = {part: draw(st.sampled_from(["eager", FUSED[part]])) for part in sorted(fusible(model))}
-    how = semantics_of(
-        name,
-        compute_dtype=draw(st.sampled_from(["bf16", "fp32"])),
-        seq_len=draw(st.integers(8, 64)),
-        attention_kernel=draw(st.sampled_from(["flash", "deterministic", "cudnn"])),
-        **kernels,
-    )
+    dtype, seq_len = draw(st.sampled_from(["bf16", "fp32"])), draw(st.integers(8, 64))
+    kernels["attention_kernel"] = draw(st.sampled_from(["flash", "deterministic", "cudnn"]))
+    how = semantics_of(name, compute_dtype=dtype, seq_len=seq_len, **kernels)
     workload = build_workload(model, how)
     return lower(model, workload, how, draw(policies(how, workload)), machine.to_json())
 

@@ -11,21 +11,10 @@ from planner.model.workload import build_workload
 from runtime.plan import Kind, Policy, Update, saves
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, aligned_elements
+from tests import training
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, STRUCTURES, families, tiny_config
-from tests.training import (
-    LEAN,
-    differences,
-    frozen_of,
-    fused,
-    initial_masters,
-    kept_whole,
-    plain,
-    plan_of,
-    same_bits,
-    semantics_of,
-    streamed,
-)
+from tests.training import differences, fused, initial_masters, kept_whole, plain, plan_of, same_bits, semantics_of, streamed
 
 LORA = Train(lora=Lora(rank=4, alpha=8.0))
 WAYS = {
@@ -67,7 +56,7 @@ def test_packed_weights_are_computed_with_as_what_they_mean(model_type: str, bas
     of_state = {"device_blocks": build_workload(Model(config), semantics).mixed} if on_device else {}
     machine = streamed(config, semantics, replace(policy, **of_state), delay_seed=1)
     assert differences(machine, expected) == []
-    assert all(same_bits(before[name], weight) for name, weight in frozen_of(machine).items())
+    assert all(same_bits(before[name], weight) for name, weight in training.frozen_of(machine).items())
 
 
 @pytest.mark.soak_cases("mixtral")
@@ -90,7 +79,7 @@ def test_any_policy_gives_the_same_bits(family: tuple[str, ...], data: st.DataOb
         "base": data.draw(st.sampled_from(["bf16", "nf4", "int8", "fp8"]), label="base") if way.lora is not None else "bf16",
         "micro_batch": data.draw(st.sampled_from([1, 2, 3]), label="micro_batch"),
     }
-    dtypes = [{}, {}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}, *LEAN.values()]
+    dtypes = [{}, {}, {"compute_dtype": "fp32"}, {"master_dtype": "bf16"}, *training.LEAN.values()]
     fields |= data.draw(st.sampled_from(dtypes), label="dtypes")
     if fields.get("compute_dtype") == "fp32":
         fields |= {"gradient_dtype": "fp32", "base": "bf16"}

@@ -135,10 +135,8 @@ class OnlyCopying(TorchDispatchMode):
         return out
 
 
-EVERY_COPY = [
-    Policy(spill_blocks=(0, 1), accumulation_group=2),
-    Policy(accumulation_group=4, resident_blocks=(1,), update=Update.DEFERRED),
-]
+EVERY_COPY = [Policy(spill_blocks=(0, 1), accumulation_group=2)]
+EVERY_COPY += [Policy(accumulation_group=4, resident_blocks=(1,), update=Update.DEFERRED)]
 
 
 @pytest.mark.fast("some")

@@ -20,17 +20,8 @@ from planner.model.workload import build_workload, fusible
 from runtime.compute.blocks import Templates
 from runtime.cuda.nvrtc import compiled_kernel
 from runtime.errors import PlanError, WorkloadError
-from runtime.layers.kernels import (
-    ACTIVATIONS,
-    CALL_BY_CALL,
-    _AtOnce,
-    is_rms_norm,
-    refuse_missing_libraries,
-    rms_norm,
-    rotary,
-    use_kernels,
-    use_own_calls,
-)
+from runtime.layers import kernels
+from runtime.layers.kernels import CALL_BY_CALL, is_rms_norm, refuse_missing_libraries, rms_norm, rotary, use_kernels, use_own_calls
 from runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, fastest, kernel_of, probes, several
 from runtime.plan.workload import Model
 from tests.every_type import tiny
@@ -57,12 +48,12 @@ def some(draw: st.DataObject, *shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @DRAWN
-@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(ACTIVATIONS))
+@given(data=st.data(), dtype=st.sampled_from(list(DTYPES.values())), activation=st.sampled_from(kernels.ACTIVATIONS))
 def test_an_activation_in_one_node_has_transformers_bits(data: st.DataObject, dtype: torch.dtype, activation: str) -> None:
     gate, up = (some(data, 33, 24, dtype=dtype).requires_grad_() for _ in range(2))
     gradient = some(data, 33, 24, dtype=dtype)
     inputs = gate.flatten(), up.flatten()
-    ours = _AtOnce.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
+    ours = kernels._AtOnce.apply(*CALL_BY_CALL.gate(GATE_OF[activation]), *inputs).view_as(gate)
     theirs = ACT2FN[activation](gate) * up
     assert same_bytes((ours,), (theirs,))
     assert same_bytes(*(torch.autograd.grad(out, (gate, up), gradient) for out in (ours, theirs)))

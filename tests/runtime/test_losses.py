@@ -171,11 +171,8 @@ def with_loss(name: str, is_packed: bool) -> tuple[Semantics, list[Batch]]:
     n = max((objective := parse_objective(name)).rows_each, 2)
     semantics = semantics_of("llama", batch_size=4 * n, micro_batch=n, objective=objective, loss_tile_tokens=12)
     extras = {"reference": torch.linspace(-40, -30, 4 * n, dtype=torch.float64), "label": torch.arange(4 * n) // 2 % 2}
-    extras |= {
-        "last": torch.arange(4 * n) % 9 + 3,
-        "advantage": torch.linspace(-1, 1, 4 * n),
-        "old": torch.full((4 * n, semantics.seq_len), -4.5),
-    }
+    extras |= {"last": torch.arange(4 * n) % 9 + 3, "advantage": torch.linspace(-1, 1, 4 * n)}
+    extras["old"] = torch.full((4 * n, semantics.seq_len), -4.5)
     if objective.n_top is not None:
         extras["teacher"] = top_and_rest(torch.randn(4 * n * 16, 96), objective.n_top, 1.0).view(4 * n, 16, -1)
     batches = list(batches_of(96, 4 * n, semantics.seq_len))
@@ -248,9 +245,8 @@ def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
     """Loss and gradients, of the last token as its model for sequence classification takes it."""
     of, config = parse_objective(name), tiny_config("llama", vocab_size=96)
     torch.manual_seed(2)
-    theirs = AutoModelForSequenceClassification.from_config(
-        AutoConfig.for_model(**config | {"num_labels": of.n_labels, "pad_token_id": 0}), dtype=DTYPE[dtype]
-    )
+    hf_config = AutoConfig.for_model(**config | {"num_labels": of.n_labels, "pad_token_id": 0})
+    theirs = AutoModelForSequenceClassification.from_config(hf_config, dtype=DTYPE[dtype])
     ids, ends = torch.randint(1, 96, (4, 16)), torch.tensor([15, 9, 3, 12])
     ids[torch.arange(16) > ends[:, None]] = 0
     labels, hidden = torch.tensor([0, 2, 1, 1]), []
@@ -272,11 +268,8 @@ def test_a_head_of_ones_own_is_that_of_transformers(name, dtype):
     given = hidden[0].detach(), torch.where(ids > 0, ids, -100), n, total, extras
     ours, of_hidden, of_norm = templates.head.loss(head, *given)
     assert abs(float(ours) / n / float(loss.detach()) - 1) < (1e-6 if dtype == "fp32" else 5e-3)
-    for found, wanted in (
-        (of_hidden, hidden[0].grad),
-        (total, held["score.weight"].grad),
-        (of_norm["model.norm.weight"], held["model.norm.weight"].grad),
-    ):
+    own, theirs = (of_hidden, total, of_norm["model.norm.weight"]), (held[f"{name}.weight"] for name in ("score", "model.norm"))
+    for found, wanted in zip(own, (each.grad for each in (hidden[0], *theirs)), strict=True):
         error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
         assert error < (1e-5 if dtype == "fp32" else 1e-2), error
 

@@ -95,9 +95,8 @@ def test_pointwise_kernels_load_and_store_16_bytes(n: int) -> None:
     """One element at a time in the loop over the rest alone: were the vectors split, there would be four or eight as many."""
     item = 2 if SOURCES["pointwise.cu"][n]["ELEMENT"] == BF16 else 4
     kernels = dict(accesses(compiled("pointwise.cu", n, 90)[0]))
-    assert kernels.keys() == (
-        {"gated", "gated_gradients"} if "ACTIVATION" in SOURCES["pointwise.cu"][n] else {"rotate", "rotate_back"}
-    )
+    is_gate = "ACTIVATION" in SOURCES["pointwise.cu"][n]
+    assert kernels.keys() == ({"gated", "gated_gradients"} if is_gate else {"rotate", "rotate_back"})
     for name, found in kernels.items():
         loads, stores = WIDE[name]
         assert found == {("ld", 16): loads, ("st", 16): stores, ("ld", item): loads, ("st", item): stores}, name

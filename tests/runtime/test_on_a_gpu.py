@@ -27,33 +27,14 @@ from runtime.machines.torch_machine import CudaMachine
 from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import Model, Saved
-from tests import reference
+from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
 from tests.penstock.training.test_generation import PROMPTS, said_by_transformers
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES, tiny_config
 from tests.tour import ROOT
-from tests.training import (
-    EVERYTHING,
-    N_STEPS,
-    Remembers,
-    as_expected,
-    batches_of,
-    differences,
-    frozen_of,
-    fused,
-    initial_masters,
-    machine_for,
-    plan_of,
-    poison,
-    released_slots,
-    same_bits,
-    semantics_of,
-    settings_of_torch,
-    state_of,
-    trained,
-)
+from tests.training import EVERYTHING, N_STEPS, as_expected, differences, machine_for, plan_of, semantics_of, trained
 
 from .test_documents import CUTS, OTHERS, POLICIES, config_of, packed_batches
 from .test_frozen import LORA, PACKED
@@ -66,17 +47,8 @@ LAW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_
 
 LONGEST_SLEEP_CYCLES = 2_000_000  # about a millisecond
 # Models that are recorded, not retold, and how they attend
-RECORDED = {
-    "gemma3n_text": "sdpa",
-    "deepseek_v3": "sdpa",
-    "qwen3_next": "sdpa",
-    "glm4_moe": "sdpa",
-    "olmo2": "sdpa",
-    "phi3": "sdpa",
-    "gpt2": "sdpa",
-    "bloom": "eager",
-    "mamba2": "eager",
-}
+RECORDED = dict.fromkeys(("gemma3n_text", "deepseek_v3", "qwen3_next", "glm4_moe", "olmo2", "phi3", "gpt2"), "sdpa")
+RECORDED |= dict.fromkeys(("bloom", "mamba2"), "eager")
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +58,7 @@ def _same_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-class Remembering(Remembers, CudaMachine):
+class Remembering(training.Remembers, CudaMachine):
     """On the GPU."""
 
 
@@ -95,7 +67,7 @@ class Sleepy(Remembering):
 
     def __init__(self, plan: Plan, *args, sleep_seed: int = 0, **kwargs) -> None:
         super().__init__(plan, *args, **kwargs)
-        self.released, self.rng = released_slots(plan), random.Random(sleep_seed)
+        self.released, self.rng = training.released_slots(plan), random.Random(sleep_seed)
         largest = max(n_bytes for arena in plan.arenas for n_bytes in arena.slot_bytes)
         self.nan = torch.full((largest,), 0xFF, dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()
@@ -107,7 +79,7 @@ class Sleepy(Remembering):
         if op.lane is Lane.CPU:
             work(index, op, step)
             for slot in released[index]:
-                poison(self.arenas, slot)
+                training.poison(self.arenas, slot)
             return
         self._sleep()
         work(index, op, step)
@@ -147,7 +119,7 @@ def test_no_plan_changes_a_bit_on_a_gpu(model_type, data):
 def test_attention_at_2048_tokens_keeps_its_bits_on_a_gpu(kernel):
     """With each attention kernel as a run takes it; `cudnn` is the default. Only `deterministic` is promised to hold."""
     torch.use_deterministic_algorithms(kernel == "deterministic")
-    semantics = semantics_of("llama", seq_len=2048, loss_tile_tokens=1024, **fused("llama", kernel))
+    semantics = semantics_of("llama", seq_len=2048, loss_tile_tokens=1024, **training.fused("llama", kernel))
     config = tiny_config("llama", head_dim=64)
     kept = run(config, semantics, Policy(save=saves(all=(1, 2)), accumulation_group=4))
     found = differences(run(config, semantics, Policy(save=saves(products=(2,)), spill_blocks=(1,)), Sleepy), as_expected(kept))
@@ -161,15 +133,15 @@ def test_a_gpu_trains_as_the_plain_loop_there_within_rounding(model_type):
     """The plain loop's optimizer runs on the GPU too, in another order of roundings: tolerance, not bits."""
     semantics, config = semantics_of(model_type, compute_dtype="fp32", gradient_dtype="fp32"), tiny_config(model_type)
     machine = run(config, semantics, Policy())
-    masters = {name: master.cuda() for name, master in initial_masters(config, semantics).items()}
-    batches = [Batch(b.input_ids.cuda(), b.targets.cuda()) for b in batches_of(config["vocab_size"], 4, 16)]
+    masters = {name: master.cuda() for name, master in training.initial_masters(config, semantics).items()}
+    batches = [Batch(b.input_ids.cuda(), b.targets.cuda()) for b in training.batches_of(config["vocab_size"], 4, 16)]
     torch.use_deterministic_algorithms(False)  # a common training loop
     with torch.device("cuda"):
-        expected = reference.train(config, semantics, masters, batches, settings_of_torch(N_STEPS))
+        expected = reference.train(config, semantics, masters, batches, training.settings_of_torch(N_STEPS))
     for step in range(N_STEPS):
         assert machine.results[step].loss == pytest.approx(expected.losses[step], rel=1e-5)
         assert machine.results[step].grad_norm == pytest.approx(expected.norms[step], rel=1e-4)
-    for name, master in state_of(machine)[0].items():
+    for name, master in training.state_of(machine)[0].items():
         off = (master - expected.masters[name].cpu()).abs()
         assert float((off > 1e-5).float().mean()) < 0.01, name  # where a gradient is next to nothing, AdamW magnifies its rounding
 
@@ -184,8 +156,8 @@ def test_adapters_beside_packed_weights_keep_their_bits(model_type, base, on_dev
     sleepy = run(config, semantics, replace(policy, **of_state), Sleepy)
     kept = run(config, semantics, Policy(save=saves(all=(1, 2, 3)), accumulation_group=4))
     assert differences(sleepy, as_expected(kept)) == []
-    before, on_cpu = initial_masters(config, semantics), trained(plan_of(config, semantics, Policy()))
-    assert all(same_bits(before[name], weight) for name, weight in frozen_of(sleepy).items())
+    before, on_cpu = training.initial_masters(config, semantics), trained(plan_of(config, semantics, Policy()))
+    assert all(training.same_bits(before[name], weight) for name, weight in training.frozen_of(sleepy).items())
     for step in range(N_STEPS):
         assert kept.results[step].loss == pytest.approx(on_cpu.results[step].loss, rel=2e-2)
 
@@ -235,7 +207,7 @@ def machine_for_both(config, semantics: Semantics, policy: Policy, batches=()) -
 def test_evaluations_between_steps_change_no_bit_of_training(model_type):
     semantics, config = semantics_of(model_type), tiny_config(model_type, num_hidden_layers=4)
     alone, evaluated = run(config, semantics, EVERYTHING), machine_for_both(config, semantics, EVERYTHING)
-    for step, batch in enumerate(batches_of(config["vocab_size"], 4, 16)):
+    for step, batch in enumerate(training.batches_of(config["vocab_size"], 4, 16)):
         before = evaluate(evaluated, sequences_of(batch), 4)
         evaluate(evaluated, sequences_of(sequences(config["vocab_size"], 7)), 7)
         generate(evaluated, [[1, 2, 3]], 2)
@@ -355,10 +327,8 @@ def test_spans_are_in_order_and_a_kernel_is_as_long_as_it_is():
             before = at.get((step - wait.distance, wait.op))
             if before is not None and Lane.CPU not in (plan.ops[number].lane, plan.ops[wait.op].lane):
                 assert span.start_s >= before.end_s - resolution_s
-    slow, others = (
-        [s.end_s - s.start_s for s in spans if (plan.ops[s.op].kind, plan.ops[s.op].block) == (Kind.OFFLOAD_GRADIENT, b)]
-        for b in (1, 2)
-    )
+    offloads = [(plan.ops[s.op].block, s.end_s - s.start_s) for s in spans if plan.ops[s.op].kind is Kind.OFFLOAD_GRADIENT]
+    slow, others = ([seconds for block, seconds in offloads if block == b] for b in (1, 2))
     assert min(slow) > 5 * sorted(others)[len(others) // 2]
 
 

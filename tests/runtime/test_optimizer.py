@@ -72,9 +72,7 @@ def wide_master(of: ParamState) -> torch.Tensor:
     return of.master.weight.float()
 
 
-def plainly(
-    of: ParamState, gradient: torch.Tensor, factor: float, n_updates: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def plainly(of: ParamState, gradient: torch.Tensor, factor: float, n_updates: int) -> tuple[torch.Tensor, ...]:
     """Master, moments after one step, on the whole parameter at once."""
     wide, m, v = wide_master(of).clone(), *(moment.clone() for moment in of.moments)
     s = SETTINGS
@@ -270,9 +268,8 @@ def test_a_gradient_that_is_no_number_is_none_when_it_is_rounded():
 
 
 # Every layout that a plan may ask for: weight or master, split or not, gradient, moments, rule, drawn
-TABLE = [
-    optimizer.Kept(w, s, g) for w, s in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)) for g in GRADIENTS
-]
+MASTERS = ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False))
+TABLE = [optimizer.Kept(weight, is_split, gradient) for weight, is_split in MASTERS for gradient in GRADIENTS]
 TABLE += [
     optimizer.Kept(DTYPE["fp32" if master == "fp32" else "bf16"], "split" in master, torch.bfloat16, DTYPE[moments], rule, is_drawn)
     for rule, (master, is_drawn), moments in product(

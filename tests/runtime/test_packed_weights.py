@@ -23,17 +23,8 @@ from runtime.cuda.nvrtc import MOST_ELEMENTS
 from runtime.layers import packed_weights as room
 from runtime.layers.packed_weights import NF4, pack, parts, prepare, unpack_into
 from runtime.plan import Policy, Semantics
-from runtime.plan.packed import (
-    FP8_BLOCK,
-    MXFP4_BLOCK,
-    NF4_BLOCK,
-    UNPACK_BYTES_PER_ELEMENT,
-    UNPACK_CHUNK_ELEMENTS,
-    UNPACK_KERNELS,
-    UNPACK_SCRATCH_BYTES,
-    is_packed,
-    layout,
-)
+from runtime.plan import packed as packing
+from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, is_packed, layout
 from runtime.plan.train import Lora, Train
 from runtime.plan.workload import SLOT_ALIGN_BYTES
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
@@ -196,9 +187,8 @@ def test_mxfp4_is_packed_to_the_nearest_and_once_for_good(weight, size):
     with chunks_of(size):
         packed = pack(weight, "mxfp4")
         found = unpacked(packed, weight.shape, "mxfp4", torch.float32)
-    assert same(unpacked(pack(found, "mxfp4"), weight.shape, "mxfp4", torch.float32), found), (
-        "of an unpacked weight nothing is lost"
-    )
+    again = unpacked(pack(found, "mxfp4"), weight.shape, "mxfp4", torch.float32)
+    assert same(again, found), "of an unpacked weight nothing is lost"
     columns = weight.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
     packed_columns = found.double().view(-1, MXFP4_BLOCK, weight.shape[-1]).transpose(1, 2).reshape(-1, MXFP4_BLOCK).tolist()
     for column, ours in zip(columns, packed_columns, strict=True):
@@ -237,7 +227,7 @@ def test_a_large_weight_takes_what_its_format_says():
     per_element = {base: layout(shape, base).n_bytes / prod(shape) for base in BASES}
     assert per_element == {"nf4": 0.5625, "int8": 1 + 4 / 14336, "fp8": 1 + 4 / FP8_BLOCK**2, "mxfp4": 0.5 + 1 / MXFP4_BLOCK}
     nf4, mxfp4 = (sum(t.nbytes for t in prepare(torch.device("cpu"), base, torch.float32)) for base in ("nf4", "mxfp4"))
-    assert UNPACK_CHUNK_ELEMENTS * 4 + nf4 == UNPACK_SCRATCH_BYTES > UNPACK_CHUNK_ELEMENTS * (2 + 8 / MXFP4_BLOCK) + mxfp4
+    assert UNPACK_CHUNK_ELEMENTS * 4 + nf4 == packing.UNPACK_SCRATCH_BYTES > UNPACK_CHUNK_ELEMENTS * (2 + 8 / MXFP4_BLOCK) + mxfp4
 
 
 def test_only_matrices_of_projections_and_experts_are_packed():
@@ -285,7 +275,7 @@ def test_unpacking_costs_what_the_planner_books(base, shape):
     with chunks_of(prod(shape) // n_chunks), Counting() as counted:
         unpack_into(packed, out, base)
     assert counted.calls.total() == n_chunks * UNPACK_KERNELS[base]
-    assert counted.moved_bytes / prod(shape) == pytest.approx(UNPACK_BYTES_PER_ELEMENT[base], rel=0.005)
+    assert counted.moved_bytes / prod(shape) == pytest.approx(packing.UNPACK_BYTES_PER_ELEMENT[base], rel=0.005)
     assert counted.made_bytes <= prod(shape) // n_chunks * 4
     assert counted.others == set()
 

@@ -34,18 +34,8 @@ LINES = (
 
 def small_plan() -> Plan:
     """One layer between embedding and head; not a schedule anyone would run, but every field is used."""
-    layer = Block(
-        "model.layers.0",
-        BlockKind.LAYER,
-        (Parameter("w", (8, 16)), Parameter("norm", (8,))),
-        (Matmul(4, 8, 16, 2),),
-        Attention(1, 2, 4, 8, 4),
-        100,
-        7,
-        64,
-        512,
-        1024,
-    )
+    parts = (Parameter("w", (8, 16)), Parameter("norm", (8,))), (Matmul(4, 8, 16, 2),), Attention(1, 2, 4, 8, 4)
+    layer = Block("model.layers.0", BlockKind.LAYER, *parts, 100, 7, 64, 512, 1024)
     embedding = Block("model.embed_tokens", BlockKind.EMBEDDING, (Parameter("embed", (96, 8)),), boundary_bytes=64)
     head = Block("lm_head", BlockKind.HEAD, (Parameter("lm_head", (96, 8), tied_to="embed"),))
     sizes: dict[Place, dict[str, tuple[int, ...]]] = {

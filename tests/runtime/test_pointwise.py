@@ -114,9 +114,8 @@ def test_a_kernel_is_compared_with_its_function_on_the_first_call_of_each_shape(
     assert len(asked) == 12, "another shape"
     for at in (0, 9_999, -1):
         wrong = launches_of({10_000: at})
-        with pytest.warns(
-            RuntimeWarning, match=r"^doubled .* call by call on cpu in torch.float32, .*: .* at \(25000,\) \d differ$"
-        ):
+        said = r"^doubled .* call by call on cpu in torch.float32, .*: .* at \(25000,\) \d differ$"
+        with pytest.warns(RuntimeWarning, match=said):
             assert same_bits(wrong(x), 2 * x)
         assert not wrong.is_in_use
         n_asked = len(asked)
@@ -161,9 +160,8 @@ def test_without_a_compiler_functions_run_call_by_call(monkeypatch: pytest.Monke
         raise RuntimeError("no compiler\nhere")
 
     monkeypatch.setattr(pointwise, "compiled_kernel", broken)
-    with pytest.warns(
-        RuntimeWarning, match=r"^rotate runs call by call .* moves 5.0 times the bytes: .* compiled \(no compiler\\nhere\)$"
-    ):
+    said = r"^rotate runs call by call .* moves 5.0 times the bytes: .* compiled \(no compiler\\nhere\)$"
+    with pytest.warns(RuntimeWarning, match=said):
         assert compiled(CPU, torch.float32, tuple(GATES)) == Pointwise()
 
 
@@ -171,9 +169,8 @@ def test_without_a_compiler_functions_run_call_by_call(monkeypatch: pytest.Monke
 def test_a_kernel_whose_bits_differ_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def made(file: str, name: str, *, device: torch.device, **defined: str | int):
         kernel = by_two_threads(in_cpp(tmp_path, file, name, **defined))
-        return (
-            kernel if name != "rotate_back" else lambda grid, block, args: kernel(grid, block, [*args[:4], args[4] - 1, *args[5:]])
-        )
+        wrong = int(name == "rotate_back")
+        return lambda grid, block, args: kernel(grid, block, [*args[:4], args[4] - wrong, *args[5:]])
 
     monkeypatch.setattr(pointwise, "compiled_kernel", made)
     with pytest.warns(RuntimeWarning, match=r"^rotate_back runs call by call .*differ$"):

@@ -36,9 +36,8 @@ law = settings(deadline=None, max_examples=25, suppress_health_check=list(Health
 @st.composite
 def folded(draw: st.DrawFn, max_layers: int = 4, max_repetitions: int = 8) -> Plan:
     """A plan in which something repeats, of any legal policy that has groups."""
-    case = draw(
-        cases(max_layers, max_micro_batches=4).filter(lambda of: of.policy.accumulation_group < 4 and of.semantics.ranks == 1)
-    )
+    drawn = cases(max_layers, max_micro_batches=4)
+    case = draw(drawn.filter(lambda of: of.policy.accumulation_group < 4 and of.semantics.ranks == 1))
     return folding(case, draw(st.integers(10, 10 + 2 * max_repetitions)), draw(st.integers(0, 2)))
 
 
@@ -200,9 +199,10 @@ def test_a_folded_plan_is_right_and_so_is_what_it_means(plan: Plan) -> None:
     check(unrolled(plan))
 
 
-@pytest.mark.parametrize(
-    ("train", "base"), [(Train(names=("norm.weight",)), "bf16"), (Train(layers=(4, 4)), "bf16"), (ADAPTED["train"], "nf4")]
-)
+NORM, LAST = Train(names=("norm.weight",)), Train(layers=(4, 4))
+
+
+@pytest.mark.parametrize(("train", "base"), [(NORM, "bf16"), (LAST, "bf16"), (ADAPTED["train"], "nf4")])
 def test_a_long_step_is_folded_whatever_part_is_trained(train: Train, base: Any) -> None:
     """Layers that no backward comes to are used in circles: by Belady's algorithm other ones are there after each group."""
     semantics, policy = Semantics(4, 40, 1, train=train, base=base, gradient_dtype="fp32"), Policy(prefetch_depth=2)

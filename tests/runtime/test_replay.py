@@ -103,9 +103,7 @@ def can(case: Case, saved: Saved) -> bool:
     return not (attention == "eager" if saved is Saved.ATTENTION else model_type == "gpt_oss" and saved is Saved.PRODUCTS)
 
 
-def ways_of(
-    case: Case, sizes: tuple[tuple[int, int], ...], **overrides: Any
-) -> Iterator[tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]]]:
+def ways_of(case: Case, sizes, **overrides: Any) -> Iterator[tuple[Block, Tier, Selection, Any, torch.Tensor, dict[str, Any]]]:
     """Each layer, what the workload says of each way to recompute it, and what PyTorch must save for that."""
     for size in sizes:
         for block, layer, x, kwargs in layers_of(case, *size, **overrides):
@@ -199,18 +197,12 @@ REMEMBERING = {
     "on the host": Policy(save=saves(products=(1, 2), attention=(3,)), offload_blocks=(1, 2, 3)),
     "all ways at once": Policy(save=saves(all=(1,), products=(2,), attention=(3,))),
 }
+WAYS_OF_EXPERTS = [*product(["qwen3_moe"], ["keep", "on the host"]), *product(["gpt_oss"], ["boundaries", "keep"])]
 WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 96, "num_hidden_layers": 3}
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(
-    ("model_type", "way"),
-    [
-        *product(["llama"], REMEMBERING),
-        *product(["qwen3_moe"], ["keep", "on the host"]),
-        *product(["gpt_oss"], ["boundaries", "keep"]),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "way"), [*product(["llama"], REMEMBERING), *WAYS_OF_EXPERTS])
 def test_a_step_takes_the_memory_of_its_plan(model_type: str, way: str) -> None:
     """Of the device's memory beyond the arenas, as the allocator's own records tell, op by op."""
     policy = replace(REMEMBERING[way], accumulation_group=2)

@@ -59,14 +59,9 @@ def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, n_steps,
     assert done.exit_code == 0, done.output
     plan = PlanFile.read(tmp_path / "plan.json").plan
     words = ["run", tmp_path / "plan.json", "--data", tmp_path / "chats.jsonl", "--packing", "documents", "--steps", n_steps]
-    run = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, words), *SCRATCH, "--lr", "1e-3", "--out", str(tmp_path / "out")],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", RUN, *map(str, words), *SCRATCH, "--lr", "1e-3", "--out", str(tmp_path / "out")]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     torch_bytes, most_bytes = map(int, re.findall(r"resident bytes (\d+)", run.stderr))
     on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes

@@ -10,34 +10,19 @@ from runtime.batch import Batch
 from runtime.executor import execute
 from runtime.host.norms import clip_factor
 from runtime.plan import Kind, Policy, Update
-from tests import reference
+from tests import reference, training
 from tests.tiny import tiny_config
-from tests.training import (
-    N_STEPS,
-    Hostile,
-    asked,
-    batches_of,
-    clip_some_steps,
-    differences,
-    machine_for,
-    plan_of,
-    same_bits,
-    same_state,
-    semantics_of,
-    settings_of_torch,
-    state_of,
-    streamed,
-)
+from tests.training import N_STEPS, Hostile, differences, same_bits, same_state, semantics_of, settings_of_torch, state_of, streamed
 
 
 def test_an_infinite_loss_is_skipped_by_both():
     """One logit overflows in the second step: the plain loop finds the same norm and skips the same step."""
     semantics = semantics_of("llama", on_nonfinite="skip", compute_dtype="fp32", batch_size=2)
     config = tiny_config("llama", vocab_size=97)
-    plan = plan_of(config, semantics, Policy(update=Update.DEFERRED, accumulation_group=2))
-    batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in batches_of(96, 2, 16)]
+    plan = training.plan_of(config, semantics, Policy(update=Update.DEFERRED, accumulation_group=2))
+    batches = [Batch(b.input_ids.clone().clamp(max=95), b.targets) for b in training.batches_of(96, 2, 16)]
     batches[1].input_ids[1, 3] = 96  # a token that no other step has
-    machine = machine_for(plan, Hostile, batches)
+    machine = training.machine_for(plan, Hostile, batches)
     embedding = machine.host.param_state(plan.workload.blocks[0].parameters[0]).master.whole().view(97, 32)
     embedding[96] = float("inf")
     start = state_of(machine)[0]
@@ -71,10 +56,10 @@ SPECULATING = [  # each way in which a state can be laid out in its slot
 
 
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=asked)
+@pytest.mark.parametrize(("policy", "fields"), SPECULATING, ids=training.asked)
 def test_a_speculation_taken_or_left_is_the_plain_loop(policy, fields):
     """It is taken by exchanging the places of state and shadow."""
-    semantics = clip_some_steps("llama", semantics_of("llama", **fields))
+    semantics = training.clip_some_steps("llama", semantics_of("llama", **fields))
     policy = dataclasses.replace(policy, update=Update.DEFERRED, accumulation_group=4)
     machine = streamed(tiny_config("llama"), semantics, policy, machine_type=Settling)
     clipped = {step for step in range(N_STEPS) if machine.results[step].grad_norm > semantics.clip_norm}

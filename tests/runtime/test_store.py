@@ -168,12 +168,8 @@ def page_of(address: int) -> int:
     return address // PAGE_BYTES
 
 
-ARENAS = [
-    Arena("state", Place.HOST, (3 * MiB, 2 * MiB)),
-    Arena("norm", Place.HOST, (256,)),
-    Arena("staging", Place.HOST, ()),
-    Arena("weights", Place.DEVICE, (4 * MiB,)),
-]
+HELD = {"state": (3 * MiB, 2 * MiB), "norm": (256,), "staging": ()}
+ARENAS = [*(Arena(name, Place.HOST, sizes) for name, sizes in HELD.items()), Arena("weights", Place.DEVICE, (4 * MiB,))]
 
 
 def test_every_arena_of_the_host_is_registered_once_and_whole():

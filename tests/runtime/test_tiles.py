@@ -14,22 +14,11 @@ from runtime.compute.blocks import Templates
 from runtime.errors import WorkloadError
 from runtime.plan import Kind, Plan, Policy, saves
 from runtime.plan.workload import Block, Model, Saved
-from tests import real_layers
+from tests import real_layers, training
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, families, tiny_config
-from tests.training import (
-    differences,
-    fused,
-    kept_whole,
-    machine_for,
-    plan_of,
-    same_bits,
-    semantics_of,
-    state_of,
-    streamed,
-    trained,
-)
+from tests.training import differences, kept_whole, machine_for, plan_of, same_bits, semantics_of, state_of, streamed, trained
 
 from .test_replay import REMEMBERING, WIDE, device_bytes
 
@@ -52,14 +41,11 @@ def test_tiles_under_any_policy_are_the_plain_loop_over_tiles(family: tuple[str,
         batch_size=batch_size,
         micro_batch=micro_batch,
         clip_norm=data.draw(st.sampled_from([None, 0.5]), label="clip"),
-        **data.draw(st.sampled_from([{}, fused(model_type)]), label="kernels"),
+        **data.draw(st.sampled_from([{}, training.fused(model_type)]), label="kernels"),
     )
     dropout = data.draw(st.sampled_from([0.0, 0.0, 0.2]), label="dropout")
-    overrides = {
-        "tie_word_embeddings": data.draw(st.booleans(), label="tied"),
-        "num_hidden_layers": 3,
-        "attention_dropout": dropout,
-    }
+    tied = data.draw(st.booleans(), label="tied")
+    overrides = {"tie_word_embeddings": tied, "num_hidden_layers": 3, "attention_dropout": dropout}
     if model_type == "llama":
         overrides["mlp_bias"] = data.draw(st.booleans(), label="bias")
     key = tuple(overrides.items())
@@ -165,10 +151,8 @@ def test_tiles_do_the_same_work_and_add_their_sums(model_type: str) -> None:
         assert (whole.forward_flop, whole.parameters) == (tiled.forward_flop, tiled.parameters)
         weights = sum(p.n_elements for p in tiled.parameters if ".mlp." in p.name or "post_feedforward" in p.name)
         assert (whole.tile_sum_bytes, tiled.tile_sum_bytes) == (0, weights * (4 + 4 * (4 + 8)))  # four tiles, fp32
-    grown = [
-        blocks_of(16, seq_len, intermediate_size=128)[0].transient_bytes - blocks_of(16, seq_len)[0].transient_bytes
-        for seq_len in (1024, 4096)
-    ]
+    wide, narrow = ([blocks_of(16, n, **size)[0] for n in (1024, 4096)] for size in ({"intermediate_size": 128}, {}))
+    grown = [a.transient_bytes - b.transient_bytes for a, b in zip(wide, narrow, strict=True)]
     assert grown[0] == grown[1] <= 3 * 64 * 32 * 8 + 16 * 64 * 4 * 8
 
 

@@ -73,9 +73,8 @@ def test_what_peft_saved_is_read_however_targets_are_given(tmp_path: Path, targe
 def test_adapters_of_every_type_and_beginning_are_read(tmp_path: Path, model_type: str) -> None:
     model = model_of(model_type)
     shapes = shapes_of(model)
-    stacks: dict[str, Any] = (
-        {"target_parameters": ["experts.down_proj", "mlp.experts.gate_up_proj"]} if model_type in EXPERT_TYPES else {}
-    )
+    names = ["experts.down_proj", "mlp.experts.gate_up_proj"]
+    stacks: dict[str, Any] = {"target_parameters": names} if model_type in EXPERT_TYPES else {}
     init = True if stacks else (True, False, "gaussian", "orthogonal")[MODEL_TYPES.index(model_type) % 4]
     targets, left_out = ["v_proj", "q_proj", "k_proj"], ["k_proj"]
     stacks["use_rslora"] = rslora = model_type in ("qwen2", "gpt_oss")

@@ -101,13 +101,9 @@ def test_tokenizer_and_state_travel_with_the_model(tmp_path: Path) -> None:
     dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8]), min_size=5, max_size=5),
     n_pieces=st.integers(1, 3),
 )
-def test_tensors_written_in_pieces_are_read_by_safetensors(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], n_pieces: int
-) -> None:
-    tensors = {
-        f"t{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
-    }
+def test_tensors_written_in_pieces_are_read_by_safetensors(tmp_path_factory, shapes, dtypes, n_pieces):
+    made = [torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    tensors = {f"t{i}": tensor for i, tensor in enumerate(made)}
     if "t0" in tensors and tensors["t0"].dim():
         tensors["view"] = tensors["t0"].transpose(0, -1)
     path = tmp_path_factory.mktemp("tensors") / "x.safetensors"
@@ -286,9 +282,7 @@ def test_a_missing_tensor_or_another_shape_is_named(tmp_path: Path) -> None:
     ],
     ids=["fp8", "gptq", "said so"],
 )
-def test_weights_that_need_scales_are_refused_by_name(
-    tmp_path: Path, found: dict[str, Tensor], config: dict[str, Any], named: str
-) -> None:
+def test_weights_that_need_scales_are_refused_by_name(tmp_path, found, config, named):
     save_file(found, tmp_path / "model.safetensors")
     words = refused(lambda: refuse_quantised(tmp_path, config, {"a.weight", "b.scale"}))
     assert named in words

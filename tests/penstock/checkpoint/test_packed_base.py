@@ -27,15 +27,13 @@ from tests.penstock.checkpoint.test_dequantised import in_mxfp4
 from tests.runtime.test_packed_weights import unpacked
 from tests.tiny import tiny_config
 
-Q, DOWN, GATE_UP = (
-    f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "mlp.experts.gate_up_proj")
-)
+NAMES = ("self_attn.q_proj.weight", "mlp.down_proj.weight", "mlp.experts.gate_up_proj")
+Q, DOWN, GATE_UP = (f"model.layers.0.{name}" for name in NAMES)
 EMBEDDING = "model.embed_tokens.weight"
 SHAPES = {Q: (64, 128), DOWN: (130, 192)}
 DENSE, EXPERTS = {"model_type": "llama"}, tiny_config("qwen3_moe")
-OLMOE = OlmoeConfig(
-    hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_experts=4, vocab_size=96, pad_token_id=0
-).to_dict()
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_experts": 4}
+OLMOE = OlmoeConfig(vocab_size=96, pad_token_id=0, **SMALL).to_dict()
 NF4 = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
 
@@ -160,15 +158,8 @@ def gathered(found):
 def of_bitsandbytes(name, weight, nested=False, block=64, storage=torch.uint8, kind="nf4"):
     """({name: tensor}, the weight that it means) as a layer of bitsandbytes writes and computes it."""
     layer = bnb.nn.Linear4bit(*reversed(weight.shape), False, compress_statistics=nested, quant_type=kind, quant_storage=storage)
-    layer.weight = bnb.nn.Params4bit(
-        weight,
-        requires_grad=False,
-        compress_statistics=nested,
-        quant_type=kind,
-        quant_storage=storage,
-        blocksize=block,
-        module=layer,
-    ).to("cpu")
+    how = {"compress_statistics": nested, "quant_type": kind, "quant_storage": storage, "blocksize": block}
+    layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **how).to("cpu")
     tensors = {name.removesuffix("weight") + key: tensor.detach().clone() for key, tensor in layer.state_dict().items()}
     state = layer.weight.quant_state
     state.shape = torch.Size((1, weight.numel()))  # on the processor it takes no block to go on in the next row
@@ -188,9 +179,8 @@ def test_bitsandbytes_weights_unpack_to_its_own_bits(tmp_path_factory, nested, b
     assert any("nested" in name for name in tensors) == nested
     folder = published(tmp_path_factory.mktemp("model"), tensors)
     read = packed_base(folder, DENSE | NF4, SHAPES, "nf4", folder / "cache")
-    assert all(
-        torch.equal(unpacked(read(name), meant.shape, "nf4", dtype), meant) for name, meant in zip(SHAPES, means, strict=True)
-    )
+    for name, meant in zip(SHAPES, means, strict=True):
+        assert torch.equal(unpacked(read(name), meant.shape, "nf4", dtype), meant)
     assert not (folder / "cache").exists()
 
 

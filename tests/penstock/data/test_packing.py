@@ -49,9 +49,7 @@ class Listed:
 @st.composite
 def listed(draw):
     """Documents whose every token has an id of its own, so that it can be found again."""
-    masks = draw(
-        st.lists(st.one_of(st.lists(st.booleans(), max_size=24), st.integers(0, 24).map(lambda n: [True] * n)), max_size=9)
-    )
+    masks = draw(st.lists(st.lists(st.booleans(), max_size=24) | st.integers(0, 24).map(lambda n: [True] * n), max_size=9))
     ids = iter(range(10**6))
     return Listed([[(next(ids), learn) for learn in mask] for mask in masks])
 
@@ -63,9 +61,8 @@ ways = st.sampled_from(["cut", "split", "skip"])
 def packed(documents, packing, seq_len, order=None, too_long="cut", unsupervised="skip"):
     """Sequences, their rows, and what became of documents."""
     shape = Shape(packing, seq_len, PAD, too_long, unsupervised)
-    sequences, counts = pack(
-        documents, np.arange(len(documents.tokens)) if order is None else np.array(order, dtype=np.int64), shape
-    )
+    order = range(len(documents.tokens)) if order is None else order
+    sequences, counts = pack(documents, np.array(order, dtype=np.int64), shape)
     rows = [row for i in range(len(sequences)) for row in rows_of(documents, sequences[i], shape)]
     lengths = batch_of(rows, replace(shape, packing="documents"), (), (), None).document_tokens if rows else ()
     return sequences, [(ids.tolist(), targets.tolist(), of) for (ids, targets, _), of in zip(rows, lengths, strict=True)], counts

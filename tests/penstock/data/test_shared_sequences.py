@@ -21,12 +21,8 @@ PAIRS[5] |= {"rejected": "never" * 8}  # of a sequence of its own
 ANSWERS = [{"prompt": f"tea {'x' * (n % 5)}? ", "completion": "yes" * (1 + n % 4), "label": n % 3 > 0} for n in range(N)]
 TEXTS = [{"text": "good " * (1 + n % 3) + "tea", "label": n % 2} for n in range(N)]
 GROUPS = [
-    {
-        "prompt_ids": [*range(9, 12 + n)],
-        "completion_ids": [[3] * (1 + n), [4, 5, 6]],
-        "logprobs": [[-5.5] * (1 + n), [-6, -5, -6]],
-        "rewards": [n, 1],
-    }
+    {"prompt_ids": [*range(9, 12 + n)], "completion_ids": [[3] * (1 + n), [4, 5, 6]]}
+    | {"logprobs": [[-5.5] * (1 + n), [-6, -5, -6]], "rewards": [n, 1]}
     for n in range(N // 2)
 ]
 OF = {"kto:group=3": ANSWERS, "classify": TEXTS, **dict.fromkeys(("grpo", "dapo", "dr-grpo"), GROUPS)}

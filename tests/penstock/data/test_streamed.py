@@ -125,10 +125,8 @@ def test_what_is_wrong_with_a_row_is_said_when_its_step_comes(tmp_path):
 
 def test_conversations_in_several_documents_are_resumed_within(tmp_path):
     """A template that rewrites earlier turns makes a document of each answer."""
-    turns = [
-        [{"role": role, "content": f"{role[0]}{i}.{k}"} for k in range(i % 3 + 1) for role in ("user", "assistant")]
-        for i in range(9)
-    ]
+    roles = ("user", "assistant")
+    turns = [[{"role": role, "content": f"{role[0]}{i}.{k}"} for k in range(i % 3 + 1) for role in roles] for i in range(9)]
     path = write_lines(tmp_path / "data" / "a.jsonl", ({"messages": messages} for messages in turns))
     chosen = DataSettings(str(path), streaming=True, packing="documents", shuffle_buffer=4)
     size = write_talker(tmp_path / "model", "qwen 3")

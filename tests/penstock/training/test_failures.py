@@ -120,10 +120,11 @@ def test_an_exception_anywhere_is_named_and_the_run_goes_on(tmp_path_factory, da
     assert [line["step"] for line in lines(folder)] == list(range(1, N_STEPS + 1))
 
 
+COMPUTING = (Kind.FORWARD, Kind.LOSS, Kind.BACKWARD)
+
+
 @pytest.mark.fast("some")
-@pytest.mark.parametrize(
-    ("kind", "step"), [(Kind.FORWARD, 3), (Kind.LOSS, 3), (Kind.BACKWARD, 3), (Kind.UPDATE, 2), (Kind.SETTLE, 2)]
-)
+@pytest.mark.parametrize(("kind", "step"), [*((kind, 3) for kind in COMPUTING), (Kind.UPDATE, 2), (Kind.SETTLE, 2)])
 @pytest.mark.parametrize("policy", [{"save": saves(all=(1, 2))}, {"save": saves(products=(1, 2))}], ids=["keeps", "saves"])
 def test_a_machine_forgets_the_step_in_which_it_failed(tmp_path, kind, step, policy):
     """Graphs of a step that is not the next one it performs; a clip factor and a count of updates of one that is."""

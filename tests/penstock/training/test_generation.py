@@ -73,10 +73,8 @@ def test_a_sequence_ends_where_the_plans_sequences_end():
 
 def test_prompts_and_weights_that_cannot_be_used_are_refused():
     machine = machine_of(tiny_config("llama"), semantics_of("llama"), Policy())
-    for prompts, said in (
-        ([[1], []], "prompt 2 is empty; "),
-        ([[1] * 1600], "prompt 1 has 1,600 tokens, and a sequence .* holds 16; "),
-    ):
+    long = "prompt 1 has 1,600 tokens, and a sequence .* holds 16; "
+    for prompts, said in (([[1], []], "prompt 2 is empty; "), ([[1] * 1600], long)):
         with pytest.raises(DataError, match=f"^{said}"):
             check_prompts(prompts, 16)
     for p in machine.host.owned[1]:

@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_cosine_with_min_lr_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-    get_wsd_schedule,
-)
+import transformers
 
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings, ScheduleSettings
@@ -17,12 +11,12 @@ from penstock.training.schedules import learning_rates
 LR = 3e-4
 MIN_LR, WSD = {"kind": "cosine", "min_lr_fraction": 0.1}, {"kind": "warmup-stable-decay", "min_lr_fraction": 0.2}
 SCHEDULES = [
-    ({"kind": "constant"}, lambda o, w, n: get_constant_schedule_with_warmup(o, w)),
-    ({"kind": "linear"}, get_linear_schedule_with_warmup),
-    ({"kind": "cosine"}, get_cosine_schedule_with_warmup),
-    (MIN_LR, lambda o, w, n: get_cosine_with_min_lr_schedule_with_warmup(o, w, n, min_lr_rate=0.1)),
-    ({"kind": "warmup-stable-decay", "decay_steps": 1}, lambda o, w, n: get_wsd_schedule(o, w, 1, n)),
-    (WSD, lambda o, w, n: get_wsd_schedule(o, w, {8: 1, 40: 4, 101: 10}[n], n, min_lr_ratio=0.2)),
+    ({"kind": "constant"}, lambda o, w, n: transformers.get_constant_schedule_with_warmup(o, w)),
+    ({"kind": "linear"}, transformers.get_linear_schedule_with_warmup),
+    ({"kind": "cosine"}, transformers.get_cosine_schedule_with_warmup),
+    (MIN_LR, lambda o, w, n: transformers.get_cosine_with_min_lr_schedule_with_warmup(o, w, n, min_lr_rate=0.1)),
+    ({"kind": "warmup-stable-decay", "decay_steps": 1}, lambda o, w, n: transformers.get_wsd_schedule(o, w, 1, n)),
+    (WSD, lambda o, w, n: transformers.get_wsd_schedule(o, w, {8: 1, 40: 4, 101: 10}[n], n, min_lr_ratio=0.2)),
 ]
 
 
