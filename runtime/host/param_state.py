@@ -51,14 +51,18 @@ class Master:
         if self.weight.dtype is torch.float32:
             self.weight[part] = given
             return
-        wide = given.to(torch.float32)
-        if self.remainder is not None:
-            bits, is_short = wide.view(torch.int32), self.remainder.dtype is torch.int8
-            if is_short:
-                bits = torch.where(wide.isnan(), 0x7FC00000, bits + (carried >> 8) & ~0xFF)
-            self.remainder[part] = (bits >> 8 * is_short).to(self.remainder.dtype)
-            wide, carried = bits.view(torch.float32), HALF
-        self.weight[part].view(torch.int16).copy_(bf16_bits(wide, carried))
+        weight, remainder = self.weight[part], None if self.remainder is None else self.remainder[part]
+        for at in range(0, given.numel(), UPDATE_ELEMENTS):  # temporary tensors of the whole parameter would be copies of it
+            here = slice(at, at + UPDATE_ELEMENTS)
+            random = carried[here] if isinstance(carried, torch.Tensor) and carried.numel() > 1 else carried
+            wide = given[here].to(torch.float32)
+            if remainder is not None:
+                bits, is_short = wide.view(torch.int32), remainder.dtype is torch.int8
+                if is_short:
+                    bits = torch.where(wide.isnan(), 0x7FC00000, bits + (random >> 8) & ~0xFF)
+                remainder[here] = (bits >> 8 * is_short).to(remainder.dtype)
+                wide, random = bits.view(torch.float32), HALF
+            weight[here].view(torch.int16).copy_(bf16_bits(wide, random))
 
 
 @dataclass(frozen=True, slots=True)

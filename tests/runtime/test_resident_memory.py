@@ -51,7 +51,8 @@ def write_chats(path, n_chats):
 @pytest.mark.soak_cases("100-1000")
 @pytest.mark.parametrize(("n_steps", "n_chats"), [(30, 300), (100, 1000)])
 def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, n_steps, n_chats):
-    """Within a tenth, in a process of its own. Without length classes the library that multiplies alone would take twice that."""
+    """Within a tenth, in a process of its own; the compiler's memory is taken only where its cache is empty. Without length classes
+    the library that multiplies alone would take twice that."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3", **SIZES)))
     write_chats(tmp_path / "chats.jsonl", n_chats)
     sizes = ("--seq-len", SEQ_LEN, "--batch-size", 2, "--micro-batch", 1, "--loss-tile-tokens", SEQ_LEN)
@@ -65,5 +66,6 @@ def test_chats_of_any_length_take_the_memory_that_was_planned(tmp_path, n_steps,
     assert run.returncode == 0, run.stderr
     torch_bytes, most_bytes = map(int, re.findall(r"resident bytes (\d+)", run.stderr))
     on_device = plan.device_arena_bytes + plan.kept_bytes + plan.transient_bytes
-    planned_bytes = on_device + sum(host_needs(plan).values()) + torch_bytes + BEYOND_TORCH_BYTES
-    assert most_bytes == pytest.approx(planned_bytes, rel=0.1)
+    needs = host_needs(plan)
+    planned_bytes = on_device + sum(needs.values()) + torch_bytes + BEYOND_TORCH_BYTES
+    assert 0.9 * (planned_bytes - needs["compiler"]) <= most_bytes <= 1.1 * planned_bytes
