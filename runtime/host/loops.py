@@ -97,10 +97,16 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(*[types.float32] * 3), lambda context, builder, signature, args: builder.fma(*args)
 
 
+@intrinsic
+def item_bytes(typing: Any, array: Any) -> Any:
+    """Bytes of an element as a constant; numba reads `itemsize` from memory, and branches on it in a loop."""
+    return types.intp(array), lambda context, builder, signature, args: ir.Constant(ir.IntType(64), array.dtype.bitwidth // 8)
+
+
 @compiled_loop
 def narrow(of: Bits) -> Any:
     """Bits of fp32 that its numbers lack: a shift, not a branch, so that LLVM vectorises loops over numbers of any kind."""
-    return NARROW if of.itemsize == 2 else np.uint32(0)
+    return NARROW if item_bytes(of) == 2 else np.uint32(0)
 
 
 @compiled_loop
@@ -109,7 +115,7 @@ def master_of(weight: Bits, remainder: Bits | None, i: int) -> Any:
     wide = load(weight, i, WEIGHT) << narrow(weight)
     if remainder is None:
         return wide
-    return wide + (load(remainder, i, REMAINDER) << (EIGHT if remainder.itemsize == 1 else np.uint32(0)))
+    return wide + (load(remainder, i, REMAINDER) << (EIGHT if item_bytes(remainder) == 1 else np.uint32(0)))
 
 
 @compiled_loop
@@ -120,11 +126,11 @@ def store_master(weight: Bits, remainder: Bits | None, random: Bits | None, i: i
     if random is not None:
         carried = load(random, i, RANDOM)
     if remainder is not None:
-        if remainder.itemsize == 1:
+        if item_bytes(remainder) == 1:
             bits = NAN << NARROW if is_nan else (bits + (carried >> EIGHT)) & np.uint32(0xFFFFFF00)
-        store(remainder, i, bits >> (EIGHT if remainder.itemsize == 1 else np.uint32(0)), REMAINDER)
+        store(remainder, i, bits >> (EIGHT if item_bytes(remainder) == 1 else np.uint32(0)), REMAINDER)
         carried = np.uint32(HALF)
-    if weight.itemsize == 2:
+    if item_bytes(weight) == 2:
         bits = NAN if is_nan else (bits + carried) >> NARROW
     store(weight, i, bits, WEIGHT)
 
@@ -135,7 +141,7 @@ def rounded(of: Bits, x: Any, random: Bits | None, i: int) -> Any:
     bits = bits_of(x)
     if random is not None:
         carried = load(random, i, RANDOM)  # in a branch numba would count references to the array
-        if of.itemsize == 2:
+        if item_bytes(of) == 2:
             bits = NAN if x != x else (bits + carried) >> NARROW
     return bits
 
