@@ -393,16 +393,20 @@ def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
     parts, is_packed = tuple(map(bits, gradient.parts)), step.to.moments[0].dtype is torch.uint8
     first, keys = (0, (0, 0, 0)) if drawn is None else (drawn.first, drawn.keys)
     orders = None if drawn is None else order(), order() if drawn is not None and drawn.is_master_drawn else None
-    of_gradient = (parts[0], parts[-1]), len(parts), gradient.is_rounded, np.float32(step.factor)
+    both, scale = (parts[0], parts[-1]), np.float32(step.factor)
     by = np.array(step.scalars, np.float32)
 
     def run(start: int, end: int, own: Scratch) -> None:
-        scratch, state, groups = bits(own.block), (to, before), (None, None, None, None)
+        scratch, state = bits(own.block), (to, before)
+        groups: tuple[Bits | None, ...] = (None, None, None, None)
         if is_packed:
             wide = scratch[BLOCK_ELEMENTS:], None if to[3] is None else scratch[2 * BLOCK_ELEMENTS :]
             state, groups = ((*to[:2], *wide), (*before[:2], *wide)), (*to[2:], *before[2:])
         sums = None if parts[0].itemsize == 2 else scratch
-        update(start, end, first, keys, *orders, *state, before is not to, groups, *of_gradient, by, sums, scratch)
+        elsewhere, n_parts, is_rounded = before is not to, len(parts), gradient.is_rounded
+        update(
+            start, end, first, keys, *orders, *state, elsewhere, groups, both, n_parts, is_rounded, scale, by, sums, scratch
+        )  # fmt: skip
 
     return run
 
