@@ -38,8 +38,9 @@ def compiled_bare(function: F) -> F:
 
 
 def compiled_loop(function: F) -> F:
-    """The same of a part of `compiled_kernel`s, with IEEE's division: it is kept with them, not by itself."""
-    return cast(F, numba.njit(nogil=True, error_model="numpy")(function)) if IS_COMPILED else function
+    """A part of `compiled_kernel`s, with IEEE's division. It is inlined and cached with them. If it were called, the linker could
+    take the code that was compiled for it alone, whose loops LLVM may not vectorise."""
+    return cast(F, numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)) if IS_COMPILED else function
 
 
 def compiled_kernel(function: F) -> F:

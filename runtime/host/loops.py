@@ -32,22 +32,8 @@ SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
 ROW_ELEMENTS = 2**8  # of a chunk of the norm, which is a square of so many rows
 NARROW, EIGHT, NAN = np.uint32(16), np.uint32(8), np.uint32(0x7FC0)
 # Operands, each an alias scope; MOMENT: numbers of either moment, which an update reads as FIRST or SECOND
-WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, OF_WEIGHT, OF_FIRST, OF_SECOND, GROUPS, MOMENT = range(10)
+WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, RANDOM, GROUPS, MOMENT = range(8)
 begin = compiled_loop(rounding.begin)
-
-
-def chosen(by_types: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose body is chosen by the types of its arguments: an absent array has a type of its own."""
-
-    def name(*args: Any) -> Any:
-        raise NotImplementedError
-
-    extending.overload(name, jit_options={"error_model": "numpy"}, strict=False)(by_types)
-    return name
-
-
-def _is_absent(of: Any) -> bool:
-    return isinstance(of, types.NoneType)
 
 
 # -- elements ------------------------------------------------------------------------------------------------------------
@@ -111,10 +97,16 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(*[types.float32] * 3), lambda context, builder, signature, args: builder.fma(*args)
 
 
+@intrinsic
+def item_bytes(typing: Any, array: Any) -> Any:
+    """Bytes of an element as a constant; numba reads `itemsize` from memory, and branches on it in a loop."""
+    return types.intp(array), lambda context, builder, signature, args: ir.Constant(ir.IntType(64), array.dtype.bitwidth // 8)
+
+
 @compiled_loop
 def narrow(of: Bits) -> Any:
     """Bits of fp32 that its numbers lack: a shift, not a branch, so that LLVM vectorises loops over numbers of any kind."""
-    return NARROW if of.itemsize == 2 else np.uint32(0)
+    return NARROW if item_bytes(of) == 2 else np.uint32(0)
 
 
 @compiled_loop
@@ -123,7 +115,7 @@ def master_of(weight: Bits, remainder: Bits | None, i: int) -> Any:
     wide = load(weight, i, WEIGHT) << narrow(weight)
     if remainder is None:
         return wide
-    return wide + (load(remainder, i, REMAINDER) << (EIGHT if remainder.itemsize == 1 else np.uint32(0)))
+    return wide + (load(remainder, i, REMAINDER) << (EIGHT if item_bytes(remainder) == 1 else np.uint32(0)))
 
 
 @compiled_loop
@@ -132,77 +124,61 @@ def store_master(weight: Bits, remainder: Bits | None, random: Bits | None, i: i
     NaN. A split master's weight is rounded half up always: nothing is lost."""
     bits, is_nan, carried = bits_of(master), master != master, np.uint32(HALF)
     if random is not None:
-        carried = load(random, i, OF_WEIGHT)
+        carried = load(random, i, RANDOM)
     if remainder is not None:
-        if remainder.itemsize == 1:
+        if item_bytes(remainder) == 1:
             bits = NAN << NARROW if is_nan else (bits + (carried >> EIGHT)) & np.uint32(0xFFFFFF00)
-        store(remainder, i, bits >> (EIGHT if remainder.itemsize == 1 else np.uint32(0)), REMAINDER)
+        store(remainder, i, bits >> (EIGHT if item_bytes(remainder) == 1 else np.uint32(0)), REMAINDER)
         carried = np.uint32(HALF)
-    if weight.itemsize == 2:
+    if item_bytes(weight) == 2:
         bits = NAN if is_nan else (bits + carried) >> NARROW
     store(weight, i, bits, WEIGHT)
 
 
 @compiled_loop
-def rounded(of: Bits, x: Any, random: Any) -> Any:
+def rounded(of: Bits, x: Any, random: Bits | None, i: int) -> Any:
     """Bits of fp32, or of bf16 rounded stochastically. NaN stays NaN."""
     bits = bits_of(x)
-    if of.itemsize == 2:
-        bits = NAN if x != x else (bits + random) >> NARROW
+    if random is not None:
+        carried = load(random, i, RANDOM)  # in a branch numba would count references to the array
+        if item_bytes(of) == 2:
+            bits = NAN if x != x else (bits + carried) >> NARROW
     return bits
 
 
-# -- update rules --------------------------------------------------------------------------------------------------------
-
-
 @compiled_loop
-def fused(weight: Bits, remainder: Any, m: Bits, v: Bits, gradients: Bits, n: int, scale: Any, by: Any) -> None:
-    """AdamW by the operations of torch's fused kernel, to its bits."""
-    decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
-    is_near = abs(towards) < np.float32(0.5)  # as `lerp` chooses the end to begin with
-    towards = towards if is_near else towards - np.float32(1)
-    for i in range(n):
-        g = number(load(gradients, i, GRADIENT) << narrow(gradients)) * scale
-        first, second = number(load(m, i, FIRST)), number(load(v, i, SECOND))
-        first = fma(towards, g - first, first if is_near else g)
-        second = fma(of_square * g, g, second * beta2)
-        master = number(master_of(weight, remainder, i)) * decay + (rate * first) / (np.sqrt(second) / correction + eps)
-        store(m, i, bits_of(first), FIRST)
-        store(v, i, bits_of(second), SECOND)
-        store_master(weight, remainder, None, i, master)
-
-
-@compiled_loop
-def adamw(
-    weight: Bits, remainder: Any, m: Bits, v: Bits, gradients: Bits, of_weight: Any, of_m: Any, of_v: Any, n: int, scale: Any,
+def apply_rule(
+    weight: Bits, remainder: Any, m: Bits, v: Any, gradients: Bits, of_weight: Any, of_m: Any, of_v: Any, n: int, scale: Any,
     by: Any, keeps_root: bool,
 ) -> None:  # fmt: skip
-    """AdamW by the operations of docs/optimizers.md. `keeps_root`: store the root of the second moment."""
+    """Update n elements by the operations of docs/optimizers.md: Lion without a second moment, else AdamW. Without random numbers
+    of moments: AdamW by the operations of torch's fused kernel, to its bits. `keeps_root`: store the root of the second moment."""
     decay, towards, beta2, of_square, correction, eps, rate = by[0], by[1], by[2], by[3], by[4], by[5], by[6]
+    is_near = abs(towards) < np.float32(0.5)  # torch's `lerp` starts at the nearer end
+    weight_of_lerp, away, lr = towards if is_near else towards - np.float32(1), by[2], by[3]  # the last two: of Lion
     for i in range(n):
         g = number(load(gradients, i, GRADIENT) << narrow(gradients)) * scale
-        first, second = number(load(m, i, FIRST) << narrow(m)), number(load(v, i, SECOND) << narrow(v))
-        first = first + towards * (g - first)
-        second = second * beta2 + (of_square * g) * g
-        root = np.sqrt(second)
-        master = number(master_of(weight, remainder, i)) * decay + (rate * first) / (root * correction + eps)
-        store(m, i, rounded(m, first, load(of_m, i, OF_FIRST)), FIRST)
-        store(v, i, rounded(v, root if keeps_root else second, load(of_v, i, OF_SECOND)), SECOND)
-        store_master(weight, remainder, of_weight, i, master)
-
-
-@compiled_loop
-def lion(
-    weight: Bits, remainder: Any, m: Bits, gradients: Bits, of_weight: Any, of_m: Any, n: int, scale: Any, by: Any
-) -> None:  # fmt: skip
-    decay, towards, away, lr = by[0], by[1], by[2], by[3]
-    for i in range(n):
-        g, first = number(load(gradients, i, GRADIENT) << narrow(gradients)) * scale, number(load(m, i, FIRST) << narrow(m))
-        d = g - first
-        u = first + towards * d
-        step = lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN stay
-        master = number(master_of(weight, remainder, i)) * decay - step
-        store(m, i, rounded(m, first + away * d, load(of_m, i, OF_FIRST)), FIRST)
+        first, master = number(load(m, i, FIRST) << narrow(m)), number(master_of(weight, remainder, i)) * decay
+        if v is None:
+            d = g - first
+            u = first + towards * d
+            master -= lr if u > 0 else (-lr if u < 0 else u)  # 0 and NaN stay
+            first = first + away * d
+        else:
+            second = number(load(v, i, SECOND) << narrow(v))
+            if of_m is None:
+                first = fma(weight_of_lerp, g - first, first if is_near else g)
+                second = fma(of_square * g, g, second * beta2)
+                root = np.sqrt(second)
+                denominator = root / correction + eps
+            else:
+                first = first + towards * (g - first)
+                second = second * beta2 + (of_square * g) * g
+                root = np.sqrt(second)
+                denominator = root * correction + eps
+            master += (rate * first) / denominator
+            store(v, i, rounded(v, root if keeps_root else second, of_v, i), SECOND)
+        store(m, i, rounded(m, first, of_m, i), FIRST)
         store_master(weight, remainder, of_weight, i, master)
 
 
@@ -210,27 +186,35 @@ def lion(
 
 
 @compiled_loop
-def unpack(groups: Bits, is_root: bool, wide: Bits, other: Bits) -> None:
-    """As `rounding.unpacked`, into fp32 bits. A scale is first spread over its group, so that LLVM vectorises the loops."""
-    for k in range(len(groups) // PACK_BYTES):
-        at = k * PACK_BYTES
+def unpack(groups: Any, at: int, n: int, is_root: bool, wide: Any, other: Bits) -> None:
+    """Elements at .. at + n - 1, a multiple of a pack, as `rounding.unpacked`: fp32 bits from element 0 of `wide` on. A scale is
+    first spread over its group in `other`, so that LLVM vectorises the loops."""
+    if groups is None:
+        return
+    n_packs, block = -(-n // PACK), groups[at // PACK * PACK_BYTES :]
+    for k in range(n_packs):
+        begin = k * PACK_BYTES
         for i in range(PACK):
-            code = load(groups, at + i, GROUPS)
+            code = load(block, begin + i, GROUPS)
             store(wide, k * PACK + i, code if is_root else np.uint32(np.int32(code << np.uint32(24)) >> np.int32(24)), MOMENT)
         for j in range(PACK // GROUP):
-            low, high = load(groups, at + PACK + 2 * j, GROUPS), load(groups, at + PACK + 2 * j + 1, GROUPS)
+            low, high = load(block, begin + PACK + 2 * j, GROUPS), load(block, begin + PACK + 2 * j + 1, GROUPS)
             for i in range(GROUP):
                 store(other, k * PACK + j * GROUP + i, (low << NARROW) | (high << np.uint32(24)), GRADIENT)
-    for i in range(len(wide)):
+    for i in range(n_packs * PACK):
         code, scale = np.float32(np.int32(load(wide, i, MOMENT))), number(load(other, i, GRADIENT))
         x = scale * code
         store(wide, i, bits_of(x * x if is_root else x / (np.float32(254) - abs(code))), MOMENT)
 
 
 @compiled_loop
-def pack(wide: Bits, is_root: bool, random: Bits, groups: Bits, other: Bits) -> None:
-    """As `rounding.packed`, of roots where `is_root`; `wide` is lost."""
-    for g in range(len(wide) // GROUP):
+def pack(groups: Any, at: int, n: int, is_root: bool, random: Any, wide: Any, other: Bits) -> None:
+    """The reverse of `unpack` as `rounding.packed`, of roots if `is_root`. Overwrites `wide`."""
+    if groups is None:
+        return
+    n_packs, block = -(-n // PACK), groups[at // PACK * PACK_BYTES :]
+    wide[n : n_packs * PACK] = 0  # elements that the last pack lacks
+    for g in range(n_packs * PACK // GROUP):
         first, most = g * GROUP, LEAST
         for i in range(GROUP):
             most = max(most, load(wide, first + i, MOMENT) & np.uint32(0x7FFFFFFF))
@@ -243,24 +227,25 @@ def pack(wide: Bits, is_root: bool, random: Bits, groups: Bits, other: Bits) -> 
             for i in range(GROUP):
                 store(wide, first + i, np.uint32(0), MOMENT)
             scale = INFINITE >> NARROW if scale > MOST >> NARROW else np.uint32(0)
-        at = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
-        store(groups, at, scale, GROUPS)
-        store(groups, at + 1, scale >> np.uint32(8), GROUPS)
+        place = first // PACK * PACK_BYTES + PACK + g % (PACK // GROUP) * 2
+        store(block, place, scale, GROUPS)
+        store(block, place + 1, scale >> np.uint32(8), GROUPS)
         for i in range(GROUP):
             store(other, first + i, bits_of(largest), GRADIENT)
-    for k in range(len(groups) // PACK_BYTES):
+    for k in range(n_packs):
         for i in range(PACK):
             x, by = number(load(wide, k * PACK + i, MOMENT)), number(load(other, k * PACK + i, GRADIENT))
             code = by * x if is_root else (np.float32(254) * x) / (by + abs(x))
-            store(groups, k * PACK_BYTES + i, bits_of(code + NEAREST), GROUPS)
+            store(block, k * PACK_BYTES + i, bits_of(code + NEAREST), GROUPS)
 
 
 # -- kernels -------------------------------------------------------------------------------------------------------------
 
 
 @compiled_loop
-def sum_gradient(first: Bits, second: Bits, n_parts: int, is_rounded: bool, n: int, wide: Bits) -> None:
-    """fp32 bits of one or two parts, rounded to bf16 (ties to even) if asked. NaN stays NaN."""
+def sum_gradient(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, wide: Bits) -> None:
+    """fp32 bits of one or two parts from an element on, rounded to bf16 (ties to even) if asked. NaN stays NaN."""
+    first, second = parts[0][at:], parts[1][at:]
     for i in range(n):
         total = number(load(first, i, FIRST) << narrow(first))
         if n_parts == 2:
@@ -272,131 +257,58 @@ def sum_gradient(first: Bits, second: Bits, n_parts: int, is_rounded: bool, n: i
         store(wide, i, bits, GRADIENT)
 
 
-@chosen
-def part(of: Any, at: Any, n: Any) -> Any:
-    return (lambda of, at, n: None) if _is_absent(of) else lambda of, at, n: of[at : at + n]
+@compiled_loop
+def gradient_of(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, sums: Any) -> Any:
+    if sums is None:
+        return parts[0][at : at + n]
+    sum_gradient(parts, n_parts, is_rounded, at, n, sums)
+    return sums[:n]
 
 
 @compiled_loop
-def packs(of: Any, at: int, n: int, wide: Any) -> Any:
-    """A moment's elements; whole packs where it is in groups, which need `wide` memory."""
-    if wide is None:
-        return part(of, at, n)
-    return part(of, at // PACK * PACK_BYTES, -(-n // PACK) * PACK_BYTES)
+def part(to: Any, before: Any, is_elsewhere: bool, at: int, n: int) -> Any:
+    """Elements of an array of the state, which are first copied from the state before if that is elsewhere."""
+    if to is None:
+        return to
+    part, source = to[at : at + n], before[at : at + n]
+    if is_elsewhere:
+        for i in range(n):
+            part[i] = source[i]
+    return part
 
 
-@chosen
+@compiled_loop
 def numbers(order: Any, key: Any, turn: Any, within: Any) -> Any:
     """Random numbers of elements from a place in a turn on."""
-    if _is_absent(order):
-        return lambda order, key, turn, within: None
-    return lambda order, key, turn, within: order[(begin(key, turn) + within) % TURN :]
-
-
-@compiled_loop
-def gradient_of(parts: Any, n_parts: int, is_rounded: bool, at: int, n: int, wide: Any) -> Any:
-    if wide is None:
-        return parts[0][at : at + n]
-    sum_gradient(parts[0][at : at + n], parts[1][at : at + n], n_parts, is_rounded, n, wide)
-    return wide[:n]
-
-
-@chosen
-def copy(to: Any, source: Any) -> Any:
-    def copied(to: Any, source: Any) -> None:
-        for i in range(len(to)):
-            to[i] = source[i]
-
-    return (lambda to, source: None) if _is_absent(to) else copied
-
-
-@chosen
-def apply(w: Any, r: Any, m: Any, v: Any, g: Any, of_w: Any, of_m: Any, of_v: Any, n: Any, scale: Any, by: Any, root: Any) -> Any:
-    """The update rule: torch's AdamW where nothing is drawn; Lion where there is no second moment. `root`: keep that of the second
-    moment."""
-    if _is_absent(of_m):
-        return lambda w, r, m, v, g, of_w, of_m, of_v, n, scale, by, root: fused(w, r, m, v, g, n, scale, by)
-    if _is_absent(v):
-        return lambda w, r, m, v, g, of_w, of_m, of_v, n, scale, by, root: lion(w, r, m, g, of_w, of_m, n, scale, by)
-    return lambda w, r, m, v, g, of_w, of_m, of_v, n, scale, by, root: adamw(  # noqa: PLW0108
-        w, r, m, v, g, of_w, of_m, of_v, n, scale, by, root
-    )  # fmt: skip
-
-
-@chosen
-def unpack_into(groups: Any, is_root: Any, wide: Any, other: Any) -> Any:
-    def unpacked(groups: Bits, is_root: bool, wide: Bits, other: Bits) -> Bits:
-        whole = len(groups) // PACK_BYTES * PACK
-        unpack(groups, is_root, wide[:whole], other)
-        return wide[:whole]
-
-    return (lambda groups, is_root, wide, other: None) if _is_absent(groups) else unpacked
-
-
-@chosen
-def pack_from(wide: Any, is_root: Any, n: Any, random: Any, groups: Any, other: Any) -> Any:
-    def packed(wide: Bits, is_root: bool, n: int, random: Bits, groups: Bits, other: Bits) -> None:
-        wide[n:] = 0  # elements that the last pack lacks
-        pack(wide, is_root, random, groups, other)
-
-    return (lambda wide, is_root, n, random, groups, other: None) if _is_absent(wide) else packed
-
-
-@chosen
-def update_block(
-    w: Any, r: Any, m: Any, v: Any, g: Any, of_w: Any, of_m: Any, of_v: Any, n: Any, scale: Any, by: Any, wide: Any
-) -> Any:
-    """A block. `wide`: memory to unpack moments into, where they are in groups."""
-
-    def unpacked(
-        w: Bits, r: Any, m: Bits, v: Any, g: Bits, of_w: Any, of_m: Any, of_v: Any, n: int, scale: Any, by: Any, wide: Bits
-    ) -> None:
-        other = wide[2 * BLOCK_ELEMENTS :]
-        first = unpack_into(m, False, wide[:BLOCK_ELEMENTS], other)
-        second = unpack_into(v, True, wide[BLOCK_ELEMENTS : 2 * BLOCK_ELEMENTS], other)
-        apply(w, r, first, second, g, of_w, of_m, of_v, n, scale, by, True)
-        pack_from(first, False, n, of_m, m, other)
-        pack_from(second, True, n, of_v, v, other)
-
-    if _is_absent(wide):
-        return lambda w, r, m, v, g, of_w, of_m, of_v, n, scale, by, wide: apply(
-            w, r, m, v, g, of_w, of_m, of_v, n, scale, by, False
-        )  # fmt: skip
-    return unpacked
+    if order is None:
+        return order
+    return order[(begin(key, turn) + within) % TURN :]
 
 
 @compiled_kernel
 def update(
     start: int, end: int, first: int, keys: Any, order: Any, order_of_weight: Any, to: Any, before: Any, is_elsewhere: bool,
-    parts: Any, n_parts: int, is_rounded: bool, scale: Any, by: Any, sums: Any, wide: Any,
+    groups: Any, parts: Any, n_parts: int, is_rounded: bool, scale: Any, by: Any, sums: Any, scratch: Bits,
 ) -> None:  # fmt: skip
     """Elements start .. end - 1 of a parameter; `first` is the place of element 0. `to`, `before`: weight or master, remainder,
-    moments. `sums`: memory for a block's gradient in fp32, where it may be a sum."""
-    at = start
+    moments. `groups`: two moments to store, two to read; None unless moments are in groups, which `to` has scratch memory of a
+    block for. `sums`: `scratch` if a block's gradient in fp32 may be a sum, which is written there; scales are at its end."""
+    at, is_packed, other = start, groups[0] is not None, scratch[3 * BLOCK_ELEMENTS :]
     while at < end:
         turn, within = (first + at) // TURN, (first + at) % TURN
         n = min(BLOCK_ELEMENTS, end - at, TURN - within)
-        weight, remainder, m, v = part(to[0], at, n), part(to[1], at, n), packs(to[2], at, n, wide), packs(to[3], at, n, wide)
-        if is_elsewhere:
-            copy(weight, part(before[0], at, n))
-            copy(remainder, part(before[1], at, n))
-            copy(m, packs(before[2], at, n, wide))
-            copy(v, packs(before[3], at, n, wide))
+        weight, remainder = part(to[0], before[0], is_elsewhere, at, n), part(to[1], before[1], is_elsewhere, at, n)
+        unpack(groups[2], at, n, False, to[2], other)
+        unpack(groups[3], at, n, True, to[3], other)
+        of_moment = 0 if is_packed else at
+        m, v = part(to[2], before[2], is_elsewhere, of_moment, n), part(to[3], before[3], is_elsewhere, of_moment, n)
         gradients = gradient_of(parts, n_parts, is_rounded, at, n, sums)
         of_weight = numbers(order_of_weight, keys[0], turn, within)
         of_m, of_v = numbers(order, keys[1], turn, within), numbers(order, keys[2], turn, within)
-        update_block(weight, remainder, m, v, gradients, of_weight, of_m, of_v, n, scale, by, wide)
+        apply_rule(weight, remainder, m, v, gradients, of_weight, of_m, of_v, n, scale, by, is_packed)
+        pack(groups[0], at, n, False, of_m, to[2], other)
+        pack(groups[1], at, n, True, of_v, to[3], other)
         at += n
-
-
-@compiled_loop
-def row_squares(first: Bits, second: Bits, n_parts: int, is_rounded: bool, n: int, to: Bits) -> None:
-    """Squares of a row of the gradient, zero from element n on."""
-    sum_gradient(first, second, n_parts, is_rounded, n, to)
-    for i in range(n):
-        x = number(load(to, i, GRADIENT))
-        store(to, i, bits_of(x * x), GRADIENT)
-    to[n:ROW_ELEMENTS] = 0
 
 
 @compiled_loop
@@ -424,8 +336,13 @@ def squares(start: int, end: int, parts: Any, n_parts: int, is_rounded: bool, ou
             row = 0
             for b in range(n_bits):
                 row |= (k >> b & 1) << (n_bits - 1 - b)
-            at = begin + min(row * ROW_ELEMENTS, n)
-            row_squares(parts[0][at:], parts[1][at:], n_parts, is_rounded, max(min(ROW_ELEMENTS, begin + n - at), 0), x[top:])
+            at = min(row * ROW_ELEMENTS, n)
+            n_row, squared = min(ROW_ELEMENTS, n - at), x[top : top + ROW_ELEMENTS]
+            sum_gradient(parts, n_parts, is_rounded, begin + at, n_row, squared)
+            for i in range(n_row):
+                value = number(load(squared, i, GRADIENT))
+                store(squared, i, bits_of(value * value), GRADIENT)
+            squared[n_row:] = 0
             top += ROW_ELEMENTS
             left = k + 1
             while left & 1 == 0:
@@ -442,14 +359,9 @@ def squares(start: int, end: int, parts: Any, n_parts: int, is_rounded: bool, ou
 @compiled_kernel
 def add(start: int, end: int, total: Bits, part: Bits, is_first: bool) -> None:
     """Add to an fp32 sum; the first part is added to zero."""
-    if is_first:
-        for i in range(start, end):
-            x = np.float32(0) + number(load(part, i, SECOND) << narrow(part))  # -0.0 becomes 0.0
-            store(total, i, bits_of(x), FIRST)
-    else:
-        for i in range(start, end):
-            x = number(load(total, i, FIRST)) + number(load(part, i, SECOND) << narrow(part))
-            store(total, i, bits_of(x), FIRST)
+    for i in range(start, end):
+        x = np.float32(0) if is_first else number(load(total, i, FIRST))  # -0.0 becomes 0.0
+        store(total, i, bits_of(x + number(load(part, i, SECOND) << narrow(part))), FIRST)
 
 
 # -- calls ---------------------------------------------------------------------------------------------------------------
@@ -470,31 +382,30 @@ def bits(tensor: torch.Tensor) -> Bits:
 
 def state_bits(state: ParamState) -> tuple[Bits | None, ...]:
     """Weight or master, remainder, moments."""
-    of = state.master
-    return (
-        *(bits(of.weight), None if of.remainder is None else bits(of.remainder), bits(state.moments[0])),
-        bits(state.moments[1]) if len(state.moments) > 1 else None,
-    )
+    tensors = state.master.weight, state.master.remainder, *state.moments, None
+    return tuple(None if tensor is None else bits(tensor) for tensor in tensors[:4])
 
 
 def update_of(step: UpdateArguments) -> Callable[[int, int, Scratch], None]:
     """The step on elements start .. end - 1, with a thread's scratch memory."""
     drawn, gradient, to = step.drawn, step.gradient, state_bits(step.to)
     before = to if step.start_from is None else state_bits(step.start_from)
-    parts = tuple(map(bits, gradient.parts))
+    parts, is_packed = tuple(map(bits, gradient.parts)), step.to.moments[0].dtype is torch.uint8
     first, keys = (0, (0, 0, 0)) if drawn is None else (drawn.first, drawn.keys)
-    mixed = None if drawn is None else order()
-    mixed_of_weight = mixed if drawn is not None and drawn.is_master_drawn else None
+    orders = None if drawn is None else order(), order() if drawn is not None and drawn.is_master_drawn else None
     both, scale = (parts[0], parts[-1]), np.float32(step.factor)
     by = np.array(step.scalars, np.float32)
 
     def run(start: int, end: int, own: Scratch) -> None:
-        x = bits(own.block)
-        sums = None if parts[0].itemsize == 2 else x[:BLOCK_ELEMENTS]
-        wide = x[BLOCK_ELEMENTS:] if step.to.moments[0].dtype is torch.uint8 else None
+        scratch, state = bits(own.block), (to, before)
+        groups: tuple[Bits | None, ...] = (None, None, None, None)
+        if is_packed:
+            wide = scratch[BLOCK_ELEMENTS:], None if to[3] is None else scratch[2 * BLOCK_ELEMENTS :]
+            state, groups = ((*to[:2], *wide), (*before[:2], *wide)), (*to[2:], *before[2:])
+        sums = None if parts[0].itemsize == 2 else scratch
         elsewhere, n_parts, is_rounded = before is not to, len(parts), gradient.is_rounded
         update(
-            start, end, first, keys, mixed, mixed_of_weight, to, before, elsewhere, both, n_parts, is_rounded, scale, by, sums, wide
+            start, end, first, keys, *orders, *state, elsewhere, groups, both, n_parts, is_rounded, scale, by, sums, scratch
         )  # fmt: skip
 
     return run

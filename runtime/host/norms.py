@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from runtime.compiled import IS_COMPILED
 from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
 from runtime.errors import PlanError
 from runtime.plan import Plan
@@ -21,6 +22,9 @@ from . import chunks
 from .chunks import CHUNK_ELEMENTS, Scratch
 from .optimizer import SummedGradient, compiled_squares, summed, tasks_of
 
+if IS_COMPILED:
+    from . import loops
+
 NORM_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -31,8 +35,6 @@ def squares_tasks(gradient: SummedGradient, cuts: Sequence[range] | None = None)
 
     def work(start: int, end: int, own: Scratch) -> list[float]:
         if is_compiled:
-            from . import loops
-
             return loops.squares_of(gradient, start, end, own)
         return chunks.squares(gradient, start, end)
 

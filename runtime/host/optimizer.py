@@ -24,6 +24,9 @@ from .param_state import SummedGradient as SummedGradient
 from .param_state import UpdateArguments
 from .rounding import TURN, Drawn, group_bytes, packed, signed
 
+if IS_COMPILED:
+    from . import loops
+
 TASK_ELEMENTS = chunks.TASK_CHUNKS * chunks.CHUNK_ELEMENTS
 PROBE_ELEMENTS = 2**16 + 24  # that a device's kernel is held to the host's bits on
 WIDTH = 4  # elements of a thread of `adamw.cu`
@@ -52,8 +55,6 @@ def add_tasks(total: torch.Tensor, part: torch.Tensor, is_first: bool) -> list[T
 
     def work(start: int, end: int, own: Scratch) -> None:
         if is_compiled:
-            from . import loops
-
             loops.add_part(total, part, is_first, start, end)
         else:
             chunks.add(total, part, is_first, start, end)
@@ -72,8 +73,6 @@ class Step(UpdateArguments):
             n_compiled = 0
         tasks = tasks_of(lambda start, end, own: chunks.update(self, start, end), n, n_compiled)
         if n_compiled:
-            from . import loops
-
             tasks = tasks_of(loops.update_of(self), n_compiled) + tasks
         return tasks
 
@@ -142,8 +141,6 @@ def compiled_update(kept: Kept) -> bool:
 @cache
 def compiled_squares(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
-        from . import loops
-
         x, own = numbers_of_every_size(3 * chunks.CHUNK_ELEMENTS // 2 + 77, 8, 0).to(dtype), Scratch()
         asked = [SummedGradient((x[:n],), torch.bfloat16) for n in (len(x), 77, 300)]
         return [f"of {len(x)}" for of in asked if loops.squares_of(of, 0, of.numel(), own) != chunks.squares(of, 0, of.numel())]
@@ -154,8 +151,6 @@ def compiled_squares(dtype: torch.dtype) -> bool:
 @cache
 def compiled_add(dtype: torch.dtype) -> bool:
     def differences() -> list[str]:
-        from . import loops
-
         x, (a, b) = numbers_of_every_size(1000, 8, 0), torch.zeros(2, 1000)
         for is_first in (True, False):
             loops.add_part(a, x.to(dtype), is_first, 0, 1000)
@@ -185,24 +180,22 @@ def numbers_of_every_size(n: int, spread: int, seed: int) -> torch.Tensor:
     return torch.randn(n, generator=generator) * 10.0**exponents
 
 
+def _probe_state(kept: Kept, n: int, seed: int) -> ParamState:
+    """A state of the kernel's layout, with numbers of every size."""
+    wide = (numbers_of_every_size(n, 6, seed), numbers_of_every_size(n, 6, seed + 9).square())[: 2 - (kept.rule == "lion")]
+    if kept.moments is torch.uint8:
+        wide = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(wide))
+    remainder = torch.zeros(n, dtype=torch.int8 if kept.is_drawn else torch.int16) if kept.is_split else None
+    master = Master(torch.zeros(n, dtype=kept.weight), remainder)
+    master.put(slice(None), numbers_of_every_size(n, 2, seed))
+    return ParamState(master, tuple(x.to(kept.moments or torch.float32) for x in wide))
+
+
 def _differences(kept: Kept, n: int = 4096 + 5 * VECTOR_ELEMENTS) -> Iterator[str]:
     """Tensors in which the compiled kernel and the definition differ after steps on numbers of every size."""
-    from . import loops
-
     drawn = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn, TURN - 128)
     for seed, settings in enumerate((AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1))):
-        states = list[ParamState]()
-        remainder = torch.int8 if kept.is_drawn else torch.int16
-        for _ in range(2):
-            moments = (numbers_of_every_size(n, 6, seed), numbers_of_every_size(n, 6, seed + 9).square())[
-                : 2 - (kept.rule == "lion")
-            ]
-            if kept.moments is torch.uint8:
-                moments = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(moments))
-            lacks = torch.zeros(n, dtype=remainder) if kept.is_split else None
-            master = Master(torch.zeros(n, dtype=kept.weight), lacks)
-            master.put(slice(None), numbers_of_every_size(n, 2, seed))
-            states.append(ParamState(master, tuple(x.to(kept.moments or torch.float32) for x in moments)))
+        states = [_probe_state(kept, n, seed) for _ in range(2)]
         for n_updates, factor in ((1, 1.0), (1000, 0.37)):
             gradient = summed(numbers_of_every_size(n, 8, n_updates).to(kept.gradient))
             one, other = (Step(state, gradient, factor, n_updates, settings, None, kept.rule, drawn) for state in states)
@@ -236,28 +229,16 @@ def device_kernel(device: torch.device, kept: Kept) -> Kernel | None:
 
 def gives_the_hosts_bits(kernel: Kernel, device: torch.device, kept: Kept) -> bool:
     """Whether a device's kernel does, on numbers of every size."""
-    weight, is_split, gradient, moments, rule, is_drawn = kept
-    keys = None if moments is None else Drawn((2**32 - 5, 6, 7), is_drawn)
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(spread: int) -> torch.Tensor:
-        exponents = torch.randint(-spread, spread, (PROBE_ELEMENTS,), generator=generator)
-        return torch.randn(PROBE_ELEMENTS, generator=generator) * 10.0**exponents
-
-    for settings in (AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)):
-        of_remainder = torch.int8 if is_drawn else torch.int16
-        remainder = torch.zeros(PROBE_ELEMENTS, dtype=of_remainder) if is_split else None
-        of_moments = (drawn(6), drawn(6).square())[: 2 - (rule == "lion")]
-        if moments is torch.uint8:
-            of_moments = tuple(torch.from_numpy(packed(x.numpy(), is_root=i == 1)) for i, x in enumerate(of_moments))
-        of_moments = tuple(x.to(moments or torch.float32) for x in of_moments)
-        host = ParamState(Master(torch.zeros(PROBE_ELEMENTS, dtype=weight), remainder), of_moments)
-        host.master.put(slice(None), drawn(2))
+    keys = None if kept.moments is None else Drawn((2**32 - 5, 6, 7), kept.is_drawn)
+    of_settings = AdamW(lr=1e-3), AdamW(lr=3e-5, beta1=0.4, beta2=0.99, weight_decay=0.1), AdamW(lr=0.1, weight_decay=0.0)
+    for seed, settings in enumerate(of_settings):
+        host = _probe_state(kept, PROBE_ELEMENTS, seed)
         of_weight, *of_others = (tensor.clone().to(device) for tensor in host.tensors)
-        there = ParamState(Master(of_weight, of_others[0] if is_split else None), tuple(of_others[-len(of_moments) :]))
+        master = Master(of_weight, of_others[0] if kept.is_split else None)
+        there = ParamState(master, tuple(of_others[-len(host.moments) :]))
         for n_updates, factor in ((1, 1.0), (2, 0.37), (1000, 1.0)):
-            given = drawn(8).to(gradient)
-            of_step = factor, n_updates, settings, None, rule, keys
+            given = numbers_of_every_size(PROBE_ELEMENTS, 8, 100 * seed + n_updates).to(kept.gradient)
+            of_step = factor, n_updates, settings, None, kept.rule, keys
             Step(host, summed(given), *of_step).on_device(None)
             Step(there, summed(given.to(device)), *of_step).on_device(kernel)
         if not all(torch.equal(a.cpu(), b) for a, b in zip(there.tensors, host.tensors, strict=True)):

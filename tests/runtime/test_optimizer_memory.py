@@ -22,7 +22,7 @@ def moved_per_param(kind: str, gradient_dtype: torch.dtype, monkeypatch) -> floa
     assert Scratch().block.nbytes <= 32 * KiB
     n, moved = 3 * optimizer.TASK_ELEMENTS // 2, list[int]()
 
-    def update(start, end, first, keys, order, order_of_weight, to, before, is_elsewhere, parts, n_parts, *others) -> None:
+    def update(start, end, first, keys, order, order_of_weight, to, before, is_elsewhere, groups, parts, n_parts, *others) -> None:
         state = [of for of in to if of is not None]
         moved.append((end - start) * (sum(2 * of.itemsize for of in state) + sum(of.itemsize for of in parts[:n_parts])))
 
