@@ -29,7 +29,6 @@ Bits = NDArray[Any]
 intrinsic: Callable[..., Callable[..., Any]] = extending.intrinsic  # its own types are those of Python functions, not of calls
 BLOCK_ELEMENTS = 2**11  # a turn consists of whole blocks
 SCRATCH_ELEMENTS = 4 * BLOCK_ELEMENTS  # gradient, two moments, scales of groups
-ROW_ELEMENTS = 2**8  # of a chunk of the norm, which is a square of so many rows
 NARROW, EIGHT, NAN = np.uint32(16), np.uint32(8), np.uint32(0x7FC0)
 # Operands, each an alias scope; MOMENT: numbers of either moment, which an update reads as FIRST or SECOND
 WEIGHT, REMAINDER, FIRST, SECOND, GRADIENT, RANDOM, GROUPS, MOMENT = range(8)
@@ -318,42 +317,47 @@ def add_half(to: Bits, of: Bits, n: int) -> None:
         store(to, i, bits_of(number(load(to, i, GRADIENT)) + number(load(of, i, GRADIENT))), GRADIENT)
 
 
+@compiled_loop
+def halved_squares(gradient: Bits, begin: int, n: int, x: Bits) -> Any:
+    """Bits of the fp32 sum of n squares, in the order of `chunks.squares`. n is a power of two, at least 8. The three largest steps
+    of that order, (0 + 4) + (2 + 6) and so on in eighths, are taken in one pass: eight sequential streams."""
+    eighth = n // 8
+    for i in range(eighth):
+        at = begin + i
+        a, b = square(gradient, at), square(gradient, at + eighth)
+        c, d = square(gradient, at + 2 * eighth), square(gradient, at + 3 * eighth)
+        a, b = a + square(gradient, at + 4 * eighth), b + square(gradient, at + 5 * eighth)
+        c, d = c + square(gradient, at + 6 * eighth), d + square(gradient, at + 7 * eighth)
+        store(x, i, bits_of((a + c) + (b + d)), GRADIENT)
+    half = eighth // 2
+    while half > 0:
+        add_half(x, x[half:], half)
+        half //= 2
+    return x[0]
+
+
+@compiled_loop
+def square(gradient: Bits, i: int) -> Any:
+    value = number(load(gradient, i, FIRST) << narrow(gradient))
+    return value * value
+
+
 @compiled_kernel
 def squares(start: int, end: int, parts: Any, n_parts: int, is_rounded: bool, out: Bits, x: Bits) -> None:
-    """fp32 sums of squares of chunks, each in the order of `chunks.squares`, in one pass over its rows.
-
-    The order adds the second half of a chunk's rows to the first, and so on, then that of the last row's elements: a binary tree
-    over rows whose numbers are read from the lowest bit. Rows in that order are summed as a binary counter counts, on a stack of
-    partial sums. Rows beyond the end are zero, and left out by whole halves.
-    """
+    """fp32 sums of squares of chunks, each in the order of `chunks.squares`. A last chunk is filled up with zeros, and sums of
+    gradients are computed, in memory of their own."""
     for c in range(len(out)):
         begin = start + c * CHUNK_ELEMENTS
-        n, n_bits = min(CHUNK_ELEMENTS, end - begin), 0
-        while ROW_ELEMENTS << n_bits < n:
-            n_bits += 1
-        top = 0
-        for k in range(1 << n_bits):
-            row = 0
-            for b in range(n_bits):
-                row |= (k >> b & 1) << (n_bits - 1 - b)
-            at = min(row * ROW_ELEMENTS, n)
-            n_row, squared = min(ROW_ELEMENTS, n - at), x[top : top + ROW_ELEMENTS]
-            sum_gradient(parts, n_parts, is_rounded, begin + at, n_row, squared)
-            for i in range(n_row):
-                value = number(load(squared, i, GRADIENT))
-                store(squared, i, bits_of(value * value), GRADIENT)
-            squared[n_row:] = 0
-            top += ROW_ELEMENTS
-            left = k + 1
-            while left & 1 == 0:
-                top -= ROW_ELEMENTS
-                add_half(x[top - ROW_ELEMENTS :], x[top:], ROW_ELEMENTS)
-                left >>= 1
-        half = ROW_ELEMENTS // 2
-        while half > 0:
-            add_half(x, x[half:], half)
-            half //= 2
-        out[c] = x[0]
+        n = min(CHUNK_ELEMENTS, end - begin)
+        if n == CHUNK_ELEMENTS and n_parts == 1 and not is_rounded:
+            out[c] = halved_squares(parts[0], begin, n, x)
+        else:
+            n_filled = 8
+            while n_filled < n:
+                n_filled *= 2
+            wide = np.zeros(n_filled, np.uint32)
+            sum_gradient(parts, n_parts, is_rounded, begin, n, wide)
+            out[c] = halved_squares(wide, 0, n_filled, x)
 
 
 @compiled_kernel
