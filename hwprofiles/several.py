@@ -3,7 +3,7 @@
 A profile says what one device does, and what the host has in all. Who plans for several gives each an equal part of the host.
 """
 
-from runtime.errors import ProfileError
+from penstock.runtime.errors import ProfileError
 
 from .schema import Profile
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from runtime.host.chunks import Scratch
-from runtime.host.optimizer import ParamState, Step, SummedGradient, summed
-from runtime.plan.optimizer import Hyperparameters
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.optimizer import ParamState, Step, SummedGradient, summed
+from penstock.runtime.plan.optimizer import Hyperparameters
 
 
 def update_(

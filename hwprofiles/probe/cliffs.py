@@ -7,9 +7,9 @@ mended or must be known. Each is a line that says what was found, against what, 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hwprofiles.schema import Profile
-from runtime.plan.optimizer import Optimizer
-from runtime.units import GB, show_bytes, show_rate
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.units import GB, show_bytes, show_rate
 
 if TYPE_CHECKING:
     from .device import Facts

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.batch import UNSUPERVISED
-from runtime.errors import PlanError
-from runtime.plan.objective import Objective, Of
+from penstock.runtime.batch import UNSUPERVISED
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan.objective import Objective, Of
 
 from .answers import in_order
 

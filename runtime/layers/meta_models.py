@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from runtime.errors import WorkloadError
-from runtime.host.memory import DTYPE
-from runtime.plan import Semantics
-from runtime.plan.workload import has_towers
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.workload import has_towers
 
 from .kernels import use_own_calls
 

@@ -15,8 +15,8 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from runtime.plan.packed import (
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from penstock.runtime.plan.packed import (
     FP8_BLOCK,
     MXFP4_BLOCK,
     NF4_BLOCK,
@@ -27,7 +27,7 @@ from runtime.plan.packed import (
     at_once_bytes,
     layout,
 )
-from runtime.units import on_one_line
+from penstock.runtime.units import on_one_line
 
 # The quantiles of a normal distribution between -1 and 1, with an exact 0, as QLoRA publishes them.
 NF4 = torch.tensor(
