@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import penstock
 from demo.demo import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM
-from runtime.units import show_seconds
+from penstock.runtime.units import show_seconds
 
 N_STEPS, SAVE_EVERY, KILL_AFTER, WARM_UP_STEPS = 40, 10, 25, 5
 CASES = {

@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 
 import penstock
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import read_profile
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.resident import resident, tiers
+from penstock.planner.search.answer import Answer
 from penstock.results import Planned
-from planner.predict.cost import CostModel
-from planner.predict.resident import resident, tiers
-from planner.search.answer import Answer
-from runtime.errors import DoesNotFitError
-from runtime.units import GB, TB, show_bytes, show_seconds
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.units import GB, TB, show_bytes, show_seconds
 
 PUBLISHED = Path(__file__).parent / "published_adapters.json"
 SEQ_LEN = 4096

@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import click
 
-from planner.predict.resident import resident
-from planner.search.search import search
-from runtime.plan import Policy, Update
+from penstock.planner.predict.resident import resident
+from penstock.planner.search.search import search
+from penstock.runtime.plan import Policy, Update
 from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxation_of, start_of, with_state_on_device
 
 from .hard_cells import hard_cell, kinds_of, repeats
@@ -109,7 +109,7 @@ def _near(rng: random.Random, of: Cell, policy: Policy) -> Policy:
 
 
 def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
-    with patch("planner.search.answer.resident_in_parts", resident):  # a drawn model has no other micro-batch
+    with patch("penstock.planner.search.answer.resident_in_parts", resident):  # a drawn model has no other micro-batch
         answer = search(of.model, [(of.semantics, of.workload)], of.profile, clipped_fraction=of.clipped_fraction)
     policy, fastest_s = climbed(rng, of, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s

@@ -1,6 +1,6 @@
 """Profiles with sizes of memory that are not sold for their machine."""
 
-from hwprofiles.schema import Profile
+from penstock.hwprofiles.schema import Profile
 
 
 def with_any_memory(profile: Profile, device_memory_bytes: int | None, host_memory_bytes: int | None) -> Profile:

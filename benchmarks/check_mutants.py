@@ -7,7 +7,7 @@ import time
 from statistics import median
 from typing import Any
 
-from planner.check.check import check
+from penstock.planner.check.check import check
 from tests.edits import small
 from tests.mutants import SAMPLES, tally
 

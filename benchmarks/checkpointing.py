@@ -26,8 +26,8 @@ from statistics import median
 
 import penstock
 from benchmarks.small import BATCH_SIZE, CONFIG, SEQ_LEN, STATE_BYTES_PER_PARAM, write_chats
-from planner.model.workload import build_workload, read_model
-from runtime.units import GB, show_bytes
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.runtime.units import GB, show_bytes
 
 from .kills import CONFIG as TINY
 

@@ -11,11 +11,11 @@ from functools import cache
 from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.published.system_memory import zero3_device_bytes, zero3_keeps_activations
 from benchmarks.published.systems import MegaTrain, Outcome, Run, predict
-from hwprofiles.schema import Profile, read_profile
-from planner.model.workload import build_workload, read_model
-from runtime.plan import Semantics
-from runtime.plan.workload import Model
-from runtime.units import GB, TB, GiB
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import GB, TB, GiB
 
 TFLOP = 10**12
 NEAR_FRACTION = 0.1  # a claim holds where we are within this of what the source says

@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.quantity import Share
-from hwprofiles.schema import Profile, read_profile
-from planner.lower.lower import lower
-from planner.model.workload import read_model, supported_attention
-from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster
-from planner.predict.simulate import simulate
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.search import search
-from planner.search.trial import MAX_STEPS
-from runtime.errors import DoesNotFitError
-from runtime.plan import Policy, Semantics
-from runtime.units import TB, show_seconds
+from penstock.hwprofiles.quantity import Share
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import read_model, supported_attention
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.search import search
+from penstock.planner.search.trial import MAX_STEPS
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.units import TB, show_seconds
 
 MACHINES = ("gb300", "gh200", "b200", "h200-pcie5", "a100-sxm", "rtx5090-server", "rtx5090-desktop", "rtx4090-desktop")
 SEQ_LEN = 4096

@@ -19,9 +19,9 @@ from typing import Any
 
 import penstock
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import read_profile
-from runtime.errors import PenstockError
-from runtime.units import TB
+from penstock.hwprofiles.schema import read_profile
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.units import TB
 
 MODELS = ("qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b", "qwen3-32b", "llama-3.1-70b")
 MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "b200", "gb300", "rtx4090-server", "rtx5090-server", "8xh100", "8xrtx4090")

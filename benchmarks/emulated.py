@@ -20,12 +20,12 @@ import penstock
 from benchmarks.any_memory import with_any_memory
 from benchmarks.predicted_and_measured import Compared
 from benchmarks.text import standard_library
-from hwprofiles.schema import read_profile
-from planner.predict.cost import costs
-from runtime.machines.emulated import MEDIAN_OP_S
-from runtime.plan import Plan, Policy, saves
-from runtime.plan.workload import Saved
-from runtime.units import TB
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.predict.cost import costs
+from penstock.runtime.machines.emulated import MEDIAN_OP_S
+from penstock.runtime.plan import Plan, Policy, saves
+from penstock.runtime.plan.workload import Saved
+from penstock.runtime.units import TB
 
 N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared
 MOST_OVER_PREDICTION, MOST_OFF_RATIO = 1.03, 0.05

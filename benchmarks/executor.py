@@ -15,11 +15,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from statistics import median
 
-from hwprofiles.schema import read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from runtime.executor import execute
-from runtime.plan import Plan, Policy, Semantics, Update
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.runtime.executor import execute
+from penstock.runtime.plan import Plan, Policy, Semantics, Update
 from tests.null_machine import NullMachine
 
 MOST_US_PER_OP = 40.0

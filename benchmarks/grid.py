@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from itertools import product
 
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import read_profile
 from penstock.api import check
-from planner.model.kernels import with_kernels
-from planner.model.workload import read_model, supported_attention
-from planner.search.answer import Answer
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.search import search
-from runtime.errors import DoesNotFitError
-from runtime.plan import PlanFile, Semantics
-from runtime.units import TB, show_count, show_seconds
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import read_model, supported_attention
+from penstock.planner.search.answer import Answer
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.search import search
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import PlanFile, Semantics
+from penstock.runtime.units import TB, show_count, show_seconds
 
 MACHINES = ("h200-pcie5", "gh200", "h100-sxm", "rtx4090-server", "rtx4090-desktop", "gb10")
 MODELS = ("qwen3-8b", "qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b", "gpt-oss-120b")

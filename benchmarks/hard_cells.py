@@ -3,17 +3,17 @@
 import random
 from dataclasses import replace
 
-from hwprofiles.schema import Profile, read_profile
-from planner.lower.lower import FEWEST_FOLDED, is_long, outline
-from planner.model.config import shipped_model
-from planner.model.workload import build_workload, supported_attention
-from planner.predict.cost import CostModel
-from planner.predict.faster import Group, faster
-from planner.predict.memory import frame
-from planner.search.space import leanest
-from runtime.plan import Kind, Op, Policy, Semantics
-from runtime.plan.train import parse_train
-from runtime.plan.workload import Model, Workload
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.lower.lower import FEWEST_FOLDED, is_long, outline
+from penstock.planner.model.config import shipped_model
+from penstock.planner.model.workload import build_workload, supported_attention
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.memory import frame
+from penstock.planner.search.space import leanest
+from penstock.runtime.plan import Kind, Op, Policy, Semantics
+from penstock.runtime.plan.train import parse_train
+from penstock.runtime.plan.workload import Model, Workload
 from tests.adversary import MACHINES, PLENTY_BYTES, STARVED, Cell
 
 from .any_memory import with_any_memory

@@ -16,21 +16,21 @@ from statistics import median
 
 import torch
 
-from hwprofiles.probe import host_works
-from hwprofiles.probe.cpu import CpuDevice, settle
-from hwprofiles.probe.measurements import CPU, Effort
-from hwprofiles.probe.timings import Stopwatch, Timing, Use
-from hwprofiles.schema import read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from runtime.host.chunks import Scratch
-from runtime.host.host_state import HostState
-from runtime.host.memory import Arenas
-from runtime.host.updates import Updates
-from runtime.host.workers import Workers
-from runtime.plan import Kind, Op, Plan, Policy, Semantics
-from runtime.plan.optimizer import AdamW
-from runtime.plan.workload import ITEM_BYTES, Model
+from penstock.hwprofiles.probe import host_works
+from penstock.hwprofiles.probe.cpu import CpuDevice, settle
+from penstock.hwprofiles.probe.measurements import CPU, Effort
+from penstock.hwprofiles.probe.timings import Stopwatch, Timing, Use
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.host_state import HostState
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.host.updates import Updates
+from penstock.runtime.host.workers import Workers
+from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.workload import ITEM_BYTES, Model
 
 N_PAIRS = 7
 MODEL, N_LAYERS, VOCAB = "qwen2.5-1.5b", 4, 1024  # layers of 46.8 M parameters

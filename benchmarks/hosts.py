@@ -11,8 +11,8 @@ import click
 
 import penstock
 from penstock.results import Planned
-from runtime.errors import DoesNotFitError
-from runtime.plan import Lane
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import Lane
 
 MACHINE, DEVICES, SEQ_LEN = "8xh100", 8, 8192
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")

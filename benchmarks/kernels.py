@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import Profile, read_profile
-from planner.model.kernels import with_kernels
-from planner.model.workload import read_model, supported_attention
-from planner.search.answer import Answer
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.search import search
-from planner.show.schedule import kernels_in_words
-from runtime.errors import DoesNotFitError
-from runtime.plan import Semantics
-from runtime.units import show_seconds
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import read_model, supported_attention
+from penstock.planner.search.answer import Answer
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.search import search
+from penstock.planner.show.schedule import kernels_in_words
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import Semantics
+from penstock.runtime.units import show_seconds
 
 MODELS = ("qwen2.5-7b", "qwen3-8b", "qwen2.5-14b", "llama-3.1-70b")
 MACHINES = ("h100-sxm", "h200-pcie5", "rtx4090-server", "gh200")

@@ -29,7 +29,7 @@ from typing import Any
 import penstock
 from benchmarks.small import write_chats
 from penstock.checkpoint.checkpoint import load_state, whole
-from runtime.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError
 
 from .killing import EVALUATE_EVERY, LOOK_S, PHASES, Aim, Pace, Process, lines, phases
 

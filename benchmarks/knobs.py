@@ -19,16 +19,16 @@ from unittest.mock import patch
 
 from benchmarks.any_memory import with_any_memory
 from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
-from hwprofiles.schema import read_profile
-from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model, supported_attention
-from planner.search import choices, climb, estimate, relax, space, trial
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.search import search
-from runtime.errors import DoesNotFitError
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Block, Saved
-from runtime.units import TB, show_bytes, show_count, show_seconds
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import build_workload, read_model, supported_attention
+from penstock.planner.search import choices, climb, estimate, relax, space, trial
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.search import search
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Block, Saved
+from penstock.runtime.units import TB, show_bytes, show_count, show_seconds
 
 KNOBS: dict[str, Callable[[Policy], bool]] = {  # whether a policy makes the choice
     "boundary_stride": lambda policy: policy.boundary_stride > 1,

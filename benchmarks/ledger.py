@@ -24,8 +24,8 @@ from benchmarks.published.system_costs import Software
 from benchmarks.published.validate import MEMORY, Ledger, PublishedRun, Row, quantile, read_runs, validate, with_intervals
 from benchmarks.run_fit import SOFTWARE, STAGES, Stage, fit, places, value_of, with_constants
 from benchmarks.several import read_published, section
-from hwprofiles.schema import FOLDER, Profile, read_profile
 from penstock.cli.outputs import json_text
+from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
 
 MISS_FRACTION = 0.1  # errors beyond this are explained
 RUNS_FOR_LEAVING_OUT = 3  # of one machine

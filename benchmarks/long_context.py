@@ -9,12 +9,12 @@ import argparse
 from collections.abc import Sequence
 
 import penstock
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model.workload import build_workload
-from runtime.plan import Plan, Policy, Semantics
-from runtime.plan.workload import Model
-from runtime.units import show_bytes, show_seconds
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.plan import Plan, Policy, Semantics
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import show_bytes, show_seconds
 from tests.runtime.test_replay import device_bytes
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config

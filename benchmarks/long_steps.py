@@ -19,17 +19,17 @@ from pathlib import Path
 
 import torch
 
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model.workload import build_workload
-from runtime.batch import Batch
-from runtime.executor import Execution
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Plan, PlanFile, Policy, Semantics, Update
-from runtime.plan.optimizer import AdamW
-from runtime.plan.plan import unrolled
-from runtime.plan.workload import Model
-from runtime.units import MB, show_seconds
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import Execution
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Plan, PlanFile, Policy, Semantics, Update
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.plan import unrolled
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import MB, show_seconds
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import Profile, read_profile
-from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model, supported_attention
-from planner.predict.memory import footprint, frame
-from planner.search.answer import Answer
-from planner.search.micro_batch import LOSS_TILE, SIZES, sizes_of
-from planner.search.search import search
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model
-from runtime.units import GB, TB, show_seconds
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import build_workload, read_model, supported_attention
+from penstock.planner.predict.memory import footprint, frame
+from penstock.planner.search.answer import Answer
+from penstock.planner.search.micro_batch import LOSS_TILE, SIZES, sizes_of
+from penstock.planner.search.search import search
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import GB, TB, show_seconds
 
 CELLS = (
     ("llama-3.1-8b", "b200", 64, 4096),

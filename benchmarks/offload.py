@@ -20,10 +20,10 @@ import penstock
 from benchmarks.any_memory import with_any_memory
 from benchmarks.grid import MACHINES, MODELS, SEQ_LEN, TOKENS_PER_STEP
 from benchmarks.knobs import Cell, step_s
-from hwprofiles.schema import read_profile
-from runtime.errors import DoesNotFitError
-from runtime.plan.workload import Saved
-from runtime.units import TB, show_seconds
+from penstock.hwprofiles.schema import read_profile
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan.workload import Saved
+from penstock.runtime.units import TB, show_seconds
 
 PUBLISHED = (
     Cell("llama-3.1-8b", "h100-sxm", 8192, 65536),

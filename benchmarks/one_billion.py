@@ -16,7 +16,7 @@ from pathlib import Path
 
 import penstock
 from benchmarks.text import standard_library
-from runtime.units import GB
+from penstock.runtime.units import GB
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 SAMPLE_S = 0.2

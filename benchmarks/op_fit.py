@@ -17,9 +17,9 @@ from scipy.optimize import least_squares
 
 from benchmarks.published.op_costs import block_of
 from benchmarks.published.op_rows import OpRow, read_ops
-from hwprofiles.laws import CollectiveLaw, PassLaw, ProductLaw
-from hwprofiles.quantity import Quantity
-from hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
+from penstock.hwprofiles.laws import CollectiveLaw, PassLaw, ProductLaw
+from penstock.hwprofiles.quantity import Quantity
+from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
 
 ROWS = Path(__file__).with_name("published_ops.csv")
 TOLERANCE = 0.04  # a difference of logarithms that a row is trusted to, beyond which the loss grows slowly

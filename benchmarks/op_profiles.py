@@ -39,9 +39,9 @@ from benchmarks.op_fit import (
 )
 from benchmarks.published.op_rows import OpRow
 from benchmarks.run_fit import STAGES
-from hwprofiles.quantity import SourceKind
-from hwprofiles.schema import FOLDER, Profile, read_profile
 from penstock.cli.outputs import json_text
+from penstock.hwprofiles.quantity import SourceKind
+from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
 
 SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
 MEMORY_LIKE = {"rtx5090-desktop": "rtx5090-server", "rtx5090-threadripper": "rtx5090-server"}

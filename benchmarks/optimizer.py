@@ -23,14 +23,14 @@ from statistics import median
 
 import torch
 
-from runtime.host.chunks import UPDATE_ELEMENTS, Scratch
-from runtime.host.memory import DTYPE
-from runtime.host.norms import squares_tasks
-from runtime.host.optimizer import Master, ParamState, Step, SummedGradient
-from runtime.host.rounding import Drawn, group_bytes
-from runtime.host.slabs import host_slab, settle_allocator, touch
-from runtime.host.workers import Workers
-from runtime.plan.optimizer import AdamW, Optimizer
+from penstock.runtime.host.chunks import UPDATE_ELEMENTS, Scratch
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.host.norms import squares_tasks
+from penstock.runtime.host.optimizer import Master, ParamState, Step, SummedGradient
+from penstock.runtime.host.rounding import Drawn, group_bytes
+from penstock.runtime.host.slabs import host_slab, settle_allocator, touch
+from penstock.runtime.host.workers import Workers
+from penstock.runtime.plan.optimizer import AdamW, Optimizer
 
 N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
@@ -219,7 +219,7 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
 CHILD = """
 import sys, time
 from benchmarks import optimizer as of
-from runtime.host.slabs import settle_allocator
+from penstock.runtime.host.slabs import settle_allocator
 settle_allocator()
 kind, n = sys.argv[1], int(sys.argv[2])
 case, workers = of.norm_case(n) if kind == "norm" else of.update_case(kind, n), of.Workers(1, of.Scratch)

@@ -14,13 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from hwprofiles.schema import read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel, region_of
-from planner.predict.simulate import simulate
-from runtime.plan import Policy, Semantics, Update
-from runtime.units import MB
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.plan import Policy, Semantics, Update
+from penstock.runtime.units import MB
 
 MODEL, MACHINE = "qwen2.5-72b", "h200-pcie5"
 LAYERS = (20, 40, 80, 120, 160)

@@ -19,8 +19,8 @@ import penstock
 from benchmarks.any_memory import with_any_memory
 from benchmarks.small import CONFIG
 from benchmarks.text import standard_library
-from hwprofiles.schema import read_profile
-from runtime.units import MB, TB
+from penstock.hwprofiles.schema import read_profile
+from penstock.runtime.units import MB, TB
 
 N_STEPS = 11  # two warm up, nine are compared
 EMULATED = (

@@ -23,13 +23,13 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from planner.model.workload import build_workload
-from runtime.compute.blocks import Templates
-from runtime.compute.losses import orpo, simpo
-from runtime.layers.meta_models import DTYPE
-from runtime.plan import Semantics
-from runtime.plan.objective import parse_objective
-from runtime.plan.workload import Model
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.compute.losses import orpo, simpo
+from penstock.runtime.layers.meta_models import DTYPE
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.workload import Model
 
 LOSSES = {  # TRL's names, and ours
     "sigmoid": "dpo:beta=0.3",

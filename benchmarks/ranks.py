@@ -13,7 +13,7 @@ import click
 
 import penstock
 from penstock.results import Planned
-from runtime.errors import DoesNotFitError
+from penstock.runtime.errors import DoesNotFitError
 
 GPUS = (1, 2, 4, 8)
 # Model, machine, tokens of a sequence, sequences of a step on each GPU

@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.optimize import least_squares
 
-from hwprofiles.schema import Profile
+from penstock.hwprofiles.schema import Profile
 
 SOFTWARE = "software"
 RUN_TOLERANCE = 0.02  # a difference of logarithms that a run is trusted to, beyond which the loss grows slowly

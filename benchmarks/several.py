@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 import penstock
 from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.sharded import Sharded, Shown, predict
-from hwprofiles.schema import Collective, Profile, read_profile
+from penstock.hwprofiles.schema import Collective, Profile, read_profile
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.faster import Group, faster, sped_up, with_quantities
 from penstock.results import Planned
-from planner.model.workload import build_workload, read_model
-from planner.predict.faster import Group, faster, sped_up, with_quantities
-from runtime.errors import DoesNotFitError
-from runtime.plan import Semantics
-from runtime.units import GB, GiB
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import Semantics
+from penstock.runtime.units import GB, GiB
 
 FILE = Path(__file__).parent / "published_several.json"
 # An A800 is an A100 of which NVLink carries 400 GB/s and not 600 (datasheet). Of it as much is taken to be reached as of the 900 of

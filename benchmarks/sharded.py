@@ -18,13 +18,13 @@ from benchmarks.published.system_costs import BF16, FP32, Software, SystemCosts
 from benchmarks.published.system_memory import LOGIT_COPIES_BYTES, ZERO3_LIVE_ELEMENTS, n_tables, table_bytes
 from benchmarks.published.system_pipeline import Program, ends_s
 from benchmarks.published.systems import ZERO3_UPDATE_BYTES
-from hwprofiles.schema import Profile
-from hwprofiles.several import shared_by
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel
-from runtime.plan import Semantics
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.workload import Block
+from penstock.hwprofiles.schema import Profile
+from penstock.hwprofiles.several import shared_by
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.workload import Block
 
 SYSTEMS = ("fsdp", "fsdp-offload", "zero3-offload")
 N_GATHERED = 2  # layers whose weights are whole at a time: FSDP's limit

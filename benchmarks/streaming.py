@@ -20,16 +20,16 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.small import CONFIG
-from hwprofiles.schema import read_profile
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model.workload import build_workload
-from runtime.batch import Batch
-from runtime.executor import execute
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Policy, Semantics, Update
-from runtime.plan.optimizer import AdamW
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import execute
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Policy, Semantics, Update
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.workload import Model
 
 N_PAIRS = 5
 STEPS_PER_TURN = 1  # of each of the two, after one that warms up

@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.preferences import BYTES, EVERY, N_BEFORE, N_HELD_OUT, N_PAIRS, SMALL, manners, penstock, ranked, shown, write
-from planner.model.workload import build_workload
-from runtime.compute.blocks import Templates
-from runtime.compute.losses import top_and_rest
-from runtime.layers.meta_models import DTYPE
-from runtime.plan import Semantics
-from runtime.plan.objective import parse_objective
-from runtime.plan.workload import Model
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.compute.losses import top_and_rest
+from penstock.runtime.layers.meta_models import DTYPE
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.workload import Model
 
 DISTILLED = ("distill:k=96", "distill:k=96,beta=1", "distill:k=96,beta=0.5,temperature=2", "distill:k=16")
 PLAIN = ("cross-entropy", "label-smoothing:0.1", "z-loss:0.01", "orpo", "simpo")

@@ -171,7 +171,7 @@ def sums(checkpoint: Path) -> dict[str, str]:
 
 def n_params() -> int:
     """Parameters of the demo's model, as the planner counts them."""
-    from planner.model.workload import build_workload, read_model
+    from penstock.planner.model.workload import build_workload, read_model
 
     return build_workload(read_model(str(MODEL)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
 

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, AliasChoices, Discriminator, Field, Tag, ValidationError, model_validator
 
-from runtime.errors import ProfileError
-from runtime.files import read_whole
-from runtime.units import MiB, on_one_line, show_bytes
+from penstock.runtime.errors import ProfileError
+from penstock.runtime.files import read_whole
+from penstock.runtime.units import MiB, on_one_line, show_bytes
 
 from .curves import Rate, Row, along, check_rising, interpolated, rows_of
 from .laws import AttentionLaw, CollectiveLaw, ProductLaw

@@ -1,6 +1,6 @@
 """Part of a profile that each of several devices has, of one or several machines: one device, and an equal part of its host."""
 
-from runtime.errors import ProfileError
+from penstock.runtime.errors import ProfileError
 
 from .schema import Profile
 

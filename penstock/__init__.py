@@ -13,22 +13,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hwprofiles.schema import Profile
     from penstock.data.given import Batches
-    from runtime.errors import PenstockError
-    from runtime.executor import Stop
-    from runtime.plan import Plan, Policy, Semantics
+    from penstock.hwprofiles.schema import Profile
+    from penstock.runtime.errors import PenstockError
+    from penstock.runtime.executor import Stop
+    from penstock.runtime.plan import Plan, Policy, Semantics
 
     from .api import check, forward, plan, predict, probe, stream, train
     from .version import __version__ as __version__
 
 _HOMES = {
     **dict.fromkeys(("plan", "check", "predict", "probe", "train", "stream", "forward"), "penstock.api"),
-    **dict.fromkeys(("Plan", "Semantics", "Policy"), "runtime.plan"),
-    "Profile": "hwprofiles.schema",
-    "PenstockError": "runtime.errors",
+    **dict.fromkeys(("Plan", "Semantics", "Policy"), "penstock.runtime.plan"),
+    "Profile": "penstock.hwprofiles.schema",
+    "PenstockError": "penstock.runtime.errors",
     "Batches": "penstock.data.given",
-    "Stop": "runtime.executor",
+    "Stop": "penstock.runtime.executor",
     "__version__": "penstock.version",
 }
 

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from hwprofiles.schema import Profile, read_profile
-from hwprofiles.several import part_of
-from planner.check.check import check as prove
-from planner.check.check import summary
-from planner.model.kernels import FUSED, with_kernels
-from planner.model.workload import read_model, supported_attention
-from planner.search.claim import CUT, claimed
-from runtime.errors import PlanError, RanksError, WrongPlanError
-from runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
-from runtime.plan.legality import refuse_half_pairs
-from runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
-from runtime.plan.optimizer import optimizing
-from runtime.plan.train import training
-from runtime.plan.workload import Model
-from runtime.units import on_one_line
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.hwprofiles.several import part_of
+from penstock.planner.check.check import check as prove
+from penstock.planner.check.check import summary
+from penstock.planner.model.kernels import FUSED, with_kernels
+from penstock.planner.model.workload import read_model, supported_attention
+from penstock.planner.search.claim import CUT, claimed
+from penstock.runtime.errors import PlanError, RanksError, WrongPlanError
+from penstock.runtime.plan import Kernel, Plan, PlanFile, Policy, Semantics
+from penstock.runtime.plan.legality import refuse_half_pairs
+from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, parse_objective
+from penstock.runtime.plan.optimizer import optimizing
+from penstock.runtime.plan.train import training
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import on_one_line
 
 from .caches import keep_outlines
 from .ranks import GoneError, is_rank, joined, take_own_part
@@ -39,11 +39,11 @@ from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
     from penstock.data.given import Batches, Given
+    from penstock.planner.predict.simulate import Prediction
+    from penstock.runtime.executor import Stop
+    from penstock.runtime.machines.processes import Processes
     from penstock.settings import RunSettings
     from penstock.training.trainer import Metrics, Trainer, Turn
-    from planner.predict.simulate import Prediction
-    from runtime.executor import Stop
-    from runtime.machines.processes import Processes
 
 Fields = TypeVar("Fields")
 
@@ -59,10 +59,10 @@ def probe(
 ) -> Profile:
     """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is.
     `disk`: a folder on a disk that frozen weights are to be read from, which is measured, too."""
-    from hwprofiles.probe import cpu, cuda, measurements
-    from hwprofiles.probe.disk import with_disk
-    from hwprofiles.probe.probe import probed
-    from runtime.machines.streams import has_cuda
+    from penstock.hwprofiles.probe import cpu, cuda, measurements
+    from penstock.hwprofiles.probe.disk import with_disk
+    from penstock.hwprofiles.probe.probe import probed
+    from penstock.runtime.machines.streams import has_cuda
 
     is_cpu = device == "cpu" or (device == "auto" and not has_cuda())
     effort = measurements.CPU if is_cpu else measurements.GPU
@@ -103,8 +103,8 @@ def plan(
     from; the other two: for what masters on it would take. `loss`: as `--loss` takes it, or a function of one's own
     (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
     """
-    from planner.search.micro_batch import SIZES, shared_step
-    from planner.search.search import searched
+    from penstock.planner.search.micro_batch import SIZES, shared_step
+    from penstock.planner.search.search import searched
 
     keep_outlines()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
@@ -129,7 +129,7 @@ def _profile(machine: str | Path | Profile) -> Profile:
 
 def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """The semantics of a step, with defaults and kernels that suit the model and the machine."""
-    from planner.search.micro_batch import LOSS_TILE
+    from penstock.planner.search.micro_batch import LOSS_TILE
 
     if decided := sorted(given.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
@@ -167,7 +167,7 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
 
 def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
     """The policy asked for, or the name of another system's; None to search one."""
-    from planner.search.space import BASELINES
+    from penstock.planner.search.space import BASELINES
 
     if isinstance(asked, str) and asked not in BASELINES:
         near = get_close_matches(asked, ["search", *BASELINES], n=1)
@@ -199,7 +199,7 @@ def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) ->
 
 def proven(where: str, file: PlanFile, search: bool) -> str:
     """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
-    from planner.check.claim import check_claim, check_origin, check_search
+    from penstock.planner.check.claim import check_claim, check_origin, check_search
 
     plan, claim = file.plan, None if file.claim is None else claimed(file.claim, where)
     Profile.from_json(plan.profile, f"{where}: profile")
@@ -220,8 +220,8 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
 
 def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":
     """Simulate a step of the plan, op by op, on its machine or another: `step_s`, `timeline`."""
-    from planner.predict.cost import costs, region_of
-    from planner.predict.simulate import simulate
+    from penstock.planner.predict.cost import costs, region_of
+    from penstock.planner.predict.simulate import simulate
 
     where, file = _file_of(plan)
     profile = Profile.from_json(file.plan.profile, f"{where}: profile") if machine is None else _profile(machine)
@@ -371,7 +371,7 @@ def _data(
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
     from penstock.data.given import Given
-    from runtime.layers.apart import supports_documents
+    from penstock.runtime.layers.apart import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
     given = Given(

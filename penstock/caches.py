@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from planner.model import kept
+from penstock.planner.model import kept
 
 
 def cache_folder() -> Path:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from runtime.batch import UNSUPERVISED
-from runtime.compute.losses import LossFunction
-from runtime.errors import PlanError
-from runtime.plan.objective import CROSS_ENTROPY, Objective, Of
+from penstock.runtime.batch import UNSUPERVISED
+from penstock.runtime.compute.losses import LossFunction
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, Of
 
 Function = Callable[..., Any]
 GIVEN = {

@@ -19,16 +19,16 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import TYPE_CHECKING, NoReturn
 
-from hwprofiles.schema import Profile
-from runtime.errors import PenstockError, PlanError
-from runtime.plan import Plan
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.errors import PenstockError, PlanError
+from penstock.runtime.plan import Plan
 
 from .settings import RunSettings
 from .signals import handled
 from .version import version_in_words
 
 if TYPE_CHECKING:
-    from runtime.machines.processes import Processes
+    from penstock.runtime.machines.processes import Processes
 
 COMMAND = (sys.executable, "-m", "penstock")
 STARTED_HERE = "PENSTOCK_STARTED_RANKS"  # set for ranks that `start` has started
@@ -71,7 +71,7 @@ def start(n: int, arguments: Sequence[str]) -> int:
     once a rank has failed, the others have GRACE_S to end by themselves. Torchrun's launcher keeps neither promise: it answers
     SIGTERM with code 1, kills a rank that takes 30 s to save, and sends SIGTERM to all, rank 0 too, as soon as one has failed.
     """
-    from runtime.machines.processes import meeting_place
+    from penstock.runtime.machines.processes import meeting_place
 
     store, environment = meeting_place(n)
     environment = os.environ | environment | {STARTED_HERE: "1"}
@@ -121,7 +121,7 @@ def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processe
     if here == 1 and (n == 1 or device == "emulated"):
         yield None
         return
-    from runtime.machines.processes import met
+    from penstock.runtime.machines.processes import met
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
     with met(device, _number("LOCAL_WORLD_SIZE", here), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:

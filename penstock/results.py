@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hwprofiles.schema import Profile
-from planner.search.claim import Certificate
-from runtime.plan import Plan, PlanFile
-from runtime.plan.timeline import Timeline
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.search.claim import Certificate
+from penstock.runtime.plan import Plan, PlanFile
+from penstock.runtime.plan.timeline import Timeline
 
 from .run_config import PLAN_FILE
 
 if TYPE_CHECKING:
-    from planner.search.answer import Answer
-    from planner.show.run_log import LoggedRun
+    from penstock.planner.search.answer import Answer
+    from penstock.planner.show.run_log import LoggedRun
 
     from .training.trainer import Metrics
 
@@ -59,8 +59,8 @@ class Planned:
         return Path(path)
 
     def __str__(self) -> str:
-        from planner.show.facts import Facts
-        from planner.show.text import print_plan
+        from penstock.planner.show.facts import Facts
+        from penstock.planner.show.text import print_plan
 
         text = StringIO()
         print_plan(Facts(self.file, "the plan", answer=self.answer), Console(file=text))
@@ -97,8 +97,8 @@ class Trained:
 
 
 def _page(file: PlanFile, where: str, run: "LoggedRun | None" = None) -> str:
-    from planner.show.facts import Facts
-    from planner.show.page import page
+    from penstock.planner.show.facts import Facts
+    from penstock.planner.show.page import page
 
     return page(Facts(file, where, run), where)
 

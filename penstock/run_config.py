@@ -18,10 +18,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.files import read_whole
+from penstock.runtime.units import on_one_line
 from penstock.settings import DataSettings, RunSettings, settings_of
-from runtime.errors import PenstockError
-from runtime.files import read_whole
-from runtime.units import on_one_line
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters about unknown keys; of many, only their names are listed

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.planner.show.run_log import LoggedRun, read_log
 from penstock.run_config import PLAN_FILE
-from planner.show.run_log import LoggedRun, read_log
-from runtime.errors import CheckpointError
-from runtime.files import read_whole
-from runtime.plan import Plan, PlanFile
-from runtime.plan.timeline import Timeline
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.files import read_whole
+from penstock.runtime.plan import Plan, PlanFile
+from penstock.runtime.plan.timeline import Timeline
 
 MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
 GIVE = "give the --out folder of a run"

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from runtime.plan.optimizer import Above0, AdamW, AtLeast0, Beta, Text
-from runtime.plan.workload import Count, Natural
+from penstock.runtime.plan.optimizer import Above0, AdamW, AtLeast0, Beta, Text
+from penstock.runtime.plan.workload import Count, Natural
 
 Value = TypeVar("Value")
 

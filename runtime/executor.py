@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
-from runtime.plan import Lane, Op, Plan
-from runtime.plan.timeline import Span, Timeline, is_kept
+from penstock.runtime.plan import Lane, Op, Plan
+from penstock.runtime.plan.timeline import Span, Timeline, is_kept
 
 from .errors import PenstockError
 from .lane_track import LOOK_S, Bell, Entry, Track, tracks_of

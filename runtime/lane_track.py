@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 
-from runtime.plan import Lane, Op, Plan, Repeat, Wait
-from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
+from penstock.runtime.plan import Lane, Op, Plan, Repeat, Wait
+from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
 LOOK_S = 0.5  # how often a thread that sleeps looks for itself, should a bell not be heard
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint import checkpoint, retention
-from runtime.host.updates import CHANGES
-from runtime.machines.torch_machine import CpuMachine, TorchMachine
-from runtime.plan import Kind, Lane, Op, Plan
+from penstock.runtime.host.updates import CHANGES
+from penstock.runtime.machines.torch_machine import CpuMachine, TorchMachine
+from penstock.runtime.plan import Kind, Lane, Op, Plan
 from tests.running import SCRATCH, penstock, succeeded
 from tests.training import poison
 

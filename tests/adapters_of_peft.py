@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
-from runtime.plan.train import EXPERTS, TARGETS, Lora
+from penstock.runtime.plan.train import EXPERTS, TARGETS, Lora
 
 from .every_type import tiny
 from .real_layers import hf_model

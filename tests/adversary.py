@@ -13,24 +13,33 @@ from itertools import chain
 from typing import Any, get_args
 
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import Collective, Profile, read_profile
-from planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
-from planner.bounds.machine import machine_bound
-from planner.bounds.work import Works
-from planner.lower.lower import FEWEST_FOLDED, FEWEST_FOLDED_GROUPS, lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster
-from planner.predict.memory import Footprint, footprint, frame
-from planner.predict.simulate import simulate
-from planner.search.frames import Frames
-from planner.search.relax import Relaxation
-from planner.search.space import LEAST_SAVED_SLOTS, WAYS, eager_is_legal, family_of, leanest, places_of_mixed, staying, with_ways
-from runtime.errors import PlanError
-from runtime.plan import Lane, Policy, Semantics, Update
-from runtime.plan.legality import refuse_illegal
-from runtime.plan.train import parse_train
-from runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from penstock.hwprofiles.schema import Collective, Profile, read_profile
+from penstock.planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
+from penstock.planner.bounds.machine import machine_bound
+from penstock.planner.bounds.work import Works
+from penstock.planner.lower.lower import FEWEST_FOLDED, FEWEST_FOLDED_GROUPS, lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.memory import Footprint, footprint, frame
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.frames import Frames
+from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.space import (
+    LEAST_SAVED_SLOTS,
+    WAYS,
+    eager_is_legal,
+    family_of,
+    leanest,
+    places_of_mixed,
+    staying,
+    with_ways,
+)
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Lane, Policy, Semantics, Update
+from penstock.runtime.plan.legality import refuse_illegal
+from penstock.runtime.plan.train import parse_train
+from penstock.runtime.plan.workload import Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 MACHINES = ("h100-sxm", "h200-pcie5", "gh200", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop", "cpu-2core", "gb10")
 MODELS = ("qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-7b", "smollm2-360m", "qwen3-30b-a3b", "mixtral-8x7b", "qwen3-8b")

@@ -9,9 +9,9 @@ import torch
 
 from penstock.data.data import RunData, read_data
 from penstock.data.sampling import PackedSet
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
-from runtime.batch import Batch
-from runtime.errors import DataError
 
 END = 256
 

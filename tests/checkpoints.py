@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoint.checkpoint import CheckpointWriter
 from penstock.checkpoint.disk import new_folder
-from runtime.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError
 
 
 def save(

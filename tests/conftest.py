@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from runtime.host.base_file import is_in_memory
+from penstock.runtime.host.base_file import is_in_memory
 
 from .soak import long_lane, share
 

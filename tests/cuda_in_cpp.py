@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.cuda import nvrtc
+from penstock.runtime.cuda import nvrtc
 
 NEEDS_A_COMPILER = pytest.mark.skipif(which("g++") is None, reason="no compiler")
 HEAD = """

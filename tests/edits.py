@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.check.check import check
-from planner.lower.lower import lower, plan_of
-from planner.lower.sheet import Sheet, number_of
-from runtime.errors import PlanError
-from runtime.plan import Kind, Op, Plan, Policy, Semantics, Setup, Slot, Update, Wait
-from runtime.plan.workload import Model, Workload
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower, plan_of
+from penstock.planner.lower.sheet import Sheet, number_of
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics, Setup, Slot, Update, Wait
+from penstock.runtime.plan.workload import Model, Workload
 from tests.strategies import MODEL, PROFILE, small_workload
 
 OF_POLICY = {field.name for field in fields(Policy)}

@@ -47,7 +47,7 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 def verdict(model_type: str) -> str:
     """`accepted`, or why not."""
-    from runtime.errors import PenstockError
+    from penstock.runtime.errors import PenstockError
     from tests.runtime.test_outside import faults
 
     try:
@@ -74,9 +74,9 @@ def unread_names(config: dict[str, Any]) -> list[str]:
 
 def meeting(model_type: str) -> str | None:
     """Why documents of a packed sequence are not kept apart in models of that type, in the words of a run; None: they are."""
-    from planner.model.workload import supported_attention
-    from runtime.layers.apart import supports_documents
-    from runtime.plan.workload import Model
+    from penstock.planner.model.workload import supported_attention
+    from penstock.runtime.layers.apart import supports_documents
+    from penstock.runtime.plan.workload import Model
     from tests.training import semantics_of
 
     config = tiny(model_type)

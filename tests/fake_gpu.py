@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hwprofiles.probe import works
-from hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
-from hwprofiles.probe.measurements import CLOCKED
-from hwprofiles.probe.works import Work
-from runtime.plan import Lane
+from penstock.hwprofiles.probe import works
+from penstock.hwprofiles.probe.device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run
+from penstock.hwprofiles.probe.measurements import CLOCKED
+from penstock.hwprofiles.probe.works import Work
+from penstock.runtime.plan import Lane
 
 GB, GiB = 10**9, 2**30
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from planner.check.check import check
-from runtime.batch import Batch
-from runtime.machines.torch_machine import LaneMachine
-from runtime.plan import Policy, Update, saves
+from penstock.planner.check.check import check
+from penstock.runtime.batch import Batch
+from penstock.runtime.machines.torch_machine import LaneMachine
+from penstock.runtime.plan import Policy, Update, saves
 
 from . import reference
 from .late_streams import Poisoned

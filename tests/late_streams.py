@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from planner.check.check import check
-from runtime.machines.torch_machine import CudaMachine
-from runtime.plan import Plan
+from penstock.planner.check.check import check
+from penstock.runtime.machines.torch_machine import CudaMachine
+from penstock.runtime.plan import Plan
 
 from .training import Remembers, machine_for, plan_of, poison, released_slots
 

@@ -11,9 +11,9 @@ from functools import partial
 from itertools import combinations, pairwise, permutations
 from typing import Any
 
-from runtime.plan import OPS, Op, Place, Plan, Slot, Update, Wait, saves
-from runtime.plan.ops import Operand
-from runtime.plan.train import Lora, Train
+from penstock.runtime.plan import OPS, Op, Place, Plan, Slot, Update, Wait, saves
+from penstock.runtime.plan.ops import Operand
+from penstock.runtime.plan.train import Lora, Train
 from tests.edits import at, passes, reordered, rewaited, small, under
 from tests.oracle import same_training
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from runtime.executor import Record, StepResult
-from runtime.plan import Lane, Op
-from runtime.plan.timeline import Span
+from penstock.runtime.executor import Record, StepResult
+from penstock.runtime.plan import Lane, Op
+from penstock.runtime.plan.timeline import Span
 
 
 class NullMachine:

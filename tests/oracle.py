@@ -10,8 +10,8 @@ from typing import Any
 
 import networkx as nx
 
-from runtime.plan import Kind, Op, Plan, Slot, Update
-from runtime.plan.workload import ITEM_BYTES
+from penstock.runtime.plan import Kind, Op, Plan, Slot, Update
+from penstock.runtime.plan.workload import ITEM_BYTES
 
 N_STEPS = 4
 FP32, FP64, ALIGN_BYTES = 4, 8, 256

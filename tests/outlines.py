@@ -8,9 +8,9 @@ import json
 import sys
 from typing import Any
 
-from planner.model import traced
-from planner.model.config import key_of, shipped_model, shipped_models
-from planner.model.sizes import ANY
+from penstock.planner.model import traced
+from penstock.planner.model.config import key_of, shipped_model, shipped_models
+from penstock.planner.model.sizes import ANY
 from tests.tour import ROOT
 
 FOLDER = ROOT / "planner" / "outlines"

@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
+from penstock.planner.check import contract
+from penstock.planner.check.check import check
+from penstock.runtime.executor import execute
+from penstock.runtime.machines.processes import Processes, meeting_place, met
+from penstock.runtime.plan import Policy, Semantics, Update, saves, setup
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.optimizer import optimizing
+from penstock.runtime.plan.train import Lora, Train
 from penstock.settings import OptimizerSettings
 from penstock.training.leading import WholeState, obey
 from penstock.training.schedules import Rates
-from planner.check import contract
-from planner.check.check import check
-from runtime.executor import execute
-from runtime.machines.processes import Processes, meeting_place, met
-from runtime.plan import Policy, Semantics, Update, saves, setup
-from runtime.plan.objective import parse_objective
-from runtime.plan.optimizer import optimizing
-from runtime.plan.train import Lora, Train
 from tests import training
 from tests.forks import Forked
 from tests.tiny import EXPERT_TYPES, STRUCTURES, tiny_config

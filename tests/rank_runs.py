@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from penstock.checkpoint.checkpoint import latest
-from runtime.machines.processes import meeting_place
+from penstock.runtime.machines.processes import meeting_place
 
 from .forks import Forked
 from .rank_law import ROOT

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from planner.model.workload import build_workload
-from runtime.layers.adapters import adapt
-from runtime.layers.kernels import use_kernels
-from runtime.layers.split import Call, shared_inputs
-from runtime.plan import Semantics
-from runtime.plan.workload import Block, Model
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.layers.adapters import adapt
+from penstock.runtime.layers.kernels import use_kernels
+from penstock.runtime.layers.split import Call, shared_inputs
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.workload import Block, Model
 
 from .tiny import EAGER_ONLY, EXPERT_TYPES, tiny_config
 

@@ -17,8 +17,8 @@ from torch.func import functional_call
 from transformers import AttentionInterface, AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from runtime.layers.meta_models import model_of
-from runtime.plan import Semantics
+from penstock.runtime.layers.meta_models import model_of
+from penstock.runtime.plan import Semantics
 
 DTYPE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 
 from click.testing import CliRunner
 
-from hwprofiles.schema import Profile
 from penstock.cli.main import cli
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.show.facts import Facts
+from penstock.planner.show.page import page
 from penstock.run_files import read_logged_run
-from planner.show.facts import Facts
-from planner.show.page import page
-from runtime.plan import PlanFile
+from penstock.runtime.plan import PlanFile
 from tests.strategies import predicted
 
 SLOWER = 1.1  # than predicted: the runs made here

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.data.sampling import order_of
-from runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.batch import UNSUPERVISED, Batch
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from penstock.checkpoint.checkpoint import State, identity, latest, load_state, put_back, refuse_another, whole
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Policy
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Policy
 
 from .row_of_tokens import RowOfTokens
 from .tiny import tiny_config

@@ -9,16 +9,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile
-from planner.lower.lower import lower
-from planner.predict.cost import costs, region_of
-from planner.predict.simulate import Prediction, simulate
-from planner.search.space import Way, with_ways
-from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.plan.legality import can_read, can_stay
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.simulate import Prediction, simulate
+from penstock.planner.search.space import Way, with_ways
+from penstock.runtime.plan import Plan, Policy, Semantics, Update
+from penstock.runtime.plan.legality import can_read, can_stay
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Tier, Workload
 
 EVERYTHING = Train()
 MODEL = Model({"model_type": "synthetic"}, name="synthetic")

@@ -15,6 +15,7 @@ from penstock.results import Planned, Trained
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FLOORS, API = (ROOT / "docs" / name for name in ("tour.md", "imports.md", "api.md"))
 ROOMS = ("penstock", "planner", "hwprofiles", "runtime", "demo", "tests")
+LINKED = ("planner", "runtime", "hwprofiles")  # folders at the top that are packages below `penstock`, by symbolic links
 # In the order of reading: what a plan is, who makes it, who performs it, what both rest on, and the shell.
 READING = (
     *("runtime/plan", "planner/model", "planner/lower", "planner/predict", "planner/bounds", "planner/search", "planner/check"),
@@ -71,11 +72,22 @@ def imports(tree: ast.Module) -> list[tuple[str, int]]:
         if isinstance(node, ast.Import):
             found += ((alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if is_package(node.module) or not node.module:  # from runtime import plan
+            if is_package(short_name(node.module or "")) or not node.module:  # from runtime import plan
                 found += ((f"{node.module or ''}.{alias.name}".lstrip("."), node.level) for alias in node.names)
             else:
                 found.append((node.module, node.level))
-    return found
+    return [(short_name(name), level) for name, level in found]
+
+
+def short_name(module: str) -> str:
+    """Module name without `penstock.` if its folder is at the top of the tree: `planner.search` for `penstock.planner.search`."""
+    rest = module.removeprefix("penstock.")
+    return rest if rest.partition(".")[0] in LINKED else module
+
+
+def full_name(module: str) -> str:
+    """Name under which a module is imported."""
+    return f"penstock.{module}" if module.partition(".")[0] in LINKED else module
 
 
 def is_package(module: str | None) -> bool:

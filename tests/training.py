@@ -13,18 +13,18 @@ from pathlib import Path
 
 import torch
 
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model.kernels import FUSED
-from planner.model.workload import build_workload, fusible
-from runtime.batch import Batch
-from runtime.executor import execute
-from runtime.host.memory import Arenas
-from runtime.layers.packed_weights import unpack_into
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
-from runtime.plan.optimizer import AdamW, Optimizer, optimizing
-from runtime.plan.workload import Model
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.kernels import FUSED
+from penstock.planner.model.workload import build_workload, fusible
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import execute
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.layers.packed_weights import unpack_into
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Slot, Update, saves
+from penstock.runtime.plan.optimizer import AdamW, Optimizer, optimizing
+from penstock.runtime.plan.workload import Model
 
 from . import reference
 from .strategies import PROFILE

@@ -1,7 +1,7 @@
 """An optimizer step on one flat parameter, all on the calling thread."""
 
-from runtime.host.chunks import Scratch
-from runtime.host.optimizer import ParamState, Step, summed
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.optimizer import ParamState, Step, summed
 
 
 def update_(to: ParamState, gradient, factor: float, n_updates: int, settings, start_from=None, scratch=None) -> None:

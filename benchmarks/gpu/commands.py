@@ -19,9 +19,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import PenstockError
-from runtime.plan import PlanFile
-from runtime.units import parse_bytes, show_bytes, show_seconds
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.units import parse_bytes, show_bytes, show_seconds
 
 from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
 
@@ -104,7 +104,7 @@ def claim_of(path: Path) -> dict[str, Any]:
 
 def model_of(asked: Asked, name: str, case: Case) -> Path:
     """The model of a case, with as many layers as it is to have."""
-    from planner.model.workload import read_model
+    from penstock.planner.model.workload import read_model
 
     config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else case.model or asked.sizes.model).config)
     path = asked.plans / f"{name}.model.json"

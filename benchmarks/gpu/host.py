@@ -13,12 +13,12 @@ from statistics import median
 
 import torch
 
-from hwprofiles.probe.host_works import Task, square_tasks, update_tasks
-from runtime.host.chunks import Scratch
-from runtime.host.optimizer import TASK_ELEMENTS
-from runtime.host.slabs import host_slab, register_for_dma, touch, unregister
-from runtime.host.workers import Workers, together
-from runtime.units import MiB
+from penstock.hwprofiles.probe.host_works import Task, square_tasks, update_tasks
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.optimizer import TASK_ELEMENTS
+from penstock.runtime.host.slabs import host_slab, register_for_dma, touch, unregister
+from penstock.runtime.host.workers import Workers, together
+from penstock.runtime.units import MiB
 
 from .commands import host_bytes
 from .facts import siblings

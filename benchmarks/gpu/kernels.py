@@ -17,16 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from planner.model.workload import read_model
-from runtime.compute.cross_entropy import add_product, row_losses
-from runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
-from runtime.host.rounding import Drawn, group_bytes
-from runtime.layers.kernels import use_kernels
-from runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
-from runtime.layers.pointwise import GATES, Pointwise, _bits, fastest, several
-from runtime.plan import Semantics
-from runtime.plan.optimizer import AdamW
-from runtime.plan.packed import Base
+from penstock.planner.model.workload import read_model
+from penstock.runtime.compute.cross_entropy import add_product, row_losses
+from penstock.runtime.host.optimizer import Kept, Master, ParamState, Step, device_kernel, summed
+from penstock.runtime.host.rounding import Drawn, group_bytes
+from penstock.runtime.layers.kernels import use_kernels
+from penstock.runtime.layers.packed_weights import pack, unpack_by_calls, unpack_into
+from penstock.runtime.layers.pointwise import GATES, Pointwise, _bits, fastest, several
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.packed import Base
 
 from .stages import Asked, Note
 

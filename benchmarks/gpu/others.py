@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from planner.model.workload import build_workload, read_model
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.plan import Semantics
-from runtime.plan.train import ALL, Train, parse_train
-from runtime.plan.workload import Model
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.train import ALL, Train, parse_train
+from penstock.runtime.plan.workload import Model
 
 from .stages import Asked, Note, SkippedError
 from .training import LR, fill, host_peak_bytes, pattern, random_batches

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from hwprofiles.schema import read_profile
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model.workload import build_workload
-from runtime.executor import Execution, StepResult
-from runtime.machines.streams import use_same_kernels
-from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
-from runtime.plan import Plan, Policy, Semantics, Update, saves
-from runtime.plan.optimizer import AdamW
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.executor import Execution, StepResult
+from penstock.runtime.machines.streams import use_same_kernels
+from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.plan import Plan, Policy, Semantics, Update, saves
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.workload import Model
 from tests.tiny import tiny_config
 
 from .stages import Asked, Note

@@ -17,14 +17,14 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from planner.predict.settled import WARM_UP_STEPS
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.executor import Execution, execute
-from runtime.host.memory import DTYPE
-from runtime.layers.packed_weights import pack
-from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
-from runtime.plan import Kind, Lane, Plan, PlanFile
-from runtime.plan.optimizer import AdamW
+from penstock.planner.predict.settled import WARM_UP_STEPS
+from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.executor import Execution, execute
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.layers.packed_weights import pack
+from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.plan import Kind, Lane, Plan, PlanFile
+from penstock.runtime.plan.optimizer import AdamW
 
 from .commands import claim_of, plan_of
 from .stages import Asked, Note

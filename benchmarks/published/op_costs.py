@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hwprofiles.laws import AttentionLaw
-from hwprofiles.quantity import Dtype
-from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
-from planner.model.kernels import FUSED
-from planner.model.tape import FP32, Call, Tape, Tensor
-from planner.model.workload import build_workload, log_softmax_bytes, read_model
-from planner.predict.cost import CostModel
-from runtime.errors import PenstockError
-from runtime.plan import Kernel, Semantics
-from runtime.plan.workload import Block, BlockKind, Matmul
+from penstock.hwprofiles.laws import AttentionLaw
+from penstock.hwprofiles.quantity import Dtype
+from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
+from penstock.planner.model.kernels import FUSED
+from penstock.planner.model.tape import FP32, Call, Tape, Tensor
+from penstock.planner.model.workload import build_workload, log_softmax_bytes, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.plan import Kernel, Semantics
+from penstock.runtime.plan.workload import Block, BlockKind, Matmul
 
 from . import op_steps
 from .op_rows import RATE, OpRow

@@ -13,9 +13,9 @@ from io import StringIO
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from runtime.errors import PenstockError
-from runtime.files import read_whole
-from runtime.units import on_one_line
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.files import read_whole
+from penstock.runtime.units import on_one_line
 
 COLUMNS = (
     *("machine", "device", "kind", "kernel", "dtype", "shape", "value", "unit"),

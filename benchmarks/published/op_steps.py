@@ -1,8 +1,8 @@
 """Steps of single kernels as transformers' modules make them, eager and fused, for the ledger of ops."""
 
-from planner.model import fused
-from planner.model.tape import FP32, Tape, Tensor
-from runtime.plan import Kernel
+from penstock.planner.model import fused
+from penstock.planner.model.tape import FP32, Tape, Tensor
+from penstock.runtime.plan import Kernel
 
 
 def rms_norm(tape: Tape, x: Tensor, width: int, kernel: Kernel) -> None:

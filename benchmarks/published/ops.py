@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from hwprofiles.quantity import Quantity
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.predict.faster import Group, group_of, sped_up, with_quantities
-from runtime.errors import PenstockError
+from penstock.hwprofiles.quantity import Quantity
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.planner.predict.faster import Group, group_of, sped_up, with_quantities
+from penstock.runtime.errors import PenstockError
 
 from .op_costs import predict
 from .op_rows import RATE, OpRow, read_ops

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 
-from hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
-from planner.predict.computing import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
-from planner.predict.cost import region_of
-from runtime.plan import Semantics
-from runtime.plan.region import Demand, Region, Resource
-from runtime.plan.workload import ITEM_BYTES, Block, Matmul, Workload
+from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
+from penstock.planner.predict.computing import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
+from penstock.planner.predict.cost import region_of
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.region import Demand, Region, Resource
+from penstock.runtime.plan.workload import ITEM_BYTES, Block, Matmul, Workload
 
 BF16 = ITEM_BYTES["bf16"]
 FP32 = ITEM_BYTES["fp32"]

@@ -2,8 +2,8 @@
 
 from math import ceil
 
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.workload import Block
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.workload import Block
 
 from .system_costs import BF16, FP32, SystemCosts, inner_elements, last_products
 

@@ -8,7 +8,7 @@ tasks of other queues. What runs at the same time shares the machine as everywhe
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.plan.region import Demand, Region, shares
+from penstock.runtime.plan.region import Demand, Region, shares
 
 TIE_FRACTION = 1e-12
 

@@ -8,12 +8,12 @@ cannot be said in the plan language, and need not be: nobody should run them.
 
 from dataclasses import dataclass, replace
 
-from hwprofiles.schema import Profile
-from planner.model.workload import build_workload, supported_attention
-from planner.predict.computing import BACKWARD_MATMULS
-from runtime.plan import Semantics
-from runtime.plan.region import Demand
-from runtime.plan.workload import Block, Model
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.model.workload import build_workload, supported_attention
+from penstock.planner.predict.computing import BACKWARD_MATMULS
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.region import Demand
+from penstock.runtime.plan.workload import Block, Model
 
 from . import system_memory as memory
 from .system_costs import BF16, FP32, Software, SystemCosts

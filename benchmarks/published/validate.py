@@ -14,13 +14,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from hwprofiles.quantity import Quantity
-from hwprofiles.schema import Profile, read_profile
-from planner.model.workload import read_model
-from planner.predict.faster import Group, group_of, sped_up, with_quantities
-from runtime.errors import PenstockError
-from runtime.files import read_whole
-from runtime.units import GiB
+from penstock.hwprofiles.quantity import Quantity
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.model.workload import read_model
+from penstock.planner.predict.faster import Group, group_of, sped_up, with_quantities
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.files import read_whole
+from penstock.runtime.units import GiB
 
 from .system_costs import SOFTWARE_SPREAD_FRACTION, Software
 from .systems import SYSTEMS, VARIANTS, Outcome, Run, predict

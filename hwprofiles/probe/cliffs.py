@@ -6,9 +6,9 @@ A cliff is a number of a profile that makes plans many times slower, for a reaso
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hwprofiles.schema import Profile
-from runtime.plan.optimizer import Optimizer
-from runtime.units import GB, show_bytes, show_rate
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.units import GB, show_bytes, show_rate
 
 if TYPE_CHECKING:
     from .device import Facts

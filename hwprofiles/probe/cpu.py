@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from runtime.errors import ProfileError
-from runtime.host.chunks import Scratch
-from runtime.host.memory import available_host_bytes
-from runtime.host.slabs import host_slab, settle_allocator, touch
-from runtime.host.workers import Workers, together
-from runtime.machines.lanes import split_cores
-from runtime.plan import Lane
-from runtime.units import MiB, show_bytes
+from penstock.runtime.errors import ProfileError
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.memory import available_host_bytes
+from penstock.runtime.host.slabs import host_slab, settle_allocator, touch
+from penstock.runtime.host.workers import Workers, together
+from penstock.runtime.machines.lanes import split_cores
+from penstock.runtime.plan import Lane
+from penstock.runtime.units import MiB, show_bytes
 
 from .device import Device, Facts, Ready, Run
 from .host_works import LEAST_BYTES

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from runtime.errors import PlanError, ProfileError
-from runtime.host.slabs import SLAB_BYTES, host_slab, register_for_dma, unregister
-from runtime.machines.lanes import split_beside_gpu
-from runtime.machines.streams import CudaStreams
-from runtime.plan import Lane
-from runtime.units import MiB, on_one_line
+from penstock.runtime.errors import PlanError, ProfileError
+from penstock.runtime.host.slabs import SLAB_BYTES, host_slab, register_for_dma, unregister
+from penstock.runtime.machines.lanes import split_beside_gpu
+from penstock.runtime.machines.streams import CudaStreams
+from penstock.runtime.plan import Lane
+from penstock.runtime.units import MiB, on_one_line
 
 from .cpu import CpuDevice, cpu_name, repeating
 from .device import Device, DeviceError, DeviceOutOfMemory, Facts, Load, PciLink, Ready, Run

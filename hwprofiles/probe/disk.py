@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import date
 from pathlib import Path
 
-from hwprofiles.schema import Profile
-from runtime.host.base_file import N_READERS, PIECE_BYTES, BaseFile
-from runtime.host.slabs import host_slab
-from runtime.host.workers import Workers
-from runtime.units import MiB, show_bytes
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.host.base_file import N_READERS, PIECE_BYTES, BaseFile
+from penstock.runtime.host.slabs import host_slab
+from penstock.runtime.host.workers import Workers
+from penstock.runtime.units import MiB, show_bytes
 
 from . import works
 from .device import Device

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from hwprofiles.schema import ITEM_BYTES
-from runtime.host import norms, optimizer
-from runtime.host.chunks import Scratch
-from runtime.plan import Lane
-from runtime.plan.optimizer import AdamW
-from runtime.units import GB, KiB, MiB
+from penstock.hwprofiles.schema import ITEM_BYTES
+from penstock.runtime.host import norms, optimizer
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.plan import Lane
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.units import GB, KiB, MiB
 
 from .works import Work
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, get_args
 
-from hwprofiles.quantity import Dtype
-from hwprofiles.schema import AttentionKernel, Direction
-from runtime.units import GB, KiB, MiB, show_bytes
+from penstock.hwprofiles.quantity import Dtype
+from penstock.hwprofiles.schema import AttentionKernel, Direction
+from penstock.runtime.units import GB, KiB, MiB, show_bytes
 
 from . import host_works, works
 from .device import DeviceOutOfMemory, Facts

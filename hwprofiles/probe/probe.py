@@ -6,9 +6,9 @@ from contextlib import ExitStack, suppress
 from datetime import date
 from typing import Any
 
-from hwprofiles.schema import FORMAT_VERSION, Profile
-from runtime.errors import ProfileError
-from runtime.units import MiB, show_bytes, show_seconds
+from penstock.hwprofiles.schema import FORMAT_VERSION, Profile
+from penstock.runtime.errors import ProfileError
+from penstock.runtime.units import MiB, show_bytes, show_seconds
 
 from . import host_works, works
 from .cliffs import MARK, MOST_CHARACTERS, cliffs

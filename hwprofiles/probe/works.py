@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hwprofiles.quantity import Dtype
-from hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
-from runtime.compute.cross_entropy import row_losses
-from runtime.host.memory import DTYPE
-from runtime.layers.packed_weights import pack, unpack_into
-from runtime.layers.pointwise import fastest
-from runtime.plan import Lane
-from runtime.plan.packed import Base, at_once_bytes
-from runtime.units import KiB, MiB
+from penstock.hwprofiles.quantity import Dtype
+from penstock.hwprofiles.schema import BACKWARD_ATTENTION, ITEM_BYTES, AttentionKernel, Direction
+from penstock.runtime.compute.cross_entropy import row_losses
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.layers.packed_weights import pack, unpack_into
+from penstock.runtime.layers.pointwise import fastest
+from penstock.runtime.plan import Lane
+from penstock.runtime.plan.packed import Base, at_once_bytes
+from penstock.runtime.units import KiB, MiB
 
 Call = Callable[[], object]  # does a work once; on a stream it returns at once
 Make = Callable[[torch.device, int], Call]  # on a device, with operands that rotate through that many bytes

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from runtime.errors import CheckpointError, PlanError
-from runtime.plan.objective import SCORE
-from runtime.plan.train import EXPERTS, STACK, TARGETS, Lora, checked_lora
-from runtime.units import on_one_line
+from penstock.runtime.errors import CheckpointError, PlanError
+from penstock.runtime.plan.objective import SCORE
+from penstock.runtime.plan.train import EXPERTS, STACK, TARGETS, Lora, checked_lora
+from penstock.runtime.units import on_one_line
 
 from .model_files import read_json
 from .tensor_files import Shapes, Shards

@@ -23,14 +23,14 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from penstock.data.data import RunData
-from runtime.errors import CheckpointError
-from runtime.host.host_state import HostState
-from runtime.host.rounding import Int8Moment, group_bytes
-from runtime.plan import Plan, Semantics
-from runtime.plan.objective import Objective
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Parameter
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.host.host_state import HostState
+from penstock.runtime.host.rounding import Int8Moment, group_bytes
+from penstock.runtime.plan import Plan, Semantics
+from penstock.runtime.plan.objective import Objective
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Parameter
 
 from .adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, config_bytes
 from .model_files import FILE_NAME, INDEX_FILE, TOKENIZER_FILES, has_weights, publish, read_json, towers

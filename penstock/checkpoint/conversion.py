@@ -21,9 +21,9 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-from runtime.errors import CheckpointError
-from runtime.layers.meta_models import meta_model
-from runtime.plan import Semantics
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.plan import Semantics
 
 
 class Conversion:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runtime.errors import CheckpointError
-from runtime.layers.packed_weights import parts, unpack_into
-from runtime.plan.packed import MXFP4_BLOCK, Base, layout
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.layers.packed_weights import parts, unpack_into
+from penstock.runtime.plan.packed import MXFP4_BLOCK, Base, layout
 
 from .tensor_files import Shards
 

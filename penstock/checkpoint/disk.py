@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.errors import CheckpointError
-from runtime.files import sync
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.files import sync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import CheckpointError
-from runtime.plan.objective import SCORE
-from runtime.plan.packed import published_as
-from runtime.plan.train import STACK, Lora
-from runtime.plan.workload import has_towers
-from runtime.units import show_bytes
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.plan.objective import SCORE
+from penstock.runtime.plan.packed import published_as
+from penstock.runtime.plan.train import STACK, Lora
+from penstock.runtime.plan.workload import has_towers
+from penstock.runtime.units import show_bytes
 
 from .adapter_files import CONFIG_FILE, FLOATS, MAX_CONFIG_BYTES, head_of, read_adapter, stack_factors
 from .checkpoint import refuse_another_base

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import CheckpointError
-from runtime.files import read_whole
-from runtime.plan.objective import SCORE
-from runtime.plan.packed import DEQUANTISED, published_as
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.files import read_whole
+from penstock.runtime.plan.objective import SCORE
+from penstock.runtime.plan.packed import DEQUANTISED, published_as
 
 from .conversion import conversion_of
 from .dequantised import Dequantised

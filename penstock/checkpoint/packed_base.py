@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import CheckpointError
-from runtime.files import alone
-from runtime.layers.packed_weights import NF4, pack, parts
-from runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.files import alone
+from penstock.runtime.layers.packed_weights import NF4, pack, parts
+from penstock.runtime.plan.packed import FP8_BLOCK, NF4_BLOCK, Base, layout, published_as
 
 from .dequantised import BLOCKS, fp8_parts, mxfp4_parts
 from .disk import new_folder, writing

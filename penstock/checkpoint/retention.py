@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.units import show_bytes
 from penstock.settings import CheckpointSettings
-from runtime.errors import CheckpointError
-from runtime.units import show_bytes
 
 from .checkpoint import NAME, whole
 from .disk import writing

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from penstock.runtime.host.host_state import Copy, HostState
+from penstock.runtime.host.memory import DTYPE, available_host_bytes
+from penstock.runtime.host.rounding import group_bytes
+from penstock.runtime.plan.workload import Parameter
 from penstock.settings import CheckpointSettings
-from runtime.host.host_state import Copy, HostState
-from runtime.host.memory import DTYPE, available_host_bytes
-from runtime.host.rounding import group_bytes
-from runtime.plan.workload import Parameter
 
 from .checkpoint import CheckpointWriter
 from .disk import new_folder

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from runtime.host.chunks import Scratch
-from runtime.host.host_state import Copy, HostState
-from runtime.host.updates import CHANGES
-from runtime.host.workers import Workers
-from runtime.plan import Plan
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.host_state import Copy, HostState
+from penstock.runtime.host.updates import CHANGES
+from penstock.runtime.host.workers import Workers
+from penstock.runtime.plan import Plan
 
 
 class GivenUp(Exception):

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from runtime.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError
 
 Shapes = Mapping[str, tuple[int, ...]]  # by name, of weights
 REOPEN_BYTES = 64 * 2**20  # read before files are mapped anew

@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from penstock.run_config import read_run
-from runtime.plan import PlanFile
-from runtime.units import on_one_line
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.units import on_one_line
 
 from .options import PATH, RunCommand, flag_of, given_settings, together
 from .outputs import check_output

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from runtime.units import on_one_line, show_bytes
+from penstock.runtime.units import on_one_line, show_bytes
 
 from .progress import Preparing
 

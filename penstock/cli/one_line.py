@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import click
 
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.units import on_one_line
 from penstock.signals import handled
-from runtime.errors import PenstockError
-from runtime.units import on_one_line
 
 # Modules of the extra `run`, which the base install leaves out
 RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "pyarrow", "yaml")

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import click
 
 from penstock.run_config import ALSO_KNOWN_AS, advice, data_named
+from penstock.runtime.plan import Semantics
+from penstock.runtime.units import parse_bytes, parse_count
 from penstock.settings import Flag, Fraction, settings_of
-from runtime.plan import Semantics
-from runtime.units import parse_bytes, parse_count
 
 COUNT = click.IntRange(min=1)
 PATH = click.Path(path_type=Path)

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runtime.errors import PenstockError
-from runtime.files import try_to_write, write_whole
-from runtime.plan import Plan
-from runtime.plan.workload import text_of
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.files import try_to_write, write_whole
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.workload import text_of
 
 MOST_WIDTH = 10_000  # of a table, in characters
 SHORT_CELL = 16  # characters of a cell that is not broken into words

@@ -11,15 +11,15 @@ from typing import Any
 import click
 from rich.console import Console
 
-from hwprofiles.schema import read_profile, shipped_profiles
 from penstock import api
+from penstock.hwprofiles.schema import read_profile, shipped_profiles
+from penstock.planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
 from penstock.results import Planned
 from penstock.run_config import PLAN_FLAGS
-from planner.model.config import WEIGHT_PATTERNS, download, hub_name, note_on_weights, shipped_models
-from runtime.errors import DoesNotFitError
-from runtime.files import read_whole
-from runtime.plan.workload import Model
-from runtime.units import on_one_line
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.files import read_whole
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import on_one_line
 
 from .options import AS_JSON, BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import beyond_positions, check_output
@@ -116,9 +116,9 @@ def plan(
     MODEL is a folder or config.json in Hugging Face form, or one of the shipped models named below. Sizes are written as 80GB
     (10^9 bytes), 1.5TB or 24GiB. Exit code 3: it does not fit, and the message names the smallest changes that do.
     """
-    from planner.show.facts import Facts
-    from planner.show.text import print_plan
-    from runtime.compiled import IS_COMPILED
+    from penstock.planner.show.facts import Facts
+    from penstock.planner.show.text import print_plan
+    from penstock.runtime.compiled import IS_COMPILED
 
     if output is not None:
         check_output(output)
@@ -165,8 +165,8 @@ def _needed(model: Model) -> str:
 
 def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
-    from planner.predict.rests_on import rests_on
-    from planner.show.price import hourly
+    from penstock.planner.predict.rests_on import rests_on
+    from penstock.planner.show.price import hourly
 
     answer, hour, (device, others) = found.answer, hourly(found.profile), rests_on(found.plan, found.profile)
     rented, bought = hour.per_million(found.tokens_per_s)

@@ -8,11 +8,11 @@ import click
 from rich.console import Console
 from rich.table import Column, Table
 
-from hwprofiles.laws import ProductLaw
-from hwprofiles.probe.cliffs import without_cliffs
-from hwprofiles.quantity import Share
-from hwprofiles.schema import Profile
-from runtime.units import show_bytes, show_rate, show_seconds
+from penstock.hwprofiles.laws import ProductLaw
+from penstock.hwprofiles.probe.cliffs import without_cliffs
+from penstock.hwprofiles.quantity import Share
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.units import show_bytes, show_rate, show_seconds
 
 from .options import BYTES, PATH
 from .outputs import check_output, json_text, write_output

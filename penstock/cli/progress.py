@@ -20,18 +20,18 @@ from rich.progress import Progress as Bar
 from rich.text import Text
 
 from penstock.run_config import RunConfigError
-from runtime.errors import PlanError
-from runtime.plan.footprint import host_needs, planned_device_needs
-from runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan.footprint import host_needs, planned_device_needs
+from penstock.runtime.units import on_one_line, show_bytes, show_count, show_duration, show_seconds
 
 from .outputs import beyond_positions, check_output, json_text, show_table, write_output
 
 if TYPE_CHECKING:
+    from penstock.planner.show.facts import Measured
+    from penstock.runtime.plan import Plan
+    from penstock.runtime.plan.timeline import Timeline
     from penstock.training.session import Session
     from penstock.training.trainer import Metrics
-    from planner.show.facts import Measured
-    from runtime.plan import Plan
-    from runtime.plan.timeline import Timeline
 
 Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, how it is shown
 WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
@@ -173,7 +173,7 @@ class Progress(Bar):
 
 def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
     """The final table on stdout: predicted, measured, error; what differs; where the files are. Perhaps a corrected profile."""
-    from planner.show.facts import measured
+    from penstock.planner.show.facts import measured
 
     found = measured(timeline, times_s)
     assert found is not None, "a step was performed"
@@ -249,7 +249,7 @@ def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str
 
 def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
     """Write the profile as the run shows it to be, and say what that changes."""
-    from planner.predict.recalibrate import recalibrate
+    from penstock.planner.predict.recalibrate import recalibrate
 
     day = datetime.now(UTC).date().isoformat()
     try:

@@ -6,12 +6,12 @@ from pathlib import Path
 import click
 
 from penstock.api import predict, proven
+from penstock.planner.search.claim import claimed
 from penstock.run_files import refuse_another_plan
+from penstock.runtime.errors import PlanError, WrongPlanError
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.units import on_one_line, show_bytes
 from penstock.version import version_in_words
-from planner.search.claim import claimed
-from runtime.errors import PlanError, WrongPlanError
-from runtime.plan import PlanFile
-from runtime.units import on_one_line, show_bytes
 
 from .outputs import write_output
 
@@ -28,7 +28,7 @@ def check(plan_file: Path, search: bool) -> None:
     Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
     is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
     """
-    from planner.check.claim import strangers
+    from penstock.planner.check.claim import strangers
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
     claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
@@ -74,9 +74,9 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
 
 
 def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
+    from penstock.planner.show.facts import Facts
+    from penstock.planner.show.page import page
     from penstock.run_files import read_logged_run
-    from planner.show.facts import Facts
-    from planner.show.page import page
 
     run = None if run_dir is None else read_logged_run(run_dir, file.plan)
     names = " ".join(on_one_line(str(path)) for path in (plan_file, run_dir) if path is not None)
@@ -86,7 +86,7 @@ def _page(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
 
 def _trace(file: PlanFile, plan_file: Path, run_dir: Path | None) -> str:
     from penstock.run_files import read_timeline
-    from runtime.plan.timeline import chrome_trace
+    from penstock.runtime.plan.timeline import chrome_trace
 
     tracks = {"predicted": predict(file).timeline}
     if run_dir is not None:

@@ -12,11 +12,11 @@ import click
 
 from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
 from penstock.run_config import RUN_FILE, read_run
+from penstock.runtime.errors import RanksError
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.units import on_one_line
 from penstock.settings import RunSettings
 from penstock.signals import handled
-from runtime.errors import RanksError
-from runtime.plan import PlanFile
-from runtime.units import on_one_line
 
 from .options import PATH, RunCommand, above_0, given_settings, setting_flags
 from .progress import Preparing, Progress, overview, refuse_to_recalibrate, show_outcome, show_overview

@@ -18,23 +18,23 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import track
 
-from hwprofiles.quantity import BASES
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from hwprofiles.several import on_network, part_of
-from planner.model.workload import read_model, supported_attention
-from planner.show.price import JOB_TITLES, hourly
-from runtime.errors import PenstockError, PlanError
-from runtime.plan import Semantics
-from runtime.plan.packed import Base
-from runtime.plan.policy import trained
-from runtime.plan.workload import Dtype
-from runtime.units import GB, parse_bytes, show_bytes, show_count
+from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.hwprofiles.several import on_network, part_of
+from penstock.planner.model.workload import read_model, supported_attention
+from penstock.planner.show.price import JOB_TITLES, hourly
+from penstock.runtime.errors import PenstockError, PlanError
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.policy import trained
+from penstock.runtime.plan.workload import Dtype
+from penstock.runtime.units import GB, parse_bytes, show_bytes, show_count
 
 from .options import AS_JSON, BYTES, COUNT, PRICES, TOKENS, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import show_table
 
 if TYPE_CHECKING:
-    from planner.show.fits import Fit
+    from penstock.planner.show.fits import Fit
 
 Found = TypeVar("Found")
 MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
@@ -74,8 +74,8 @@ def fits(
     of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
-    from planner.search.remedy import LEANER
-    from planner.show import fits as planned
+    from penstock.planner.search.remedy import LEANER
+    from penstock.planner.show import fits as planned
 
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
     for profile in chain(*groups.values()):
@@ -159,10 +159,10 @@ def compare(
 
     Prices that are given hold for every machine.
     """
-    from planner.search.claim import CUT
-    from planner.search.micro_batch import SIZES
-    from planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
-    from planner.show.words import ALONE
+    from penstock.planner.search.claim import CUT
+    from penstock.planner.search.micro_batch import SIZES
+    from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
+    from penstock.planner.show.words import ALONE
 
     described = read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])
@@ -208,7 +208,7 @@ def machines(as_json: bool) -> None:
     device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
     other numbers, or of `penstock probe -o`.
     """
-    from planner.predict.rests_on import standard
+    from penstock.planner.predict.rests_on import standard
 
     profiles = _profiles()
     if as_json:
@@ -251,7 +251,7 @@ def _part(
     n_gpus: int, master: Dtype | None, train: str | None, base: Base | None, optimizer: str | None, **fields: Any
 ) -> Semantics:
     """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared, or not so."""
-    from planner.search.micro_batch import shared_step
+    from penstock.planner.search.micro_batch import shared_step
 
     asked = trained(Semantics(**fields), train, base, optimizer, master)
     asked = shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from transformers.utils import chat_template_utils
 
-from runtime.errors import DataError
+from penstock.runtime.errors import DataError
 
 from .formats import Chat, Message
 from .tokenizer import ModelTokenizer, reason_of

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, Objective, Of
 from penstock.settings import DataSettings
-from runtime.errors import DataError
-from runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, Objective, Of
 
 from .chat import ChatTemplate
 from .documents import Reader, kept_documents

@@ -19,7 +19,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.iterable_dataset import ExamplesIterable
 from datasets.utils import tqdm
 
-from runtime.errors import DataError
+from penstock.runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
 from .files import DataFile, DataFiles, parsed, rows_of

@@ -22,7 +22,7 @@ from typing import IO, Any, Literal
 import pyarrow
 import pyarrow.parquet
 
-from runtime.errors import DataError
+from penstock.runtime.errors import DataError
 
 from .formats import COLUMNS, EXAMPLE, not_understood
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from runtime.errors import DataError
-from runtime.units import on_one_line
+from penstock.runtime.errors import DataError
+from penstock.runtime.units import on_one_line
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]

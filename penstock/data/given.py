@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.errors import DataError
-from runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective, Of
+from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective, Of
 
 
 class Batches(Protocol):

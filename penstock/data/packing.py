@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.errors import DataError
-from runtime.plan.objective import ANSWER, LAST
+from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import ANSWER, LAST
 
 from .documents import Array, Documents
 

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 
-from runtime.batch import Batch
-from runtime.errors import CheckpointError, DataError
-from runtime.plan.objective import ANSWER
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import CheckpointError, DataError
+from penstock.runtime.plan.objective import ANSWER
 
 from .documents import Array, Columns, Documents, Reader
 from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from runtime.errors import DataError
-from runtime.files import read_whole
+from penstock.runtime.errors import DataError
+from penstock.runtime.files import read_whole
 
 MAX_FILE_BYTES = 2**30  # of a configuration
 # For a model that brings no chat template.

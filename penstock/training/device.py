@@ -2,14 +2,14 @@
 
 import os
 
-from runtime.errors import DoesNotFitError, PlanError
-from runtime.host import memory
-from runtime.layers.attention import refuse_any_order, refuse_missing_attention
-from runtime.layers.kernels import refuse_missing_libraries
-from runtime.machines import streams
-from runtime.plan import Plan
-from runtime.plan.footprint import host_needs, planned_device_needs
-from runtime.units import show_bytes
+from penstock.runtime.errors import DoesNotFitError, PlanError
+from penstock.runtime.host import memory
+from penstock.runtime.layers.attention import refuse_any_order, refuse_missing_attention
+from penstock.runtime.layers.kernels import refuse_missing_libraries
+from penstock.runtime.machines import streams
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.footprint import host_needs, planned_device_needs
+from penstock.runtime.units import show_bytes
 
 
 def device_of(asked: str) -> str:

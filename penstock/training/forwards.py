@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from planner.lower.forward import forward_plan, most_micro_batches
-from runtime.batch import UNSUPERVISED, Batch, Batches
-from runtime.compute.compute import LastHidden
-from runtime.executor import Stop
-from runtime.machines.torch_machine import TorchMachine
-from runtime.plan import Plan
+from penstock.planner.lower.forward import forward_plan, most_micro_batches
+from penstock.runtime.batch import UNSUPERVISED, Batch, Batches
+from penstock.runtime.compute.compute import LastHidden
+from penstock.runtime.executor import Stop
+from penstock.runtime.machines.torch_machine import TorchMachine
+from penstock.runtime.plan import Plan
 
 
 def log_probabilities(

@@ -15,19 +15,19 @@ from penstock.checkpoint.packed_base import packed_base
 from penstock.data.data import Report, RunData, read_data, reader_of, unheard
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
+from penstock.planner.model.config import download
+from penstock.planner.model.workload import read_model
 from penstock.run_config import RunConfigError
+from penstock.runtime.errors import CheckpointError, DataError, PlanError
+from penstock.runtime.host.slabs import give_back_freed
+from penstock.runtime.layers.apart import supports_documents
+from penstock.runtime.layers.meta_models import difference
+from penstock.runtime.machines.torch_machine import TorchMachine
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.objective import SCORE
+from penstock.runtime.plan.train import Train, is_adapter
+from penstock.runtime.plan.workload import has_towers
 from penstock.settings import RunSettings
-from planner.model.config import download
-from planner.model.workload import read_model
-from runtime.errors import CheckpointError, DataError, PlanError
-from runtime.host.slabs import give_back_freed
-from runtime.layers.apart import supports_documents
-from runtime.layers.meta_models import difference
-from runtime.machines.torch_machine import TorchMachine
-from runtime.plan import Plan
-from runtime.plan.objective import SCORE
-from runtime.plan.train import Train, is_adapter
-from runtime.plan.workload import has_towers
 
 TOKENS_FOLDER = "tokens"  # data as the model reads it, for the next start
 BASE_FORMAT = 1  # of the file of frozen weights on a disk

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import torch
 
-from planner.lower.forward import forward_plan
-from runtime.batch import Batch
-from runtime.errors import PlanError
-from runtime.executor import Stop, execute
-from runtime.host.host_state import Copy, HostState
-from runtime.host.memory import DTYPE
-from runtime.host.rounding import group_bytes
-from runtime.machines.processes import Processes, refuse_errors
-from runtime.machines.torch_machine import TorchMachine
-from runtime.plan.workload import Parameter
+from penstock.planner.lower.forward import forward_plan
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import PlanError
+from penstock.runtime.executor import Stop, execute
+from penstock.runtime.host.host_state import Copy, HostState
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.host.rounding import group_bytes
+from penstock.runtime.machines.processes import Processes, refuse_errors
+from penstock.runtime.machines.torch_machine import TorchMachine
+from penstock.runtime.plan.workload import Parameter
 
 from .schedules import Rates
 

@@ -22,14 +22,14 @@ from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
 from penstock.data.data import BRINGS, Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData, PackedSet, Stream
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import CheckpointError, DataError, PlanError
+from penstock.runtime.executor import Stop
+from penstock.runtime.machines.torch_machine import Abandoned, TorchMachine
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
+from penstock.runtime.units import show_bytes
 from penstock.settings import RunSettings
-from runtime.batch import Batch
-from runtime.errors import CheckpointError, DataError, PlanError
-from runtime.executor import Stop
-from runtime.machines.torch_machine import Abandoned, TorchMachine
-from runtime.plan import Plan
-from runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
-from runtime.units import show_bytes
 
 from .forwards import each_pass
 

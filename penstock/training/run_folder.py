@@ -16,12 +16,12 @@ from penstock.checkpoint.checkpoint import State, latest, load_state, whole
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
 from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, located, run_text
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.executor import say
+from penstock.runtime.files import fields_of, try_to_write, write_whole
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.units import on_one_line
 from penstock.settings import RunSettings
-from runtime.errors import CheckpointError
-from runtime.executor import say
-from runtime.files import fields_of, try_to_write, write_whole
-from runtime.plan import PlanFile
-from runtime.units import on_one_line
 
 from .inputs import TOKENS_FOLDER
 

@@ -16,23 +16,23 @@ from typing import Any
 import torch
 
 from penstock.data.data import Report
-from planner.lower.lower import lower
-from planner.model import kept
-from planner.model.config import key_of, outlines
-from planner.model.sizes import window_of
-from planner.model.workload import build_workload
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.errors import PenstockError, WorkloadError
-from runtime.executor import Execution, OpError, say
-from runtime.host.memory import DTYPE
-from runtime.host.slabs import give_back_freed
-from runtime.layers.cut_down import cut_down
-from runtime.layers.meta_models import model_of, read_config, sees_images
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Plan, Policy, Semantics
-from runtime.plan.optimizer import AdamW
-from runtime.plan.policy import saves
-from runtime.plan.workload import Dtype, Model
+from penstock.planner.lower.lower import lower
+from penstock.planner.model import kept
+from penstock.planner.model.config import key_of, outlines
+from penstock.planner.model.sizes import window_of
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.errors import PenstockError, WorkloadError
+from penstock.runtime.executor import Execution, OpError, say
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.host.slabs import give_back_freed
+from penstock.runtime.layers.cut_down import cut_down
+from penstock.runtime.layers.meta_models import model_of, read_config, sees_images
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Plan, Policy, Semantics
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.policy import saves
+from penstock.runtime.plan.workload import Dtype, Model
 
 SEQUENCES, TOKENS = 2, 16
 MOST_PARAMETERS = 100_000_000  # of the copy: 2 GB, and seconds

@@ -10,37 +10,37 @@ from typing import Any
 
 import torch
 
-from hwprofiles.schema import Profile
 from penstock.checkpoint.checkpoint import State, identity, refuse_another, refuse_another_base
 from penstock.checkpoint.conversion import scoring_config
 from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData
+from penstock.hwprofiles.schema import Profile
 from penstock.own_loss import planned_loss
+from penstock.planner.check.check import check
+from penstock.planner.check.claim import check_origin
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.config import refuse_another as refuse_another_model
+from penstock.planner.model.workload import build_workload
+from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.simulate import Prediction, simulate
+from penstock.planner.search.claim import claimed
 from penstock.run_config import RunConfigError
+from penstock.runtime.compute.losses import LossFunction
+from penstock.runtime.errors import PlanError, ProfileError, WorkloadError
+from penstock.runtime.executor import Machine, Stop, say
+from penstock.runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for
+from penstock.runtime.machines.processes import Processes
+from penstock.runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
+from penstock.runtime.plan import Plan, PlanFile
+from penstock.runtime.plan.footprint import host_needs
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.region import Demand, Region
+from penstock.runtime.plan.workload import Model, has_towers
+from penstock.runtime.ranks import Ranks
+from penstock.runtime.units import on_one_line, show_bytes
 from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
-from planner.check.check import check
-from planner.check.claim import check_origin
-from planner.lower.lower import lower
-from planner.model.config import refuse_another as refuse_another_model
-from planner.model.workload import build_workload
-from planner.predict.cost import costs, region_of
-from planner.predict.simulate import Prediction, simulate
-from planner.search.claim import claimed
-from runtime.compute.losses import LossFunction
-from runtime.errors import PlanError, ProfileError, WorkloadError
-from runtime.executor import Machine, Stop, say
-from runtime.machines.emulated import Alike, EmulatedMachine, stand_in_config, stand_in_semantics, time_scale_for
-from runtime.machines.processes import Processes
-from runtime.machines.torch_machine import CpuMachine, CudaMachine, TorchMachine
-from runtime.plan import Plan, PlanFile
-from runtime.plan.footprint import host_needs
-from runtime.plan.optimizer import AdamW
-from runtime.plan.region import Demand, Region
-from runtime.plan.workload import Model, has_towers
-from runtime.ranks import Ranks
-from runtime.units import on_one_line, show_bytes
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
 from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, own_model, prompts_of, weights_of

@@ -13,14 +13,14 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean
 from penstock.checkpoint.saver import Saver
+from penstock.planner.predict.settled import WARM_UP_STEPS
 from penstock.run_config import RunConfigError
-from planner.predict.settled import WARM_UP_STEPS
-from runtime.errors import CheckpointError, PenstockError
-from runtime.executor import Execution, OpError, Step, Stop
-from runtime.files import write_whole
-from runtime.machines.torch_machine import Abandoned
-from runtime.plan import Lane
-from runtime.plan.timeline import Timeline
+from penstock.runtime.errors import CheckpointError, PenstockError
+from penstock.runtime.executor import Execution, OpError, Step, Stop
+from penstock.runtime.files import write_whole
+from penstock.runtime.machines.torch_machine import Abandoned
+from penstock.runtime.plan import Lane
+from penstock.runtime.plan.timeline import Timeline
 
 from .monitors import Monitors
 from .run_folder import add_lines, keep_lines_up_to

@@ -14,16 +14,16 @@ from functools import partial
 
 import torch
 
-from planner.lower.forward import forward_plan
-from runtime.batch import UNSUPERVISED, Batch
-from runtime.compute.answers import in_order
-from runtime.compute.compute import LastHidden
-from runtime.compute.losses import HALVES
-from runtime.errors import DataError, PenstockError, PlanError
-from runtime.executor import Stop
-from runtime.machines.torch_machine import TorchMachine
-from runtime.plan.objective import TEACHER, Of
-from runtime.units import on_one_line, show_seconds
+from penstock.planner.lower.forward import forward_plan
+from penstock.runtime.batch import UNSUPERVISED, Batch
+from penstock.runtime.compute.answers import in_order
+from penstock.runtime.compute.compute import LastHidden
+from penstock.runtime.compute.losses import HALVES
+from penstock.runtime.errors import DataError, PenstockError, PlanError
+from penstock.runtime.executor import Stop
+from penstock.runtime.machines.torch_machine import TorchMachine
+from penstock.runtime.plan.objective import TEACHER, Of
+from penstock.runtime.units import on_one_line, show_seconds
 
 from .forwards import log_probabilities, passes
 from .inputs import Prompts

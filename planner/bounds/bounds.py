@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hwprofiles.schema import Profile
-from planner.lower.arenas import leaving_alike
-from planner.predict.cost import CostModel
-from planner.predict.resident import shares_memory
-from runtime.plan import LANE_OF, Kind, Lane, Setup
-from runtime.plan.legality import can_stay
-from runtime.plan.policy import LEAVE
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.arenas import leaving_alike
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.resident import shares_memory
+from penstock.runtime.plan import LANE_OF, Kind, Lane, Setup
+from penstock.runtime.plan.legality import can_stay
+from penstock.runtime.plan.policy import LEAVE
 
 from .facets import Facets
 from .reasons import Numbers, Subject, reasons

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from planner.predict.cost import CostModel
-from runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Setup
-from runtime.plan.ops import Often
-from runtime.plan.region import Demand, Region, Resource, Uses, shares
+from penstock.planner.predict.cost import CostModel
+from penstock.runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Setup
+from penstock.runtime.plan.ops import Often
+from penstock.runtime.plan.region import Demand, Region, Resource, Uses, shares
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LEAST_PRICE = 0.01  # what takes less away is no facet of its own

@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from planner.predict.cost import CostModel, update_bytes_per_param, update_params_per_s
-from runtime.plan import Lane, Policy, Setup
-from runtime.plan.legality import can_square
-from runtime.plan.region import Resource
-from runtime.plan.workload import ITEM_BYTES, BlockKind
+from penstock.planner.predict.cost import CostModel, update_bytes_per_param, update_params_per_s
+from penstock.runtime.plan import Lane, Policy, Setup
+from penstock.runtime.plan.legality import can_square
+from penstock.runtime.plan.region import Resource
+from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind
 
 from .bounds import SLACK, Bound, places_to_stay
 from .integer import Program

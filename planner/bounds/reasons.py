@@ -10,9 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from planner.lower.arenas import N_READ_SLOTS
-from runtime.plan import LANE_OF, Kind, Lane, Setup, Update
-from runtime.plan.region import Resource
+from penstock.planner.lower.arenas import N_READ_SLOTS
+from penstock.runtime.plan import LANE_OF, Kind, Lane, Setup, Update
+from penstock.runtime.plan.region import Resource
 
 from .facets import Array, Facets
 from .work import COMING, LEAVING, RINGS, Buffers, Groups, Work

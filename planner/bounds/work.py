@@ -12,13 +12,13 @@ from itertools import chain, product
 
 import numpy as np
 
-from planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
-from planner.predict.cost import CostModel
-from runtime.plan import OPS, Kind, Lane, Op, Setup
-from runtime.plan.ops import Often, Phase
-from runtime.plan.policy import LEAVE
-from runtime.plan.region import Demand, Uses
-from runtime.plan.workload import BlockKind, Saved
+from penstock.planner.lower.arenas import N_READ_SLOTS, N_STAGING_SLOTS, n_whole_sums, spill_ring_slots
+from penstock.planner.predict.cost import CostModel
+from penstock.runtime.plan import OPS, Kind, Lane, Op, Setup
+from penstock.runtime.plan.ops import Often, Phase
+from penstock.runtime.plan.policy import LEAVE
+from penstock.runtime.plan.region import Demand, Uses
+from penstock.runtime.plan.workload import BlockKind, Saved
 
 from .facets import Array, Facets, uses_of
 

@@ -7,13 +7,13 @@ repetitions of a long step for any number.
 
 from graphlib import CycleError, TopologicalSorter
 
-from hwprofiles.schema import Profile
-from planner.predict.memory import footprint, short_of
-from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Plan, Slot, Update
-from runtime.plan.legality import refuse_illegal
-from runtime.plan.plan import refuse_malformed, shortened, unrolled
-from runtime.units import show_bytes
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.memory import footprint, short_of
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Kind, Lane, Plan, Slot, Update
+from penstock.runtime.plan.legality import refuse_illegal
+from penstock.runtime.plan.plan import refuse_malformed, shortened, unrolled
+from penstock.runtime.units import show_bytes
 
 from .contract import check_arenas, check_ops, check_repeat
 from .dataflow import check_data

@@ -11,21 +11,21 @@ from dataclasses import replace
 from math import inf, isclose
 from typing import Any
 
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from hwprofiles.several import name_of_shared, shared_by
-from planner.bounds.bounds import policy_bound
-from planner.lower.arenas import arenas_of
-from planner.model.config import shipped_model, shipped_models
-from planner.model.workload import build_workload
-from planner.search.answer import Answer, Bounds, answer_of
-from planner.search.claim import SAME_FRACTION, Claim
-from planner.search.micro_batch import sizes_of
-from planner.search.search import search
-from planner.search.space import families
-from planner.search.trial import Trial
-from runtime.errors import PenstockError, PlanError
-from runtime.plan import Plan
-from runtime.units import on_one_line
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.hwprofiles.several import name_of_shared, shared_by
+from penstock.planner.bounds.bounds import policy_bound
+from penstock.planner.lower.arenas import arenas_of
+from penstock.planner.model.config import shipped_model, shipped_models
+from penstock.planner.model.workload import build_workload
+from penstock.planner.search.answer import Answer, Bounds, answer_of
+from penstock.planner.search.claim import SAME_FRACTION, Claim
+from penstock.planner.search.micro_batch import sizes_of
+from penstock.planner.search.search import search
+from penstock.planner.search.space import families
+from penstock.planner.search.trial import Trial
+from penstock.runtime.errors import PenstockError, PlanError
+from penstock.runtime.plan import Plan
+from penstock.runtime.units import on_one_line
 
 from .shape import AGAIN
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from runtime.errors import PlanError
-from runtime.plan import OPS, Kind, Op, Place, Plan, Repeat, Slot
-from runtime.plan.ops import Often
-from runtime.plan.workload import ALIGN_ELEMENTS
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import OPS, Kind, Op, Place, Plan, Repeat, Slot
+from penstock.runtime.plan.ops import Often
+from penstock.runtime.plan.workload import ALIGN_ELEMENTS
 
 from .shape import AGAIN, ALIGN_BYTES, FP32, Shape, wrong
 

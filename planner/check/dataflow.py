@@ -5,7 +5,7 @@ The ops of consecutive steps are performed one by one, in one legal order, on sl
 
 from typing import NamedTuple
 
-from runtime.plan import Kind, Plan, Slot
+from penstock.runtime.plan import Kind, Plan, Slot
 
 from .contract import source_slot, state_slot
 from .shape import Shape, wrong

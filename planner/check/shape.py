@@ -6,10 +6,10 @@ They follow from workload, semantics and a legal policy. Only the checker uses t
 import math
 from collections.abc import Iterable
 
-from runtime.errors import PlanError
-from runtime.plan import Op, Plan, Update
-from runtime.plan.packed import is_packed, layout
-from runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Op, Plan, Update
+from penstock.runtime.plan.packed import is_packed, layout
+from penstock.runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
 FP32 = ITEM_BYTES["fp32"]
 ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # where slots, and tensors in them, may start: results depend on alignment

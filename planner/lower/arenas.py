@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from runtime.plan import Arena, Place, Policy, Setup, Update
-from runtime.plan.policy import LEAVE
-from runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
+from penstock.runtime.plan import Arena, Place, Policy, Setup, Update
+from penstock.runtime.plan.policy import LEAVE
+from penstock.runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
 
 N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
 N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used

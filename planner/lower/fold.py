@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from runtime.plan import Repeat
+from penstock.runtime.plan import Repeat
 
 from .sheet import Outline
 from .waits import NONE, Column, in_order

@@ -11,7 +11,7 @@ from itertools import cycle
 
 import numpy as np
 
-from runtime.plan import Kind, Op, Plan, Slot
+from penstock.runtime.plan import Kind, Op, Plan, Slot
 
 from .arenas import N_READ_SLOTS
 from .sheet import NAMES, Outline, number_of

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from runtime.plan import MAX_REPETITIONS, OPS, Kind, Plan, Policy, Semantics, Setup, Update, Wait
-from runtime.plan.legality import refuse_illegal
-from runtime.plan.ops import Often
-from runtime.plan.workload import Model, Workload
+from penstock.runtime.plan import MAX_REPETITIONS, OPS, Kind, Plan, Policy, Semantics, Setup, Update, Wait
+from penstock.runtime.plan.legality import refuse_illegal
+from penstock.runtime.plan.ops import Often
+from penstock.runtime.plan.workload import Model, Workload
 
 from .arenas import arenas_of
 from .fold import N_SHOWN, fold

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runtime.plan import Kind, Setup, Slot, Update
+from penstock.runtime.plan import Kind, Setup, Slot, Update
 
 from .arenas import (
     N_EAGER_SLOTS,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Plan, Repeat, Slot, Wait
-from runtime.plan.ops import Operand
+from penstock.runtime.plan import LANE_OF, OPS, Kind, Lane, Op, Plan, Repeat, Slot, Wait
+from penstock.runtime.plan.ops import Operand
 
 from .waits import NONE, Column, waits_of
 

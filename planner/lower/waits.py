@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from runtime.compiled import compiled, integers
-from runtime.plan import Lane, Wait
+from penstock.runtime.compiled import compiled, integers
+from penstock.runtime.plan import Lane, Wait
 
 NONE = -1
 Column = np.ndarray[Any, np.dtype[np.int64]]

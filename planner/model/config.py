@@ -15,11 +15,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from runtime.errors import WorkloadError
-from runtime.files import read_whole
-from runtime.plan import LibraryKernel
-from runtime.plan.packed import DEQUANTISED, Base, published_as
-from runtime.plan.workload import Model, has_towers
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.files import read_whole
+from penstock.runtime.plan import LibraryKernel
+from penstock.runtime.plan.packed import DEQUANTISED, Base, published_as
+from penstock.runtime.plan.workload import Model, has_towers
 
 from . import kept
 from .sizes import How, at_size
@@ -81,7 +81,7 @@ def shipped_model(name: str) -> Model:
 
 @cache
 def _hub_names() -> dict[str, str]:
-    return dict(json.loads((resources.files("planner") / "hub_names.json").read_text()))
+    return dict(json.loads((resources.files("penstock.planner") / "hub_names.json").read_text()))
 
 
 def hub_name(name: str | None) -> str | None:
@@ -194,7 +194,7 @@ def _shipped_essence(name: str) -> dict[str, Any]:
 
 @cache
 def _shipped_outlines(name: str) -> dict[str, Any]:
-    return json.loads((resources.files("planner") / "outlines" / f"{name}.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((resources.files("penstock.planner") / "outlines" / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
 def _recorder() -> Any:
@@ -221,7 +221,7 @@ def _refuse_endless(config: dict[str, Any], where: str) -> None:
 
 
 def _models() -> Traversable:
-    return resources.files("planner") / "models"
+    return resources.files("penstock.planner") / "models"
 
 
 def _checked(model: Model, where: str) -> Model:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
-from runtime.plan import AttentionKernel, LibraryKernel
+from penstock.runtime.plan import AttentionKernel, LibraryKernel
 
 from .tape import FP32, Call, Tape, Tensor
 

@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from runtime.files import read_whole, write_whole
+from penstock.runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
 folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: nothing is kept
-_ROOMS = ("planner/model", "planner/lower", "penstock/training", "runtime")
+_ROOMS = ("planner/model", "planner/lower", "training", "runtime")  # of the package
 OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 
@@ -53,4 +53,5 @@ def _versions() -> tuple[str, ...]:
     """Of torch and transformers, and the code that asks them, as a number."""
     root = Path(__file__).parents[2]
     code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).rglob("*.py"))]
+    assert code, root
     return version("torch"), version("transformers"), hashlib.blake2b(b"".join(code), digest_size=16).hexdigest()

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from hwprofiles.schema import Profile
-from runtime.plan import AttentionKernel, Kernel, Semantics
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.plan import AttentionKernel, Kernel, Semantics
+from penstock.runtime.plan.workload import Model
 
 from .config import library_kernels
 from .workload import attentions, fusible

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from runtime.plan import Semantics
-from runtime.plan.train import ALL, EXPERTS, STACK, Train
-from runtime.plan.workload import Matmul
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.train import ALL, EXPERTS, STACK, Train
+from penstock.runtime.plan.workload import Matmul
 
 from . import fused
 from .tape import Call, Tape, Tensor

@@ -17,8 +17,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.errors import WorkloadError
-from runtime.layers.kernels import EAGER_ATTENTION, LIBRARY_KERNELS, PLAIN_MLP, ROTARY, gate_of, is_rms_norm, rotates, turns_whole
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.layers.kernels import (
+    EAGER_ATTENTION,
+    LIBRARY_KERNELS,
+    PLAIN_MLP,
+    ROTARY,
+    gate_of,
+    is_rms_norm,
+    rotates,
+    turns_whole,
+)
 
 from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Called, Group, Made
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from runtime.plan.workload import text_of
+from penstock.runtime.plan.workload import text_of
 
 Recorded = Callable[[int, int], dict[str, Any]]  # the tree of so many sequences of such a length
 STEP = 16

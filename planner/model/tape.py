@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from runtime.plan.workload import Matmul, Saved, Tier
+from penstock.runtime.plan.workload import Matmul, Saved, Tier
 
 FP32, FP64, INT64 = 4, 8, 8  # bytes of an element
 

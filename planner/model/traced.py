@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.errors import PenstockError, WorkloadError
-from runtime.layers.kernels import LIBRARY_KERNELS
-from runtime.layers.meta_models import meta_model
-from runtime.layers.split import Call, Epilogue, Split
-from runtime.plan import Semantics
+from penstock.runtime.errors import PenstockError, WorkloadError
+from penstock.runtime.layers.kernels import LIBRARY_KERNELS
+from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.layers.split import Call, Epilogue, Split
+from penstock.runtime.plan import Semantics
 
 from . import kept
 from .record import functions, record, storage_of

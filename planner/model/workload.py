@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from runtime.errors import WorkloadError
-from runtime.plan import Semantics
-from runtime.plan.objective import CROSS_ENTROPY, SCORE
-from runtime.plan.train import EXPERTS, TARGETS, Train
-from runtime.plan.workload import (
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.objective import CROSS_ENTROPY, SCORE
+from penstock.runtime.plan.train import EXPERTS, TARGETS, Train
+from penstock.runtime.plan.workload import (
     ITEM_BYTES,
     LOSS_SCRATCH_ELEMENTS,
     Attention,

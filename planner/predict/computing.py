@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hwprofiles.quantity import Quantity
-from hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Profile
-from runtime.plan import AttentionKernel, Semantics
-from runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier
-from runtime.units import MiB, show_bytes
+from penstock.hwprofiles.quantity import Quantity
+from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, Profile
+from penstock.runtime.plan import AttentionKernel, Semantics
+from penstock.runtime.plan.workload import ITEM_BYTES, Attention, Block, BlockKind, Dtype, Matmul, Tier
+from penstock.runtime.units import MiB, show_bytes
 
 FP32_BYTES = 4
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight

@@ -10,15 +10,15 @@ from typing import assert_never
 
 import numpy as np
 
-from hwprofiles.schema import Collective, Direction, Profile
-from planner.lower.arenas import SQUARE_BYTES
-from planner.lower.sheet import Outline
-from planner.lower.waits import NONE
-from runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
-from runtime.plan.region import Demand, Region, Resource, Uses
-from runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
+from penstock.hwprofiles.schema import Collective, Direction, Profile
+from penstock.planner.lower.arenas import SQUARE_BYTES
+from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.waits import NONE
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, at_once_bytes
+from penstock.runtime.plan.region import Demand, Region, Resource, Uses
+from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
 from .computing import BACKWARD_POINTWISE, FP32_BYTES, Computing
 

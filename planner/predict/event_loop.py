@@ -6,9 +6,9 @@ same again. Functions here are compiled (`runtime/compiled.py`).
 
 from typing import Any, NamedTuple
 
-from runtime.compiled import compiled_bare
-from runtime.plan.region import Filling, fill
-from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
+from penstock.runtime.compiled import compiled_bare
+from penstock.runtime.plan.region import Filling, fill
+from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
 MAX_CYCLE = 8  # steps, or repetitions, of a rhythm; longer ones are averaged
 TIE_FRACTION = 1e-12  # ends closer than this share of the clock are one event: rounding must not order them

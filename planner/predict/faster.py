@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from hwprofiles.quantity import Part, Quantity
-from hwprofiles.schema import Profile
+from penstock.hwprofiles.quantity import Part, Quantity
+from penstock.hwprofiles.schema import Profile
 
 
 class Group(StrEnum):

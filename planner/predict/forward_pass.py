@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from planner.lower.forward import forward_plan, most_micro_batches
-from runtime.plan import Kind, Plan
-from runtime.plan.region import Region
+from penstock.planner.lower.forward import forward_plan, most_micro_batches
+from penstock.runtime.plan import Kind, Plan
+from penstock.runtime.plan.region import Region
 
 from .cost import CostModel
 from .simulate import simulate

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from hwprofiles.schema import Profile
-from planner.lower.arenas import arenas_of
-from runtime.plan import Policy, Semantics, Setup
-from runtime.plan.footprint import device_needs, host_needs
-from runtime.plan.workload import Model, Workload
-from runtime.units import show_bytes
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.arenas import arenas_of
+from penstock.runtime.plan import Policy, Semantics, Setup
+from penstock.runtime.plan.footprint import device_needs, host_needs
+from penstock.runtime.plan.workload import Model, Workload
+from penstock.runtime.units import show_bytes
 
 
 @dataclass(frozen=True, slots=True)

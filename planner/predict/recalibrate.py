@@ -13,11 +13,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from hwprofiles.quantity import Quantity, Source
-from hwprofiles.schema import Profile
-from runtime.plan import Kind, Plan
-from runtime.plan.timeline import Timeline
-from runtime.units import show_seconds
+from penstock.hwprofiles.quantity import Quantity, Source
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.plan import Kind, Plan
+from penstock.runtime.plan.timeline import Timeline
+from penstock.runtime.units import show_seconds
 
 from .cost import CostModel, region_of
 from .faster import scaled, sped_up, with_quantities

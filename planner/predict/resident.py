@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from hwprofiles.schema import Profile
-from planner.model.workload import build_workload
-from runtime.plan import Kind, Op, Policy, Setup, saves
-from runtime.plan.optimizer import STORED_BYTES
-from runtime.plan.workload import ITEM_BYTES, Saved
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.plan import Kind, Op, Policy, Setup, saves
+from penstock.runtime.plan.optimizer import STORED_BYTES
+from penstock.runtime.plan.workload import ITEM_BYTES, Saved
 
 from .computing import FP32_BYTES
 from .cost import CostModel

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hwprofiles.quantity import BASES, Basis
-from hwprofiles.schema import Profile
-from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model
-from runtime.plan import Lane, Op, Plan, Semantics
+from penstock.hwprofiles.quantity import BASES, Basis
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.runtime.plan import Lane, Op, Plan, Semantics
 
 from .cost import CostModel
 from .faster import Group, scaled, speed_of

@@ -12,10 +12,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
-from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, Repeat
-from runtime.plan.plan import shortened, unrolled
-from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Lane, Plan, Repeat
+from penstock.runtime.plan.plan import shortened, unrolled
+from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline, is_kept
 
 from .simulate import Prediction
 

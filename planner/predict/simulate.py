@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from planner.lower.sheet import LANE_NUMBERS, LANES, Outline
-from planner.lower.waits import Column
-from runtime.compiled import floats, integers
-from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, Repeat
-from runtime.plan.region import Demand, Filling, Region, capacity_of, draws
-from runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
+from penstock.planner.lower.sheet import LANE_NUMBERS, LANES, Outline
+from penstock.planner.lower.waits import Column
+from penstock.runtime.compiled import floats, integers
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Lane, Plan, Repeat
+from penstock.runtime.plan.region import Demand, Filling, Region, capacity_of, draws
+from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .event_loop import IDLE, MAX_CYCLE, N_WHERE, Ops, State, run_step
 

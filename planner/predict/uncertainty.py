@@ -12,12 +12,12 @@ from statistics import NormalDist
 
 import numpy as np
 
-from hwprofiles.curves import along, interpolated, rows_of
-from hwprofiles.laws import ProductLaw
-from hwprofiles.schema import Profile
-from planner.lower.sheet import Outline
-from runtime.plan import Plan
-from runtime.plan.workload import Dtype
+from penstock.hwprofiles.curves import along, interpolated, rows_of
+from penstock.hwprofiles.laws import ProductLaw
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.sheet import Outline
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.workload import Dtype
 
 from .cost import CostModel, region_of
 from .faster import Group, group_of, scaled

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from typing import Any
 
-from planner.bounds.bounds import policy_bound
-from planner.bounds.machine import machine_bound
-from planner.bounds.reasons import FACET, LANE_NAME
-from planner.predict.cost import CostModel
-from planner.predict.memory import Footprint, footprint
-from planner.predict.resident import Resident, resident_in_parts
-from planner.predict.simulate import Prediction, simulate
-from planner.predict.uncertainty import interval
-from runtime.plan import Plan, Policy
-from runtime.plan.region import Resource
-from runtime.plan.workload import Block
+from penstock.planner.bounds.bounds import policy_bound
+from penstock.planner.bounds.machine import machine_bound
+from penstock.planner.bounds.reasons import FACET, LANE_NAME
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.memory import Footprint, footprint
+from penstock.planner.predict.resident import Resident, resident_in_parts
+from penstock.planner.predict.simulate import Prediction, simulate
+from penstock.planner.predict.uncertainty import interval
+from penstock.runtime.plan import Plan, Policy
+from penstock.runtime.plan.region import Resource
+from penstock.runtime.plan.workload import Block
 
 from .claim import Certificate, Claim, Predicted, arithmetic
 from .trial import MAX_STEPS, Trial

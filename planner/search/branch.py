@@ -14,7 +14,7 @@ from enum import IntEnum
 from itertools import chain, islice
 from math import inf
 
-from runtime.plan import Policy, Setup
+from penstock.runtime.plan import Policy, Setup
 
 from .climb import MOVES, OMISSIONS, Omission, early, fewer_leaving, neighbours, single_blocks
 from .remedy import too_long

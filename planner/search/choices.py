@@ -11,14 +11,14 @@ from math import inf
 
 import numpy as np
 
-from planner.bounds.bounds import SLACK, places_to_stay
-from planner.bounds.integer import Program
-from planner.bounds.work import early_fetches, least_slots
-from planner.lower.arenas import N_READ_SLOTS, leaving_bytes
-from runtime.plan import Policy, Update
-from runtime.plan.legality import can_square
-from runtime.plan.policy import LEAVE
-from runtime.plan.workload import BlockKind, Saved
+from penstock.planner.bounds.bounds import SLACK, places_to_stay
+from penstock.planner.bounds.integer import Program
+from penstock.planner.bounds.work import early_fetches, least_slots
+from penstock.planner.lower.arenas import N_READ_SLOTS, leaving_bytes
+from penstock.runtime.plan import Policy, Update
+from penstock.runtime.plan.legality import can_square
+from penstock.runtime.plan.policy import LEAVE
+from penstock.runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
 from .frames import Frames, Numbers

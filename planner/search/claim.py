@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from runtime.errors import PlanError
-from runtime.plan import Lane
-from runtime.plan.workload import FILE, Count, Natural
-from runtime.units import on_one_line
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Lane
+from penstock.runtime.plan.workload import FILE, Count, Natural
+from penstock.runtime.units import on_one_line
 
 SAME_FRACTION = 1e-9  # two times that differ by less are one: sums of floats
 MAX_NAME = 80  # characters, of what binds and of the code that claimed it

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hwprofiles.schema import Profile
-from planner.bounds.bounds import places_to_stay
-from runtime.errors import PlanError
-from runtime.plan import Policy, Setup, Update
-from runtime.plan.legality import can_read, refuse_illegal
-from runtime.plan.policy import RICHER
-from runtime.plan.workload import Saved
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.bounds.bounds import places_to_stay
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Policy, Setup, Update
+from penstock.runtime.plan.legality import can_read, refuse_illegal
+from penstock.runtime.plan.policy import RICHER
+from penstock.runtime.plan.workload import Saved
 
 from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
 

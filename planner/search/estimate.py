@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from types import MappingProxyType
 
-from runtime.plan import Kind, Op, Policy, Setup, Update
-from runtime.plan.footprint import device_needs
-from runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
+from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
+from penstock.runtime.plan.footprint import device_needs
+from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from .frames import Frames
 from .space import Way, can_spill, eager_is_legal, evenly, most, most_on_device, places_of_mixed, places_on_disk, staying, with_ways

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from planner.bounds.bounds import policy_bounds
-from planner.bounds.work import Work, Works
-from planner.predict.cost import CostModel
-from planner.predict.memory import footprint, frame
-from runtime.plan import Policy, Semantics, Setup
-from runtime.plan.workload import Model, Workload
+from penstock.planner.bounds.bounds import policy_bounds
+from penstock.planner.bounds.work import Work, Works
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.memory import footprint, frame
+from penstock.runtime.plan import Policy, Semantics, Setup
+from penstock.runtime.plan.workload import Model, Workload
 
 from .space import Family
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from hwprofiles.schema import Profile
-from planner.model.workload import build_workload, can_tile_mlp
-from planner.predict.memory import Footprint, footprint, frame
-from runtime.errors import PlanError
-from runtime.plan import Policy, Semantics
-from runtime.plan.legality import refuse_sum_groups
-from runtime.plan.workload import Model, Workload
-from runtime.units import GB
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.model.workload import build_workload, can_tile_mlp
+from penstock.planner.predict.memory import Footprint, footprint, frame
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.legality import refuse_sum_groups
+from penstock.runtime.plan.workload import Model, Workload
+from penstock.runtime.units import GB
 
 from .claim import CUT
 from .space import families, leanest

@@ -12,13 +12,13 @@ from math import inf
 
 import numpy as np
 
-from planner.bounds.bounds import SLACK, busy_s, places_to_stay
-from planner.bounds.facets import Array, Facets
-from planner.bounds.integer import Rows
-from planner.bounds.reasons import Subject, reasons
-from planner.bounds.work import Buffers, Groups, Work, Works, least_slots, n_passing, until_each_block_s
-from planner.predict.cost import CostModel
-from runtime.plan import Kind, Lane, Policy, Setup, Update
+from penstock.planner.bounds.bounds import SLACK, busy_s, places_to_stay
+from penstock.planner.bounds.facets import Array, Facets
+from penstock.planner.bounds.integer import Rows
+from penstock.planner.bounds.reasons import Subject, reasons
+from penstock.planner.bounds.work import Buffers, Groups, Work, Works, least_slots, n_passing, until_each_block_s
+from penstock.planner.predict.cost import CostModel
+from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
 from .choices import Choices
 from .climb import Omission

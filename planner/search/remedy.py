@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-from hwprofiles.schema import Profile
-from planner.lower.lower import MOST_ALIKE_GROUPS, plan_ops
-from planner.model.config import published
-from planner.model.workload import build_workload
-from planner.predict.memory import Footprint, footprint, frame, short_of
-from runtime.errors import DoesNotFitError, PlanError
-from runtime.plan import Policy, Semantics
-from runtime.plan.legality import refuse_illegal
-from runtime.plan.optimizer import optimizing
-from runtime.plan.packed import Base
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import ITEM_BYTES, Model, Workload
-from runtime.units import GB
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.lower import MOST_ALIKE_GROUPS, plan_ops
+from penstock.planner.model.config import published
+from penstock.planner.model.workload import build_workload
+from penstock.planner.predict.memory import Footprint, footprint, frame, short_of
+from penstock.runtime.errors import DoesNotFitError, PlanError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.legality import refuse_illegal
+from penstock.runtime.plan.optimizer import optimizing
+from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
+from penstock.runtime.units import GB
 
 from .estimate import Greedy
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of

@@ -9,12 +9,12 @@ import heapq
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from hwprofiles.schema import Profile
-from planner.bounds.machine import machine_bound
-from runtime.errors import DoesNotFitError, PlanError
-from runtime.plan import Policy, Semantics
-from runtime.plan.legality import refuse_illegal
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.bounds.machine import machine_bound
+from penstock.runtime.errors import DoesNotFitError, PlanError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.legality import refuse_illegal
+from penstock.runtime.plan.workload import Model
 
 from .answer import ROUNDING, Answer, Bounds, answer_of
 from .branch import CLOSE_FRACTION, Tree

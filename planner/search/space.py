@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from hwprofiles.schema import Profile
-from planner.bounds.bounds import places_to_stay
-from planner.predict.memory import Footprint, footprint, frame
-from runtime.plan import Policy, Semantics, Setup, Update
-from runtime.plan.legality import can_read, can_stay
-from runtime.plan.policy import LEAVE
-from runtime.plan.workload import Block, Model, Saved, Workload
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.bounds.bounds import places_to_stay
+from penstock.planner.predict.memory import Footprint, footprint, frame
+from penstock.runtime.plan import Policy, Semantics, Setup, Update
+from penstock.runtime.plan.legality import can_read, can_stay
+from penstock.runtime.plan.policy import LEAVE
+from penstock.runtime.plan.workload import Block, Model, Saved, Workload
 
 BASELINES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 PREFETCH_DEPTHS = (2, 1, 3)  # two hide what one cannot, and three seldom more: in this order they are tried

@@ -7,15 +7,15 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from hwprofiles.schema import Profile
-from planner.lower.lower import lower, outline, plan_ops
-from planner.lower.sheet import Outline
-from planner.predict.cost import CostModel, region_of
-from planner.predict.memory import short_of
-from planner.predict.simulate import Prediction, Simulator
-from runtime.plan import Plan, Policy, Semantics
-from runtime.plan.policy import RICHER
-from runtime.plan.workload import Model, Workload
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.lower import lower, outline, plan_ops
+from penstock.planner.lower.sheet import Outline
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.memory import short_of
+from penstock.planner.predict.simulate import Prediction, Simulator
+from penstock.runtime.plan import Plan, Policy, Semantics
+from penstock.runtime.plan.policy import RICHER
+from penstock.runtime.plan.workload import Model, Workload
 
 from .frames import Frames
 from .space import BASELINES, baseline

@@ -5,18 +5,18 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
-from hwprofiles.quantity import BASES
-from hwprofiles.schema import Profile
-from planner.model.kernels import with_kernels
-from planner.predict.rests_on import rests_on
-from planner.search.claim import Certificate, Predicted
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.remedy import Request, TooLongError
-from planner.search.search import searched
-from runtime.errors import DoesNotFitError
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model
-from runtime.units import show_bytes, show_seconds
+from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.predict.rests_on import rests_on
+from penstock.planner.search.claim import Certificate, Predicted
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.remedy import Request, TooLongError
+from penstock.planner.search.search import searched
+from penstock.runtime.errors import DoesNotFitError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import show_bytes, show_seconds
 
 from .price import USD_PER_KWH, Hourly, hourly
 from .words import advice

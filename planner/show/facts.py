@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from hwprofiles.schema import Profile
-from planner.predict.cost import CostModel, region_of
-from planner.predict.forward_pass import ForwardPass, forward_pass
-from planner.predict.memory import footprint
-from planner.predict.resident import resident_in_parts
-from planner.predict.rests_on import RestsOn, rests_on
-from planner.predict.simulate import simulate
-from planner.search.answer import Answer, model_flop
-from planner.search.claim import claimed
-from runtime.plan import PlanFile
-from runtime.plan.objective import REFERENCE, TEACHER
-from runtime.plan.timeline import Timeline
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.forward_pass import ForwardPass, forward_pass
+from penstock.planner.predict.memory import footprint
+from penstock.planner.predict.resident import resident_in_parts
+from penstock.planner.predict.rests_on import RestsOn, rests_on
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.answer import Answer, model_flop
+from penstock.planner.search.claim import claimed
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.plan.objective import REFERENCE, TEACHER
+from penstock.runtime.plan.timeline import Timeline
 
 from .price import hourly
 from .run_log import LoggedRun

@@ -12,20 +12,20 @@ from itertools import groupby
 from math import inf, log
 from typing import Any
 
-from hwprofiles.schema import Profile
-from hwprofiles.several import shared_by
-from planner.bounds.bounds import busy_s
-from planner.model.config import library_kernels, shipped_models
-from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model, supported_attention
-from planner.search.estimate import Greedy
-from planner.search.micro_batch import Size, possible_sizes
-from planner.search.space import leanest
-from planner.search.trial import Trial, without_collection
-from runtime.errors import WorkloadError
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model
-from runtime.units import GB
+from penstock.hwprofiles.schema import Profile
+from penstock.hwprofiles.several import shared_by
+from penstock.planner.bounds.bounds import busy_s
+from penstock.planner.model.config import library_kernels, shipped_models
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import build_workload, read_model, supported_attention
+from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.micro_batch import Size, possible_sizes
+from penstock.planner.search.space import leanest
+from penstock.planner.search.trial import Trial, without_collection
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Model
+from penstock.runtime.units import GB
 
 from .compare import candidate
 from .price import Hourly, hourly

@@ -10,11 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from hwprofiles.schema import Profile
-from planner.predict.memory import footprint
-from runtime.plan import Kind, Op, Place, Plan, Semantics, Slot
-from runtime.plan.timeline import Span
-from runtime.plan.workload import BlockKind
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.memory import footprint
+from penstock.runtime.plan import Kind, Op, Place, Plan, Semantics, Slot
+from penstock.runtime.plan.timeline import Span
+from penstock.runtime.plan.workload import BlockKind
 
 from .step import Stretch
 

@@ -16,10 +16,10 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from planner.predict.cost import region_of
-from planner.predict.settled import N_KEPT, abridged, abridged_plan
-from planner.predict.simulate import simulate
-from runtime.units import show_bytes, show_count, show_duration, show_rate
+from penstock.planner.predict.cost import region_of
+from penstock.planner.predict.settled import N_KEPT, abridged, abridged_plan
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.units import show_bytes, show_count, show_duration, show_rate
 
 from . import words
 from .facts import Facts
@@ -73,7 +73,7 @@ def _environment() -> Environment:
 
 
 def _file(name: str) -> str:
-    return (resources.files("planner.show") / "page" / name).read_text(encoding="utf-8")
+    return (resources.files("penstock.planner.show") / "page" / name).read_text(encoding="utf-8")
 
 
 def _printable(value: object) -> object:

@@ -7,8 +7,8 @@ three years of full use, and the power it draws. They are never added up. Both a
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hwprofiles.schema import Profile
-from runtime.units import GB, show_duration
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.units import GB, show_duration
 
 LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
 USD_PER_KWH = 0.15  # assumed, if not given

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from planner.predict.settled import WARM_UP_STEPS
-from runtime.files import fields_of
-from runtime.plan.timeline import Timeline
+from penstock.planner.predict.settled import WARM_UP_STEPS
+from penstock.runtime.files import fields_of
+from penstock.runtime.plan.timeline import Timeline
 
 LONGEST_STEP_S = 1e9  # a file may say more
 LOSSES = frozenset({"loss", "eval_loss"})  # a line of a log has one of them

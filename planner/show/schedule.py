@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from runtime.plan import Plan, Policy, Semantics, Update
-from runtime.plan.workload import Saved
-from runtime.units import show_count
+from penstock.runtime.plan import Plan, Policy, Semantics, Update
+from penstock.runtime.plan.workload import Saved
+from penstock.runtime.units import show_count
 
 UPDATE_WORDS = {
     Update.EAGER: "each block as its gradient arrives",

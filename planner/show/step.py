@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from planner.predict.settled import WARM_UP_STEPS
-from planner.predict.simulate import Prediction
-from runtime.plan import Lane, Plan
-from runtime.plan.timeline import Span, Timeline
+from penstock.planner.predict.settled import WARM_UP_STEPS
+from penstock.planner.predict.simulate import Prediction
+from penstock.runtime.plan import Lane, Plan
+from penstock.runtime.plan.timeline import Span, Timeline
 
 READ_ON_STEPS = 2  # a slot that is written in one step is read for the last time by the end of the next
 

@@ -8,13 +8,13 @@ after the last one is done; they come last, with everything that is fixed per op
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from hwprofiles.schema import Profile
-from planner.predict.cost import costs, region_of
-from planner.predict.faster import Group, faster
-from planner.predict.simulate import simulate
-from runtime.plan import Kind, Lane, Plan
-from runtime.plan.region import Demand
-from runtime.plan.workload import Saved
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.plan import Kind, Lane, Plan
+from penstock.runtime.plan.region import Demand
+from penstock.runtime.plan.workload import Saved
 
 FREE = 1e18  # times as fast: takes no time
 GAIN = 1.1  # times as fast, for a gain

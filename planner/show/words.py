@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from textwrap import shorten
 from typing import NamedTuple
 
-from hwprofiles.quantity import BASES
-from hwprofiles.schema import Profile
-from planner.predict.rests_on import RestsOn
-from planner.search.claim import CUT, Claim, Predicted
-from runtime.plan import Lane, Plan
-from runtime.units import show_bytes, show_count, show_rate, show_seconds
+from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.rests_on import RestsOn
+from penstock.planner.search.claim import CUT, Claim, Predicted
+from penstock.runtime.plan import Lane, Plan
+from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
 from .memory import SMALL_FRACTION, Held

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from runtime.batch import UNSUPERVISED
+from penstock.runtime.batch import UNSUPERVISED
 
 
 class Answers:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.errors import WorkloadError
+from penstock.runtime.errors import WorkloadError
 
 
 class Balance:

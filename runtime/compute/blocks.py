@@ -14,20 +14,20 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from runtime.batch import Batch
-from runtime.errors import WorkloadError
-from runtime.host.memory import DTYPE
-from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
-from runtime.layers.documents import attending, embed_packed
-from runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
-from runtime.layers.meta_models import meta_model
-from runtime.layers.pointwise import fastest
-from runtime.layers.split import Call, Split
-from runtime.layers.tiles import TiledMlp
-from runtime.layers.views import Weights
-from runtime.plan import Policy, Semantics
-from runtime.plan.train import is_adapter
-from runtime.plan.workload import Workload
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, adapt, initial_factors
+from penstock.runtime.layers.documents import attending, embed_packed
+from penstock.runtime.layers.kernels import CALL_BY_CALL, gates_of, use_kernels
+from penstock.runtime.layers.meta_models import meta_model
+from penstock.runtime.layers.pointwise import fastest
+from penstock.runtime.layers.split import Call, Split
+from penstock.runtime.layers.tiles import TiledMlp
+from penstock.runtime.layers.views import Weights
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.train import is_adapter
+from penstock.runtime.plan.workload import Workload
 
 from .balance import Balance
 from .head import OutputHead, within

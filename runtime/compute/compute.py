@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from runtime.batch import Batch, PreparedBatches, positions_of
-from runtime.host.memory import Arenas
-from runtime.layers.recompute import Graph, Replay
-from runtime.layers.split import Call
-from runtime.layers.views import Shelf, Spot, Views, Weights
-from runtime.plan import Op, Plan, Slot
-from runtime.plan.workload import Saved
+from penstock.runtime.batch import Batch, PreparedBatches, positions_of
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.layers.recompute import Graph, Replay
+from penstock.runtime.layers.split import Call
+from penstock.runtime.layers.views import Shelf, Spot, Views, Weights
+from penstock.runtime.plan import Op, Plan, Slot
+from penstock.runtime.plan.workload import Saved
 
 from .blocks import Templates, op_seed
 

@@ -11,9 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from runtime.cuda.nvrtc import ELEMENT, Kernel, compiled_kernel
-from runtime.plan.workload import LOSS_SCRATCH_ELEMENTS, loss_lanes
-from runtime.units import on_one_line
+from penstock.runtime.cuda.nvrtc import ELEMENT, Kernel, compiled_kernel
+from penstock.runtime.plan.workload import LOSS_SCRATCH_ELEMENTS, loss_lanes
+from penstock.runtime.units import on_one_line
 
 FEW_DIGITS = 5e-7  # relative: by as much may exp and log of two libraries differ
 LOWEST = torch.finfo(torch.float32).min  # a maximum before the first logit: no difference of two is then undefined

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from runtime.batch import UNSUPERVISED
-from runtime.layers.kernels import use_fused_norm
-from runtime.layers.split import Split
-from runtime.layers.views import Weights
-from runtime.plan import Semantics
-from runtime.plan.objective import ANSWER, LAST, Of
+from penstock.runtime.batch import UNSUPERVISED
+from penstock.runtime.layers.kernels import use_fused_norm
+from penstock.runtime.layers.split import Split
+from penstock.runtime.layers.views import Weights
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.objective import ANSWER, LAST, Of
 
 from .answers import Answers
 from .cross_entropy import add_product, row_losses

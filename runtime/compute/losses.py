@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.batch import UNSUPERVISED
-from runtime.errors import PlanError
-from runtime.plan.objective import REFERENCE, Objective, Of
+from penstock.runtime.batch import UNSUPERVISED
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan.objective import REFERENCE, Objective, Of
 
 from .answers import in_order
 

@@ -14,10 +14,10 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.errors import DiskError
-from runtime.files import sync
-from runtime.plan.setup import DISK_PAGE_BYTES
-from runtime.units import MiB
+from penstock.runtime.errors import DiskError
+from penstock.runtime.files import sync
+from penstock.runtime.plan.setup import DISK_PAGE_BYTES
+from penstock.runtime.units import MiB
 
 N_READERS = 4  # threads that read a layer, each
 PIECE_BYTES = 8 * MiB  # at a time: some milliseconds, and many requests of the disk's

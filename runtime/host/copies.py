@@ -1,6 +1,6 @@
 """Copies between host and device: weights come, gradients leave, activations go and come back (load, and offload)."""
 
-from runtime.plan import Kind, Op, Plan
+from penstock.runtime.plan import Kind, Op, Plan
 
 from .memory import Arenas
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from runtime.plan import Plan, Slot
-from runtime.plan.workload import Parameter
-from runtime.units import MiB
+from penstock.runtime.plan import Plan, Slot
+from penstock.runtime.plan.workload import Parameter
+from penstock.runtime.units import MiB
 
 from .base_file import BaseFile
 from .chunks import Scratch

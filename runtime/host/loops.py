@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import extending, types
 from numpy.typing import NDArray
 
-from runtime.compiled import compiled_kernel, compiled_loop
+from penstock.runtime.compiled import compiled_kernel, compiled_loop
 
 from . import rounding
 from .chunks import CHUNK_ELEMENTS, Scratch

@@ -6,8 +6,8 @@ from math import prod
 
 import torch
 
-from runtime.errors import PlanError
-from runtime.plan import Arena, Place, Slot
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Arena, Place, Slot
 
 from . import slabs
 from .slabs import available_host_bytes as available_host_bytes

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from runtime.compiled import IS_COMPILED
-from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from runtime.errors import PlanError
-from runtime.plan import Plan
-from runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
-from runtime.ranks import Ranks
-from runtime.units import on_one_line
+from penstock.runtime.compiled import IS_COMPILED
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Plan
+from penstock.runtime.plan.workload import NORM_TILE_ELEMENTS, Parameter
+from penstock.runtime.ranks import Ranks
+from penstock.runtime.units import on_one_line
 
 from . import chunks
 from .chunks import CHUNK_ELEMENTS, Scratch

@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from runtime.compiled import IS_COMPILED
-from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from runtime.errors import PlanError
-from runtime.plan.optimizer import AdamW
+from penstock.runtime.compiled import IS_COMPILED
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan.optimizer import AdamW
 
 from . import chunks
 from .chunks import Scratch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.plan.optimizer import Hyperparameters
+from penstock.runtime.plan.optimizer import Hyperparameters
 
 from .rounding import HALF, Drawn
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from runtime.errors import PlanError
-from runtime.units import GiB, KiB, MiB, show_bytes
+from penstock.runtime.errors import PlanError
+from penstock.runtime.units import GiB, KiB, MiB, show_bytes
 
 from .workers import together
 

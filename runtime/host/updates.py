@@ -8,11 +8,11 @@ from itertools import chain
 
 import torch
 
-from runtime.errors import PenstockError
-from runtime.executor import AgreedStop
-from runtime.plan import Kind, Op, Slot, Update
-from runtime.plan.optimizer import AdamW, Hyperparameters, Schedule
-from runtime.plan.workload import Parameter
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.executor import AgreedStop
+from penstock.runtime.plan import Kind, Op, Slot, Update
+from penstock.runtime.plan.optimizer import AdamW, Hyperparameters, Schedule
+from penstock.runtime.plan.workload import Parameter
 
 from .chunks import Scratch
 from .host_state import HostState

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from runtime.errors import WorkloadError
-from runtime.plan.train import ADAPTERS, EXPERTS, Lora
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan.train import ADAPTERS, EXPERTS, Lora
 
 from .documents import LIBRARY
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.batch import positions_of
-from runtime.errors import WorkloadError
-from runtime.plan import Semantics
+from penstock.runtime.batch import positions_of
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan import Semantics
 
 from .cut_down import cut_down
 from .documents import attending, embed_packed

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import torch
 
-from runtime.errors import PlanError
-from runtime.host.memory import DTYPE
-from runtime.plan import Plan, Semantics
-from runtime.plan.policy import AttentionKernel
+from penstock.runtime.errors import PlanError
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.plan import Plan, Semantics
+from penstock.runtime.plan.policy import AttentionKernel
 
 WORDS: Mapping[AttentionKernel, str] = {
     "flash": "FlashAttention",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.plan.workload import text_of
+from penstock.runtime.plan.workload import text_of
 
 from .meta_models import read_config
 

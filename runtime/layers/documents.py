@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from runtime.errors import WorkloadError
-from runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan.footprint import CUDA_HEAD_ELEMENTS, padded_tokens
 
 from .kernels import EAGER_ATTENTION
 from .recompute import unnoticed

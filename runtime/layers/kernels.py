@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from runtime.errors import PlanError, WorkloadError
-from runtime.plan.policy import LibraryKernel, Semantics
+from penstock.runtime.errors import PlanError, WorkloadError
+from penstock.runtime.plan.policy import LibraryKernel, Semantics
 
 from .pointwise import GATES, Function, Pointwise, several
 from .recompute import unnoticed

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from runtime.errors import WorkloadError
-from runtime.host.memory import DTYPE
-from runtime.plan import Semantics
-from runtime.plan.workload import has_towers
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.workload import has_towers
 
 from .kernels import use_own_calls
 

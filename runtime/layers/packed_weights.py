@@ -14,10 +14,10 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
-from runtime.plan import packed as packing
-from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
-from runtime.units import on_one_line
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, Kernel, compiled_kernel
+from penstock.runtime.plan import packed as packing
+from penstock.runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, Base, layout
+from penstock.runtime.units import on_one_line
 
 from .pointwise import bits
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, compiled_kernel
-from runtime.units import on_one_line
+from penstock.runtime.cuda.nvrtc import ELEMENT, MOST_ELEMENTS, THREADS, VECTOR_BYTES, Kernel, compiled_kernel
+from penstock.runtime.units import on_one_line
 
 Function = Callable[..., Any]  # of tensors, to a tensor or several
 Operands = tuple[torch.Tensor, ...]

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_map, tree_map_only
 
-from runtime.plan.workload import Saved
+from penstock.runtime.plan.workload import Saved
 
 from .views import Shelf
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from runtime.errors import WorkloadError
+from penstock.runtime.errors import WorkloadError
 
 from .meta_models import sees_images
 

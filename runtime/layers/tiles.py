@@ -15,9 +15,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
-from runtime.errors import WorkloadError
-from runtime.plan import Policy
-from runtime.plan.workload import Saved
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan import Policy
+from penstock.runtime.plan.workload import Saved
 
 from .kernels import PLAIN_MLP
 from .recompute import Replay, shelf_in_use, unnoticed

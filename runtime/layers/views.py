@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from runtime.host.memory import DTYPE, Arenas
-from runtime.plan import Op, Plan, Slot
-from runtime.plan.packed import layout
-from runtime.plan.workload import SLOT_ALIGN_BYTES
+from penstock.runtime.host.memory import DTYPE, Arenas
+from penstock.runtime.plan import Op, Plan, Slot
+from penstock.runtime.plan.packed import layout
+from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES
 
 from .packed_weights import prepare, unpack_into, unpack_kernel
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from runtime.host.memory import Arenas
-from runtime.host.slabs import CommonMemory
-from runtime.plan import Kind, Op, Plan
-from runtime.ranks import Ranks, folded
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.host.slabs import CommonMemory
+from penstock.runtime.plan import Kind, Op, Plan
+from penstock.runtime.ranks import Ranks, folded
 
 
 class Collectives:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from runtime.executor import Record
-from runtime.host.slabs import Shared, host_slab
-from runtime.plan import Lane, Op, Semantics
-from runtime.plan.objective import CROSS_ENTROPY
-from runtime.plan.region import Demand, Region, shares
-from runtime.plan.timeline import Span
-from runtime.ranks import Among
+from penstock.runtime.executor import Record
+from penstock.runtime.host.slabs import Shared, host_slab
+from penstock.runtime.plan import Lane, Op, Semantics
+from penstock.runtime.plan.objective import CROSS_ENTROPY
+from penstock.runtime.plan.region import Demand, Region, shares
+from penstock.runtime.plan.timeline import Span
+from penstock.runtime.ranks import Among
 
 from .torch_machine import TorchMachine
 

@@ -18,8 +18,8 @@ from queue import SimpleQueue
 import torch
 from torch.cuda import Event, Stream
 
-from runtime.plan import Lane
-from runtime.plan.timeline import Span
+from penstock.runtime.plan import Lane
+from penstock.runtime.plan.timeline import Span
 
 from .streams import CudaStreams
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.errors import PlanError, RanksError
-from runtime.host.slabs import Shared, shared_slab, slab_of
-from runtime.ranks import Among
+from penstock.runtime.errors import PlanError, RanksError
+from penstock.runtime.host.slabs import Shared, shared_slab, slab_of
+from penstock.runtime.ranks import Among
 
 PATIENCE = timedelta(minutes=30)  # timeout of a collective that a thread waits in: the slowest rank's longest op
 LONG = timedelta(days=30)  # timeout of collectives that are issued a step ahead, or between steps: an evaluation may be long

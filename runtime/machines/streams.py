@@ -13,9 +13,9 @@ import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 from torch.cuda import Event, Stream
 
-from runtime.errors import PlanError
-from runtime.host.memory import Arenas
-from runtime.host.slabs import register_for_dma, unregister
+from penstock.runtime.errors import PlanError
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.host.slabs import register_for_dma, unregister
 
 
 class CudaStreams:

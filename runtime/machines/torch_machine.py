@@ -16,27 +16,27 @@ from typing import Any, ClassVar, assert_never
 import torch
 from torch.cuda import Event
 
-from runtime.batch import Batch, Batches, PreparedBatches, positions_of
-from runtime.compute.blocks import Templates
-from runtime.compute.compute import Compute, Head
-from runtime.compute.losses import LossFunction
-from runtime.executor import AgreedStop, Record, StepResult, Stop, execute
-from runtime.host.base_file import N_READERS, BaseFile
-from runtime.host.chunks import Scratch
-from runtime.host.copies import Copies
-from runtime.host.host_state import HostState
-from runtime.host.memory import BASE, FRONTS, Arenas, Make
-from runtime.host.norms import SharedNumbers
-from runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, settle_allocator, shared_slab, touch
-from runtime.host.updates import Updates
-from runtime.host.workers import Workers
-from runtime.layers.attention import use_attention
-from runtime.layers.packed_weights import pack
-from runtime.plan import Kind, Lane, Op, Plan, Slot
-from runtime.plan.optimizer import Schedule
-from runtime.plan.timeline import Span
-from runtime.plan.workload import ITEM_BYTES
-from runtime.ranks import Ranks, of_rank
+from penstock.runtime.batch import Batch, Batches, PreparedBatches, positions_of
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.compute.compute import Compute, Head
+from penstock.runtime.compute.losses import LossFunction
+from penstock.runtime.executor import AgreedStop, Record, StepResult, Stop, execute
+from penstock.runtime.host.base_file import N_READERS, BaseFile
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.copies import Copies
+from penstock.runtime.host.host_state import HostState
+from penstock.runtime.host.memory import BASE, FRONTS, Arenas, Make
+from penstock.runtime.host.norms import SharedNumbers
+from penstock.runtime.host.slabs import CommonMemory, Shared, give_back_freed, host_slab, settle_allocator, shared_slab, touch
+from penstock.runtime.host.updates import Updates
+from penstock.runtime.host.workers import Workers
+from penstock.runtime.layers.attention import use_attention
+from penstock.runtime.layers.packed_weights import pack
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
+from penstock.runtime.plan.optimizer import Schedule
+from penstock.runtime.plan.timeline import Span
+from penstock.runtime.plan.workload import ITEM_BYTES
+from penstock.runtime.ranks import Ranks, of_rank
 
 from .collectives import Collectives
 from .lanes import HOST_LANES, Lanes, Timers, split_beside_gpu, split_cores

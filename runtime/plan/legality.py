@@ -1,6 +1,6 @@
 """Combinations of model, semantics and policy that are refused."""
 
-from runtime.errors import PlanError
+from penstock.runtime.errors import PlanError
 
 from .objective import SCORE
 from .policy import LEAVE, Policy, Semantics, Update

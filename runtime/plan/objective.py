@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from runtime.errors import PlanError
+from penstock.runtime.errors import PlanError
 
 from .workload import FILE
 

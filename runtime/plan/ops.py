@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from runtime.errors import PlanError
+from penstock.runtime.errors import PlanError
 
 from .policy import Policy, Semantics
 from .workload import BlockKind, Workload

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runtime.errors import PlanError
+from penstock.runtime.errors import PlanError
 
 from .workload import FILE, ITEM_BYTES, Dtype
 

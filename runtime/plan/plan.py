@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from runtime.errors import PlanError
-from runtime.files import read_whole, write_whole
-from runtime.units import on_one_line
+from penstock.runtime.errors import PlanError
+from penstock.runtime.files import read_whole, write_whole
+from penstock.runtime.units import on_one_line
 
 from .legality import refuse_sum_groups
 from .ops import Op, OpLine, Repeat, Wait

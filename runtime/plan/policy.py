@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
-from runtime.errors import PlanError
+from penstock.runtime.errors import PlanError
 
 from .objective import CROSS_ENTROPY, Loss, Of
 from .optimizer import MasterDtype, Optimizer, optimizing

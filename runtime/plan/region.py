@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from runtime.compiled import compiled_bare, floats, integers
+from penstock.runtime.compiled import compiled_bare, floats, integers
 
 
 class Resource(StrEnum):

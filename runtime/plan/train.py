@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from runtime.errors import PlanError
-from runtime.units import on_one_line
+from penstock.runtime.errors import PlanError
+from penstock.runtime.units import on_one_line
 
 from .objective import SCORE
 from .packed import Base

@@ -21,9 +21,25 @@ from packaging.version import Version
 from setuptools import find_packages
 
 from penstock.cli.main import COMMANDS
-from runtime.plan import OPS, Kind, Policy
+from penstock.runtime.plan import OPS, Kind, Policy
 from tests.running import penstock
-from tests.tour import API, FLOORS, PAGE, READING, ROOT, api, first_line, floors, imports, is_package, needs, sources, tour
+from tests.tour import (
+    API,
+    FLOORS,
+    LINKED,
+    PAGE,
+    READING,
+    ROOT,
+    api,
+    first_line,
+    floors,
+    full_name,
+    imports,
+    is_package,
+    needs,
+    sources,
+    tour,
+)
 from tests.tour import module_of as _module
 
 PACKAGES = ("penstock", "planner", "runtime", "hwprofiles")
@@ -231,6 +247,20 @@ def test_imports_run_one_way(trees: dict[Path, ast.Module]) -> None:
     assert {name: found for name, found in wrong.items() if found} == {}
 
 
+def short_imports(tree: ast.AST) -> list[str]:
+    """Imports by a name that only the root of the tree has: a second copy of each module there, and nothing elsewhere."""
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    return [name for name in names if name.partition(".")[0] in LINKED]
+
+
+def test_modules_are_imported_by_their_full_names() -> None:
+    files = [*sources(), *(ROOT / "benchmarks").rglob("*.py")]
+    assert {_name(path): found for path in files if (found := short_imports(ast.parse(path.read_text())))} == {}
+    assert short_imports(ast.parse("import planner.search\nfrom runtime import plan")) == ["planner.search", "runtime"]
+    assert short_imports(ast.parse("from penstock.runtime import plan\nfrom .runtime import x")) == []
+
+
 def test_rooms_stand_on_floors(trees: dict[Path, ast.Module]) -> None:
     """No room needs one that needs it, however late it is imported; nobody needs the shell."""
     found = arrows(trees)
@@ -280,13 +310,13 @@ def test_each_rule_finds_what_it_forbids_and_nothing_else() -> None:
         ("planner.lower.lower", "from runtime import executor"),
         ("planner.lower.lower", "import planner.lower.waits"),
         ("planner.lower.lower", "from ..predict import cost"),
-        ("hwprofiles.schema", "from runtime.plan import Plan"),
+        ("hwprofiles.schema", "from penstock.runtime.plan import Plan"),
         ("planner.search.search", "from penstock.cli.main import main"),
     ):
         assert wrong_directions(module, ast.parse(code))
     for module, code in (
         ("penstock.cli.run", "def plan():\n    from runtime.executor import execute"),
-        ("planner.lower.lower", "from runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema"),
+        ("planner.lower.lower", "from penstock.runtime.plan import Plan\nfrom .waits import waits_of\nimport hwprofiles.schema"),
         ("hwprofiles.probe.works", "from runtime.host.optimizer import Step"),
     ):
         assert wrong_directions(module, ast.parse(code)) == []
@@ -346,7 +376,7 @@ def test_planning_does_not_wake_torch() -> None:
     files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name not in ("record.py", "traced.py")]
     assert len(files) > 50
     code = (
-        f"import importlib, sys\nfor name in {[_module(path) for path in files]}: importlib.import_module(name)\n"
+        f"import importlib, sys\nfor name in {[full_name(_module(path)) for path in files]}: importlib.import_module(name)\n"
         "woken = {'torch', 'transformers', 'safetensors', 'tokenizers'} & set(sys.modules)\nassert not woken, woken"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -401,12 +431,14 @@ def test_the_oldest_allowed_versions_are_those_of_the_tests() -> None:
 def test_the_distribution_holds_every_room_and_its_data() -> None:
     file = tomllib.loads((ROOT / "pyproject.toml").read_text())
     held = find_packages(ROOT, include=file["tool"]["setuptools"]["packages"]["find"]["include"])
-    assert sorted(held) == sorted({_module(path.parent) for path in package_files()})
+    assert sorted(held) == sorted({full_name(_module(path.parent)) for path in package_files()})
     assert "Private :: Do Not Upload" in file["project"]["classifiers"]
-    assert all((ROOT / package / "py.typed").exists() for package in PACKAGES)
+    assert (ROOT / "penstock" / "py.typed").exists()
+    assert {name: (ROOT / "penstock" / name).resolve() for name in LINKED} == {name: ROOT / name for name in LINKED}
     for package, patterns in file["tool"]["setuptools"]["package-data"].items():
-        named = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
-        beside = (path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        folder = ROOT / package.replace(".", "/")
+        named = {path for pattern in patterns for path in folder.glob(pattern)}
+        beside = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         there = {path for path in beside if path.suffix != ".py"}
         assert named == there, f"{package}: files that no pattern of pyproject.toml names, or that are gone"
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.packages import missing
 from benchmarks.gpu.page import lines
 from benchmarks.gpu.smoke import POLICIES, smoke
 from benchmarks.gpu.stages import CALL_S, CALLS, FULL, PAGE, STAGES, Asked, Stage
-from runtime.plan.workload import Saved
+from penstock.runtime.plan.workload import Saved
 from tests.forks import Forked, is_alive
 from tests.tour import ROOT
 

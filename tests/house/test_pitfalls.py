@@ -9,14 +9,14 @@ from dataclasses import asdict, fields, replace
 import pytest
 import torch
 
-from hwprofiles.schema import Profile
-from planner.predict.cost import costs
-from runtime.executor import OpError, execute
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
-from runtime.plan.objective import parse_objective
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.train import Lora, Train
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.predict.cost import costs
+from penstock.runtime.executor import OpError, execute
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Update, saves
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.train import Lora, Train
 from tests import training
 from tests.runtime.test_replay import n_tensors
 from tests.strategies import PROFILE

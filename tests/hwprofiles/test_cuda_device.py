@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from hwprofiles.probe import host_works, works
-from hwprofiles.probe.cuda import CudaDevice, pci_link, translated
-from hwprofiles.probe.device import DeviceError, DeviceOutOfMemory, Load, PciLink
-from hwprofiles.probe.measurements import GPU
-from hwprofiles.probe.probe import probed
-from hwprofiles.schema import Profile
 from penstock.cli.outputs import json_text
-from runtime.errors import ProfileError
-from runtime.machines.streams import has_cuda
+from penstock.hwprofiles.probe import host_works, works
+from penstock.hwprofiles.probe.cuda import CudaDevice, pci_link, translated
+from penstock.hwprofiles.probe.device import DeviceError, DeviceOutOfMemory, Load, PciLink
+from penstock.hwprofiles.probe.measurements import GPU
+from penstock.hwprofiles.probe.probe import probed
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.errors import ProfileError
+from penstock.runtime.machines.streams import has_cuda
 
 
 class RememberingCuda:
@@ -87,7 +87,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> tuple[CudaDevice, Remembering
         monkeypatch.setattr(torch.cuda, name, value)
     device = CudaDevice(1)
     device._device = torch.device("cpu")
-    monkeypatch.setattr("hwprofiles.probe.cuda.WORKING_BYTES", 0)
+    monkeypatch.setattr("penstock.hwprofiles.probe.cuda.WORKING_BYTES", 0)
     return device, stub
 
 
@@ -169,7 +169,7 @@ def test_attention_is_by_the_kernel_that_is_asked_for(remembered, monkeypatch, p
             raise RuntimeError("No available kernel. Aborting execution.")
         return q + k + v
 
-    monkeypatch.setattr("hwprofiles.probe.works.F.scaled_dot_product_attention", attend)
+    monkeypatch.setattr("penstock.hwprofiles.probe.works.F.scaled_dot_product_attention", attend)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(preferred)
     try:

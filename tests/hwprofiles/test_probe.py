@@ -20,21 +20,21 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.probe import cpu, disk, host_works, measurements, works
-from hwprofiles.probe.cpu import CpuDevice
-from hwprofiles.probe.device import Ready, Run
-from hwprofiles.probe.disk import with_disk
-from hwprofiles.probe.probe import probed
-from hwprofiles.probe.timings import Stopwatch, Timing, lifted
-from hwprofiles.schema import Profile
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import probe
-from runtime.errors import DiskError, ProfileError
-from runtime.host import base_file, optimizer
-from runtime.host.chunks import Scratch
-from runtime.host.workers import together
-from runtime.machines.lanes import split_beside_gpu, split_cores
-from runtime.units import GB
+from penstock.hwprofiles.probe import cpu, disk, host_works, measurements, works
+from penstock.hwprofiles.probe.cpu import CpuDevice
+from penstock.hwprofiles.probe.device import Ready, Run
+from penstock.hwprofiles.probe.disk import with_disk
+from penstock.hwprofiles.probe.probe import probed
+from penstock.hwprofiles.probe.timings import Stopwatch, Timing, lifted
+from penstock.hwprofiles.schema import Profile
+from penstock.runtime.errors import DiskError, ProfileError
+from penstock.runtime.host import base_file, optimizer
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.workers import together
+from penstock.runtime.machines.lanes import split_beside_gpu, split_cores
+from penstock.runtime.units import GB
 
 GLANCE = replace(
     measurements.CPU,

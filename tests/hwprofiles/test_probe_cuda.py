@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hwprofiles.probe import cuda, host_works, works
-from hwprofiles.probe.device import DeviceError, PciLink
-from hwprofiles.probe.measurements import GPU, Effort
-from hwprofiles.probe.probe import probed
-from hwprofiles.probe.timings import Stopwatch
-from hwprofiles.schema import AttentionCall, Profile
 from penstock.cli.outputs import json_text
 from penstock.cli.probe import headline, probe, remarks
-from runtime.errors import ProfileError
-from runtime.machines import streams
+from penstock.hwprofiles.probe import cuda, host_works, works
+from penstock.hwprofiles.probe.device import DeviceError, PciLink
+from penstock.hwprofiles.probe.measurements import GPU, Effort
+from penstock.hwprofiles.probe.probe import probed
+from penstock.hwprofiles.probe.timings import Stopwatch
+from penstock.hwprofiles.schema import AttentionCall, Profile
+from penstock.runtime.errors import ProfileError
+from penstock.runtime.machines import streams
 from tests.fake_gpu import GB, FakeGpu, GiB, Truth
 
 MOST_OFF = 0.03  # of a rate that the probe may be off, with noise of 1 % and a hiccup every three seconds

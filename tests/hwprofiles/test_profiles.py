@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.quantity import SOURCE_KINDS
-from hwprofiles.schema import FOLDER, AttentionCall, Profile, read_profile, shipped_profiles
 from penstock.cli.outputs import json_text
-from runtime.errors import ProfileError
+from penstock.hwprofiles.quantity import SOURCE_KINDS
+from penstock.hwprofiles.schema import FOLDER, AttentionCall, Profile, read_profile, shipped_profiles
+from penstock.runtime.errors import ProfileError
 
 NAMES = shipped_profiles()
 PROBED = "cpu-2core"

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from runtime.plan.train import TARGETS
+from penstock.runtime.plan.train import TARGETS
 from tests.every_type import tiny
 from tests.penstock.checkpoint.test_dequantised import published
 from tests.real_layers import hf_model

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.checkpoint.conversion import Conversion
-from runtime.units import show_bytes
+from penstock.runtime.units import show_bytes
 from tests.every_type import every_type, tiny, verdict
 from tests.real_layers import hf_model
 from tests.running import SIZES, UNSEARCHED, make_home, one_line, penstock, plan_in, succeeded, train, weights_sha

@@ -18,9 +18,9 @@ import penstock
 from penstock.data.data import read_data
 from penstock.data.given import Given
 from penstock.run_config import RunConfigError
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
 from penstock.settings import DataSettings
-from runtime.batch import Batch
-from runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
 from tests.running import SIZES as FLAGS
 from tests.running import UNSEARCHED, succeeded, train, weights_sha
 from tests.running import penstock as command

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from planner.check.check import check
-from planner.search.space import BASELINES
-from runtime.plan import PlanFile
+from penstock.planner.check.check import check
+from penstock.planner.search.space import BASELINES
+from penstock.runtime.plan import PlanFile
 from tests.running import one_line
 from tests.running import penstock as invoke
 

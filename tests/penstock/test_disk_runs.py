@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from runtime.host import base_file
+from penstock.runtime.host import base_file
 from tests.penstock.test_adapter_runs import BYTES, LORA, files, trained, with_weights
 from tests.running import make_home, one_line, penstock, plan_in, train, weights_in
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hwprofiles.schema import Profile
 from penstock.data.data import read_data
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.forward import most_micro_batches
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.forward_pass import forward_pass
+from penstock.runtime.plan import PlanFile
 from penstock.settings import DataSettings
-from planner.lower.forward import most_micro_batches
-from planner.predict.cost import CostModel, region_of
-from planner.predict.forward_pass import forward_pass
-from runtime.plan import PlanFile
 from tests.rank_runs import contents, done
 from tests.rank_runs import words as run_words
 from tests.running import lines_of, make_home, one_line, plan_in, succeeded, train, weights_sha

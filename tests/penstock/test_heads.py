@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from penstock.data.data import read_data
+from penstock.runtime.errors import DataError
+from penstock.runtime.plan.objective import parse_objective
 from penstock.settings import DataSettings
-from runtime.errors import DataError
-from runtime.plan.objective import parse_objective
 from tests.bytes_of_files import write_lines
 from tests.rank_runs import contents
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha

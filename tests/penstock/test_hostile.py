@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.files import read_whole, write_whole
-from runtime.units import on_one_line
+from penstock.runtime.files import read_whole, write_whole
+from penstock.runtime.units import on_one_line
 from tests.forks import Forked
 from tests.hostile import ENDED_S, FORMATS, PLAN, RUN, SCRATCH, answered, judged
 from tests.running import penstock, succeeded

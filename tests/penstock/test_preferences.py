@@ -20,10 +20,10 @@ import penstock
 from penstock.data.data import needed, read_data
 from penstock.data.given import Given
 from penstock.own_loss import function_in, own_loss, planned_loss
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import DataError, PlanError
+from penstock.runtime.plan.objective import Of, parse_objective
 from penstock.settings import DataSettings
-from runtime.batch import Batch
-from runtime.errors import DataError, PlanError
-from runtime.plan.objective import Of, parse_objective
 from tests.bytes_of_files import write_lines
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
 from tests.running import penstock as command

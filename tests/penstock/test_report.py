@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.plan import PlanFile
+from penstock.runtime.plan import PlanFile
 from tests.report_cases import make_plan, make_run, page_of
 from tests.running import one_line, penstock
 

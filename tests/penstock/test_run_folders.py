@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.checkpoint import retention
-from runtime.plan import PlanFile
+from penstock.runtime.plan import PlanFile
 from tests.running import SCRATCH, lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 

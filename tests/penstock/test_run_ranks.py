@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint.checkpoint import latest
 from penstock.ranks import start
-from runtime.plan import PlanFile
-from runtime.plan.footprint import host_needs
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.plan.footprint import host_needs
 from tests import rank_runs
 from tests.bytes_of_files import write_lines
 from tests.forks import Forked

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from penstock.cli.progress import Progress
+from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.training import session
-from runtime.machines.torch_machine import TorchMachine
 from tests.running import lines_of, one_line, penstock, plan_in, succeeded, train, weights_sha
 
 SIGNALS = [(signal.SIGTERM, 0, "terminated"), (signal.SIGINT, 130, "interrupted"), (signal.SIGHUP, 0, "hung up")]

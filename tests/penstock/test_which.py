@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hwprofiles.schema import read_profile, shipped_profiles
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
 from penstock.cli.which import _larger, swept
-from planner.search.search import searched
-from planner.show.compare import COLUMNS
-from planner.show.fits import Fit
-from planner.show.price import JOB_TITLES, hourly
-from runtime.errors import PenstockError
-from runtime.plan import Policy
-from runtime.units import parse_count
+from penstock.hwprofiles.schema import read_profile, shipped_profiles
+from penstock.planner.search.search import searched
+from penstock.planner.show.compare import COLUMNS
+from penstock.planner.show.fits import Fit
+from penstock.planner.show.price import JOB_TITLES, hourly
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.plan import Policy
+from penstock.runtime.units import parse_count
 from tests.running import one_line, penstock
 
 SMALL = ["qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "2", "--tokens", "3M", "--usd-per-hour", "0.5", "--usd", "4000"]
@@ -46,7 +46,9 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, 
 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.which.MOST_WORKERS", 1)
-    monkeypatch.setattr("planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:]))  # it needs no search
+    monkeypatch.setattr(
+        "penstock.planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:])
+    )  # it needs no search
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.predict.cost import costs, region_of
-from planner.predict.recalibrate import recalibrate
-from planner.predict.settled import N_KEPT, abridged, abridged_plan, short_plan
-from planner.predict.simulate import simulate
-from planner.predict.uncertainty import interval
-from planner.show.step import measured_stretch
-from planner.show.waterfall import gains, waterfall
-from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, Update
-from runtime.plan.plan import unrolled
-from runtime.plan.timeline import Span, Timeline
+from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.recalibrate import recalibrate
+from penstock.planner.predict.settled import N_KEPT, abridged, abridged_plan, short_plan
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.predict.uncertainty import interval
+from penstock.planner.show.step import measured_stretch
+from penstock.planner.show.waterfall import gains, waterfall
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Lane, Plan, Update
+from penstock.runtime.plan.plan import unrolled
+from penstock.runtime.plan.timeline import Span, Timeline
 from tests.runtime.test_repetition import REGION, demands_of, folded, small
 from tests.strategies import MADE_UP
 

@@ -7,15 +7,15 @@ import pytest
 
 from benchmarks.any_memory import with_any_memory
 from benchmarks.hard_cells import hard_cell
-from hwprofiles.schema import read_profile
-from planner.bounds import work as of_blocks
-from planner.bounds.bounds import policy_bound
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel
-from planner.search.frames import Frames
-from planner.search.relax import Relaxation
-from planner.search.space import Family, families, family_of
-from runtime.plan import Policy, Semantics, Update
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.bounds import work as of_blocks
+from penstock.planner.bounds.bounds import policy_bound
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.search.frames import Frames
+from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.space import Family, families, family_of
+from penstock.runtime.plan import Policy, Semantics, Update
 from tests.adversary import PLENTY_BYTES, Cell, cell, climbed, held, relaxation_of, start_of, with_state_on_device
 
 N_CELLS, N_PER_TEST, N_TRIES = 100, 10, 8  # two policies of each cell are held against their bounds, and

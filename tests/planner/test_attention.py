@@ -5,15 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from hwprofiles.schema import read_profile
-from planner.model.config import read_model
-from planner.model.kernels import with_kernels
-from planner.model.workload import supported_attention
-from runtime.errors import PlanError
-from runtime.layers import attention
-from runtime.layers.attention import refuse_any_order, refuse_missing_attention, use_attention
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.config import read_model
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import supported_attention
+from penstock.runtime.errors import PlanError
+from penstock.runtime.layers import attention
+from penstock.runtime.layers.attention import refuse_any_order, refuse_missing_attention, use_attention
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Model
 from tests.running import make_home, one_line, plan_in, train
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of
@@ -57,12 +57,15 @@ def test_a_missing_kernel_is_refused_with_another_to_plan(monkeypatch):
 def test_a_run_refuses_it_before_anything_is_allocated(tmp_path, monkeypatch):
     home = make_home(tmp_path)
     plan = plan_in(home, "--kernels", "fused")
-    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
+    monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: True)
     text = plan.read_text()
     plan.write_text(text.replace('"attention_kernel": "flash"', '"attention_kernel": "cudnn"'))
     assert plan.read_text() != text
     monkeypatch.setattr(attention, "_can_use", lambda *of: False)
-    for place in ("runtime.machines.torch_machine.CudaMachine.__init__", "penstock.training.session.refuse_what_does_not_fit"):
+    for place in (
+        "penstock.runtime.machines.torch_machine.CudaMachine.__init__",
+        "penstock.training.session.refuse_what_does_not_fit",
+    ):
         monkeypatch.setattr(place, lambda *_: pytest.fail("something was begun"))
     one_line(train(home, plan, "--device", "cuda"), 2, "cuDNN's attention, which this GPU or this torch does not have")
     one_line(train(home, plan, "--device", "cuda", "--deterministic"), 2, "plan again with --deterministic")

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
-from planner.lower.lower import lower
-from runtime.errors import PlanError, ProfileError
-from runtime.plan import OPS, Kind, Plan, Policy, Semantics, Slot, Update, Wait, saves
-from runtime.plan.footprint import host_needs
-from runtime.plan.workload import Block, Parameter, Saved, Tier
+from penstock.planner.check.check import N_STEPS, _Clocks, _legal_order, check, summary
+from penstock.planner.lower.lower import lower
+from penstock.runtime.errors import PlanError, ProfileError
+from penstock.runtime.plan import OPS, Kind, Plan, Policy, Semantics, Slot, Update, Wait, saves
+from penstock.runtime.plan.footprint import host_needs
+from penstock.runtime.plan.workload import Block, Parameter, Saved, Tier
 from tests import edits
 from tests.edits import error_of, index, passes, reordered, sizes_of, small, under, with_op, with_profile, with_sizes, with_slots
 from tests.mutants import MUTATIONS, NORMS, tally

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from planner.check.check import check
-from planner.lower.lower import lower
-from runtime.errors import PlanError
-from runtime.plan import Policy, Semantics, Update, saves
-from runtime.plan.train import Train
-from runtime.plan.workload import Saved, Tier
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Policy, Semantics, Update, saves
+from penstock.runtime.plan.train import Train
+from penstock.runtime.plan.workload import Saved, Tier
 from tests.edits import error_of, small, under
 from tests.mutants import ADAPTED
 from tests.strategies import MODEL, PROFILE, small_workload

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.bounds.integer import Program
-from planner.predict.cost import CostModel
-from planner.search.choices import Choices
-from planner.search.frames import Frames
-from runtime.plan import Policy
+from penstock.planner.bounds.integer import Program
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.search.choices import Choices
+from penstock.planner.search.frames import Frames
+from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, drawn_policy, family_of
 
 CELLS, N_PER_TEST, N_POLICIES = range(10_000, 10_200), 20, 4

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 import penstock
 from penstock.cli.main import cli
-from planner.check.claim import check_claim, check_origin, check_search, strangers
-from planner.search.claim import claimed
-from runtime.errors import PlanError
-from runtime.plan import Plan, PlanFile
+from penstock.planner.check.claim import check_claim, check_origin, check_search, strangers
+from penstock.planner.search.claim import claimed
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Plan, PlanFile
 
 ASKED = {"machine": "rtx4090-desktop", "seq_len": 512, "batch_size": 4}
 WAYS = {

@@ -2,16 +2,16 @@
 
 import pytest
 
-from hwprofiles.schema import Profile, read_profile
-from planner.model.kernels import with_kernels
-from planner.model.workload import read_model
-from planner.predict.faster import Group, faster
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.search import search
-from planner.show.compare import Candidate, candidate, cheapest, notes
-from planner.show.fits import Fit
-from planner.show.price import hourly, prices_in_words
-from runtime.plan import Policy, Semantics, Update
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import read_model
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.search import search
+from penstock.planner.show.compare import Candidate, candidate, cheapest, notes
+from penstock.planner.show.fits import Fit
+from penstock.planner.show.price import hourly, prices_in_words
+from penstock.runtime.plan import Policy, Semantics, Update
 
 MODEL = read_model("qwen2.5-0.5b")
 SEMANTICS = Semantics(seq_len=256, batch_size=2, micro_batch=1)

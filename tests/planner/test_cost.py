@@ -5,19 +5,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.computing import moved_bytes
-from planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param, update_params_per_s
-from planner.predict.memory import frame
-from planner.predict.simulate import simulate
-from planner.search.answer import model_flop
-from runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
-from runtime.plan.optimizer import Optimizer
-from runtime.plan.region import Resource
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Saved
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.computing import moved_bytes
+from penstock.planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param, update_params_per_s
+from penstock.planner.predict.memory import frame
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.answer import model_flop
+from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics, saves
+from penstock.runtime.plan.optimizer import Optimizer
+from penstock.runtime.plan.region import Resource
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Saved
 from tests.strategies import plans
 
 MODEL = read_model("qwen2.5-0.5b")  # tied weights

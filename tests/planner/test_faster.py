@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import read_profile, shipped_profiles
-from planner.predict.faster import SPEEDS, Group, faster, group_of
+from penstock.hwprofiles.schema import read_profile, shipped_profiles
+from penstock.planner.predict.faster import SPEEDS, Group, faster, group_of
 from tests.strategies import MADE_UP, cases, predicted
 
 

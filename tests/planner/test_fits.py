@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from hwprofiles.schema import Profile, read_profile
-from hwprofiles.several import on_network, shared_by
-from planner.model import config
-from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model, shipped_models
-from planner.search.estimate import Greedy
-from planner.search.micro_batch import sizes_of
-from planner.search.search import search
-from planner.search.trial import Trial
-from planner.show.fits import families, family_of, fits, fitting_sizes, hosts, lowest, speed_of
-from runtime.errors import ProfileError, WorkloadError
-from runtime.plan import Semantics
-from runtime.plan.policy import trained
-from runtime.units import GB
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.hwprofiles.several import on_network, shared_by
+from penstock.planner.model import config
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import build_workload, read_model, shipped_models
+from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.micro_batch import sizes_of
+from penstock.planner.search.search import search
+from penstock.planner.search.trial import Trial
+from penstock.planner.show.fits import families, family_of, fits, fitting_sizes, hosts, lowest, speed_of
+from penstock.runtime.errors import ProfileError, WorkloadError
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.policy import trained
+from penstock.runtime.units import GB
 
 SEMANTICS = Semantics(seq_len=1024, batch_size=2, micro_batch=1)
 DESKTOP, SERVER, SPARK = (read_profile(name) for name in ("rtx4090-desktop", "rtx4090-server", "gb10"))

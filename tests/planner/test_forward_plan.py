@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.lower.forward import forward_plan
-from runtime.plan import Kind, Lane, Op, Plan, Slot
+from penstock.planner.lower.forward import forward_plan
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Slot
 from tests.oracle import race, unrolled
 from tests.strategies import plans
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import OptimizeResult, milp
 
-from planner.bounds.integer import Program
+from penstock.planner.bounds.integer import Program
 from tests.tour import ROOT
 
 NOISY = """
 import ctypes, os
-from planner.bounds import integer
+from penstock.planner.bounds import integer
 solve = integer.milp
 def noisy(*words, **options):
     ctypes.CDLL(None).puts(b"tmpSolver.run();")
@@ -56,7 +56,7 @@ def test_a_solver_that_gives_up_leaves_the_linear_bound(monkeypatch: pytest.Monk
     program.variable(0, 3, cost=-1.0)
     program.at_most({0: 2.0}, 5.0)
     assert program.solve() == (-2.0, [2.0])
-    monkeypatch.setattr("planner.bounds.integer.milp", giving_up)
+    monkeypatch.setattr("penstock.planner.bounds.integer.milp", giving_up)
     assert program.solve() == (-2.5, [0.0])
 
 
@@ -68,7 +68,7 @@ def test_a_linear_program_that_loses_the_solver_is_presolved(monkeypatch: pytest
     program = Program()
     program.variable(0, 3, cost=-1.0)
     program.at_most({0: 2.0}, 5.0)
-    monkeypatch.setattr("planner.bounds.integer.milp", lost)
+    monkeypatch.setattr("penstock.planner.bounds.integer.milp", lost)
     assert program.solve(integers=False) == (-2.5, [2.5])
 
 

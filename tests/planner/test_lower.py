@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from planner.check.shape import _own_bytes
-from planner.lower.lower import barrier
-from planner.lower.passes import computed, with_activations, with_gradients, with_saved, with_squares, with_updates, with_weights
-from planner.lower.sheet import KINDS, NAMES
-from runtime.plan import Kind, Op, Plan, Policy, Slot, Update, Wait
-from runtime.plan.footprint import host_needs
-from runtime.plan.optimizer import STORED_BYTES
-from runtime.plan.packed import layout
-from runtime.plan.train import Train
+from penstock.planner.check.shape import _own_bytes
+from penstock.planner.lower.lower import barrier
+from penstock.planner.lower.passes import (
+    computed,
+    with_activations,
+    with_gradients,
+    with_saved,
+    with_squares,
+    with_updates,
+    with_weights,
+)
+from penstock.planner.lower.sheet import KINDS, NAMES
+from penstock.runtime.plan import Kind, Op, Plan, Policy, Slot, Update, Wait
+from penstock.runtime.plan.footprint import host_needs
+from penstock.runtime.plan.optimizer import STORED_BYTES
+from penstock.runtime.plan.packed import layout
+from penstock.runtime.plan.train import Train
 from tests.edits import rewaited, sizes_of, small, waits_of
 from tests.mutants import ADAPTED
 from tests.strategies import Case, cases

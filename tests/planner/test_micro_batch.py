@@ -8,27 +8,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
-from planner.bounds.bounds import busy_s
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model.kernels import with_kernels
-from planner.model.workload import build_workload, read_model, supported_attention
-from planner.predict.cost import CostModel, region_of
-from planner.predict.memory import footprint, frame
-from planner.predict.simulate import simulate
-from planner.search import search as room
-from planner.search.answer import Answer
-from planner.search.branch import Tree
-from planner.search.estimate import Greedy
-from planner.search.frames import Frames
-from planner.search.micro_batch import LEAST_LOSS_TILE, MORE_PARTS, MOST_MICRO_BATCHES, N_PARTS, SIZES, candidates, sizes_of
-from planner.search.micro_batch import LOSS_TILE as LOSS_TILES
-from planner.search.remedy import Request
-from planner.search.search import NEAR_FRACTION, search
-from planner.search.trial import Trial
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model, Saved
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.bounds.bounds import busy_s
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.kernels import with_kernels
+from penstock.planner.model.workload import build_workload, read_model, supported_attention
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.memory import footprint, frame
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search import search as room
+from penstock.planner.search.answer import Answer
+from penstock.planner.search.branch import Tree
+from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.frames import Frames
+from penstock.planner.search.micro_batch import (
+    LEAST_LOSS_TILE,
+    MORE_PARTS,
+    MOST_MICRO_BATCHES,
+    N_PARTS,
+    SIZES,
+    candidates,
+    sizes_of,
+)
+from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from penstock.planner.search.remedy import Request
+from penstock.planner.search.search import NEAR_FRACTION, search
+from penstock.planner.search.trial import Trial
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Model, Saved
 from tests.tiny import tiny_config
 
 GB, GIB = 10**9, 2**30

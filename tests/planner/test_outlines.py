@@ -8,15 +8,15 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from planner.model import config, fused, kept, traced, workload
-from planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
-from planner.model.sizes import How, evaluated, fitted, monomials
-from planner.model.tape import Tape, Tensor
-from planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
-from runtime.errors import WorkloadError
-from runtime.layers.kernels import gate_of, turns_whole
-from runtime.plan import Semantics
-from runtime.plan.workload import Model, Workload
+from penstock.planner.model import config, fused, kept, traced, workload
+from penstock.planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
+from penstock.planner.model.sizes import How, evaluated, fitted, monomials
+from penstock.planner.model.tape import Tape, Tensor
+from penstock.planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.layers.kernels import gate_of, turns_whole
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.workload import Model, Workload
 from tests.every_type import tiny
 from tests.outlines import FOLDER
 from tests.tiny import tiny_config
@@ -32,7 +32,7 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
     """Its configuration has keys that the shipped one lacks, and no work follows from them; another number is another model."""
     config = shipped_model("qwen3-8b").config | {"transformers_version": "4.51.0", "torch_dtype": "bfloat16", "bos_token_id": 1}
     config |= {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "rope_scaling": None}
-    monkeypatch.setattr("planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
+    monkeypatch.setattr("penstock.planner.model.config._recorder", lambda: pytest.fail("this asks for torch"))
     found = build_workload(Model(config, "/somewhere", "Qwen3-8B"), Semantics(64, 2, 1))
     assert found == build_workload(shipped_model("qwen3-8b"), Semantics(64, 2, 1))
     sees = shipped_model("qwen3-vl-8b").config

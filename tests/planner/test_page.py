@@ -13,20 +13,20 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 
-from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.lower import arenas
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.search.space import baseline
+from penstock.planner.show import memory
+from penstock.planner.show import page as page_file
+from penstock.planner.show.run_log import Log, LoggedRun, read_log
+from penstock.planner.show.step import predicted_stretch
 from penstock.run_files import read_logged_run
-from planner.lower import arenas
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.search.space import baseline
-from planner.show import memory
-from planner.show import page as page_file
-from planner.show.run_log import Log, LoggedRun, read_log
-from planner.show.step import predicted_stretch
-from runtime.errors import PlanError
-from runtime.plan import Kind, PlanFile, Semantics
-from runtime.plan.timeline import Span, Timeline
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Kind, PlanFile, Semantics
+from penstock.runtime.plan.timeline import Span, Timeline
 from tests.browser import browse, chromium, run_in
 from tests.report_cases import Page, line, make_plan, make_run, page_of, written
 from tests.strategies import plans, predicted

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel, costs, region_of
-from planner.predict.faster import sped_up, with_quantities
-from planner.predict.recalibrate import RESOURCES, recalibrate
-from planner.predict.regression import BELIEF, LEAST_GAIN, fit_factors
-from planner.predict.simulate import simulate
-from runtime.errors import PlanError, ProfileError
-from runtime.executor import execute
-from runtime.machines.emulated import EmulatedMachine
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Kind, Policy, Semantics, Update
-from runtime.plan.region import Demand
-from runtime.plan.timeline import Timeline
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel, costs, region_of
+from penstock.planner.predict.faster import sped_up, with_quantities
+from penstock.planner.predict.recalibrate import RESOURCES, recalibrate
+from penstock.planner.predict.regression import BELIEF, LEAST_GAIN, fit_factors
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.errors import PlanError, ProfileError
+from penstock.runtime.executor import execute
+from penstock.runtime.machines.emulated import EmulatedMachine
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Kind, Policy, Semantics, Update
+from penstock.runtime.plan.region import Demand
+from penstock.runtime.plan.timeline import Timeline
+from penstock.runtime.plan.workload import Model
 from tests.strategies import MADE_UP, cases
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from hwprofiles.schema import read_profile
-from planner.lower.lower import lower, plan_ops
-from planner.model.workload import build_workload, read_model
-from planner.predict.memory import footprint, frame
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _of_same_bits, _with_memory, does_not_fit, most_ops
-from planner.search.space import baseline, leanest
-from runtime.plan import MAX_REPETITIONS, Policy, Semantics
-from runtime.plan.optimizer import optimizing
-from runtime.plan.train import Lora, Train
-from runtime.units import GB, MB, parse_bytes
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.lower.lower import lower, plan_ops
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.memory import footprint, frame
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _of_same_bits, _with_memory, does_not_fit, most_ops
+from penstock.planner.search.space import baseline, leanest
+from penstock.runtime.plan import MAX_REPETITIONS, Policy, Semantics
+from penstock.runtime.plan.optimizer import optimizing
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.units import GB, MB, parse_bytes
 from tests.strategies import MODEL as SYNTHETIC
 from tests.strategies import cases, small_workload
 

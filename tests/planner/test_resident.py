@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import read_profile
-from hwprofiles.several import part_of
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel
-from planner.predict.memory import frame
-from planner.predict.resident import resident, resident_in_parts
-from planner.search.search import search
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import ITEM_BYTES, BlockKind, Model, Saved
+from penstock.hwprofiles.schema import read_profile
+from penstock.hwprofiles.several import part_of
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.memory import frame
+from penstock.planner.predict.resident import resident, resident_in_parts
+from penstock.planner.search.search import search
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Model, Saved
 from tests.strategies import MADE_UP, MODEL, semantics, workloads
 from tests.tiny import tiny_config
 

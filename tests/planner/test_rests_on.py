@@ -2,13 +2,13 @@
 
 import pytest
 
-from hwprofiles.quantity import BASES
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel
-from planner.predict.rests_on import rests_on, standard
-from runtime.plan import Lane, Policy, Semantics
+from penstock.hwprofiles.quantity import BASES
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.rests_on import rests_on, standard
+from penstock.runtime.plan import Lane, Policy, Semantics
 
 
 def plan_on(profile):

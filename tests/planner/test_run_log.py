@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.show.run_log import read_log
+from penstock.planner.show.run_log import read_log
 
 
 def lines(*rows):

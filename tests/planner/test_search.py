@@ -13,34 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.any_memory import with_any_memory
-from hwprofiles.schema import Profile, read_profile
 from penstock.cli.main import cli
-from planner.bounds.bounds import policy_bound, policy_bounds
-from planner.bounds.machine import machine_bound
-from planner.bounds.work import Works, ops_of, spared_ops
-from planner.lower.lower import lower
-from planner.model.config import shipped_model
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel, region_of
-from planner.predict.faster import Group, faster
-from planner.predict.memory import footprint, frame
-from planner.predict.resident import resident as all_resident
-from planner.predict.resident import shares_memory
-from planner.predict.simulate import simulate
-from planner.search.branch import Tree
-from planner.search.claim import CUT
-from planner.search.estimate import Greedy
-from planner.search.frames import Frames
-from planner.search.micro_batch import SIZES, sizes_of
-from planner.search.relax import Relaxation
-from planner.search.search import search, searched
-from planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
-from runtime.errors import DoesNotFitError, PlanError
-from runtime.plan import Kind, Lane, Policy, Semantics, Update
-from runtime.plan.legality import can_stay
-from runtime.plan.train import parse_train
-from runtime.plan.workload import Model, Saved
-from runtime.units import GB
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.bounds.bounds import policy_bound, policy_bounds
+from penstock.planner.bounds.machine import machine_bound
+from penstock.planner.bounds.work import Works, ops_of, spared_ops
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.config import shipped_model
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.memory import footprint, frame
+from penstock.planner.predict.resident import resident as all_resident
+from penstock.planner.predict.resident import shares_memory
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.branch import Tree
+from penstock.planner.search.claim import CUT
+from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.frames import Frames
+from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.search import search, searched
+from penstock.planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
+from penstock.runtime.errors import DoesNotFitError, PlanError
+from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
+from penstock.runtime.plan.legality import can_stay
+from penstock.runtime.plan.train import parse_train
+from penstock.runtime.plan.workload import Model, Saved
+from penstock.runtime.units import GB
 from tests.adversary import cell, drawn_policy, drawn_workload
 from tests.strategies import MODEL as NOBODY
 from tests.tiny import tiny_config
@@ -162,7 +162,7 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
     """Brute force leaves out policies whose own bound is above the best found."""
     with pytest.MonkeyPatch.context() as patched:  # nobody's model has no other micro-batch, which plain training would try
-        patched.setattr("planner.search.answer.resident_in_parts", all_resident)
+        patched.setattr("penstock.planner.search.answer.resident_in_parts", all_resident)
         answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
     bounds_s = {policy: policy_bound(frame(NOBODY, workload, s, policy), cost).seconds for policy in policies}
@@ -223,8 +223,8 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     """The best baseline is the answer; families keep their bounds, opened or not: the lowest is solved anew here."""
     monkeypatch.setattr(Tree, "_suggested", lambda *_: iter(()))
     if not opens:
-        monkeypatch.setattr("planner.search.branch.MAX_SEARCHED_OPS", 0)
-        monkeypatch.setattr("planner.search.branch.MOST_RELAXED", 0)
+        monkeypatch.setattr("penstock.planner.search.branch.MAX_SEARCHED_OPS", 0)
+        monkeypatch.setattr("penstock.planner.search.branch.MOST_RELAXED", 0)
     for name in ("_climb_all", "_prefetch_less"):
         monkeypatch.setattr(Tree, name, lambda self: None)
     monkeypatch.setattr(Greedy, "policies", lambda self: [])
@@ -277,7 +277,7 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
     whole = search(model, [(s, workload)], machine)
-    monkeypatch.setattr("planner.search.trial.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("penstock.planner.search.trial.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     found = search(model, [(s, workload)], machine)
     assert found.certificate.policy_bound_s <= min(whole.step_s, found.step_s) * (1 + 1e-9)
     assert found.certificate.n_simulated < whole.certificate.n_simulated
@@ -287,7 +287,7 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     needs = footprint(frame(model, workload, s, one_group), machine)
     tight = machine.with_memory(None, needs.host_peak_bytes + 10**7)
     assert search(model, [(s, workload)], tight).plan.policy.accumulation_group > 1
-    monkeypatch.setattr("planner.search.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("penstock.planner.search.remedy.MAX_PLAN_OPS", 5 * len(workload.blocks))
     with pytest.raises(PlanError, match="use a larger --micro-batch"):
         search(model, [(s, workload)], tight)
 

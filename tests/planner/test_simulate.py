@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.predict.simulate import simulate
-from runtime.compiled import IS_COMPILED
-from runtime.errors import PlanError
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Wait
-from runtime.plan.region import Demand, Region, Resource, shares
-from runtime.plan.workload import Model, Workload
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.compiled import IS_COMPILED
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, Wait
+from penstock.runtime.plan.region import Demand, Region, Resource, shares
+from penstock.runtime.plan.workload import Model, Workload
 from tests.edits import small
 
 ROUNDING = 1e-9

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.memory import footprint
-from planner.search.space import baseline
-from planner.show import memory
-from planner.show.memory import held
-from planner.show.step import measured_stretch, predicted_stretch
-from runtime.plan import Lane, Semantics, Slot
-from runtime.plan.timeline import Span, Timeline
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.memory import footprint
+from penstock.planner.search.space import baseline
+from penstock.planner.show import memory
+from penstock.planner.show.memory import held
+from penstock.planner.show.step import measured_stretch, predicted_stretch
+from penstock.runtime.plan import Lane, Semantics, Slot
+from penstock.runtime.plan.timeline import Span, Timeline
 from tests.strategies import MADE_UP, plans, predicted
 
 fractions = st.lists(st.floats(0, 0.999), min_size=5, max_size=5)

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.computing import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
-from planner.predict.cost import CostModel
-from planner.predict.faster import Group, group_of, with_quantities
-from planner.predict.uncertainty import interval, off_by
-from planner.show.waterfall import RESOURCES
-from runtime.host import slabs
-from runtime.plan import Policy, Semantics
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.computing import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.faster import Group, group_of, with_quantities
+from penstock.planner.predict.uncertainty import interval, off_by
+from penstock.planner.show.waterfall import RESOURCES
+from penstock.runtime.host import slabs
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.workload import Model
 from tests.planner.test_waterfall import without
 from tests.strategies import MADE_UP, cases, predicted
 from tests.tiny import tiny_config

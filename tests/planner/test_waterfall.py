@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile
-from planner.lower.lower import lower
-from planner.predict.cost import CostModel
-from planner.predict.faster import Group, faster
-from planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, waterfall
-from runtime.plan import Policy, Semantics, Update, saves
-from runtime.plan.train import Train
-from runtime.plan.workload import Saved
+from penstock.hwprofiles.schema import Profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.faster import Group, faster
+from penstock.planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, waterfall
+from penstock.runtime.plan import Policy, Semantics, Update, saves
+from penstock.runtime.plan.train import Train
+from penstock.runtime.plan.workload import Saved
 from tests.strategies import MADE_UP, MODEL, PROFILE, cases, predicted, small_workload
 
 COMPUTE, LINK, DISK, DRAM, OPTIMIZER, LAUNCH = RESOURCES.values()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
-from runtime.errors import WorkloadError
-from runtime.plan.objective import parse_objective
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Model
+from penstock.planner.model.workload import build_workload, read_model, shipped_models, supported_attention
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Model
 from tests import real_layers
 from tests.every_type import tiny
 from tests.real_layers import DTYPES, MANY, Traffic, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.op_fit import Found, attention, collectives, digest_of, eager_rates, memory_rates, norms, products, rows_to_fit
 from benchmarks.op_profiles import FOLDER, profiles
 from benchmarks.published.ops import validate_ops
-from hwprofiles.schema import Profile, read_profile, shipped_profiles
+from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from tests.tour import ROOT
 
 CHANCE = 0.01  # that spreads as they should be would hold so few of the rows

@@ -12,10 +12,10 @@ from benchmarks.op_profiles import GPUS
 from benchmarks.published.op_rows import COLUMNS, read_ops
 from benchmarks.published.ops import Errors, OpLedger, validate_ops
 from benchmarks.validate import validate
-from hwprofiles.schema import read_profile
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel
-from runtime.plan import Semantics
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.runtime.plan import Semantics
 from tests.tour import ROOT
 
 SHIPPED = ROOT / "benchmarks" / "published_ops.csv"

@@ -9,12 +9,12 @@ from benchmarks.published.system_costs import Software, SystemCosts
 from benchmarks.published.system_memory import runtime_bytes
 from benchmarks.published.system_pipeline import Task, ends_s
 from benchmarks.published.systems import SYSTEMS, MegaTrain, Run, claimed_flop, predict
-from hwprofiles.schema import AttentionCall, read_profile
-from planner.model.workload import build_workload, read_model
-from planner.predict.faster import Group, faster
-from runtime.plan import Semantics
-from runtime.plan.region import Demand, Region, Resource
-from runtime.units import GiB
+from penstock.hwprofiles.schema import AttentionCall, read_profile
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.faster import Group, faster
+from penstock.runtime.plan import Semantics
+from penstock.runtime.plan.region import Demand, Region, Resource
+from penstock.runtime.units import GiB
 
 SERVERS = ("mi355x", "gh200", "h100-sxm", "rtx4090-server")
 SOFTWARE = Software()

@@ -10,8 +10,8 @@ from benchmarks.ledger import EXPLANATIONS, Fitter, leave_out, misses, shipped
 from benchmarks.published.systems import Run
 from benchmarks.published.validate import Row, read_runs, validate, with_intervals
 from benchmarks.run_fit import SOFTWARE, STAGES, Constant, fit
-from hwprofiles.schema import shipped_profiles
-from planner.model.workload import shipped_models
+from penstock.hwprofiles.schema import shipped_profiles
+from penstock.planner.model.workload import shipped_models
 from tests.tour import ROOT
 
 RUNS = ROOT / "benchmarks" / "published_runs.json"

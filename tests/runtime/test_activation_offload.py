@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from planner.model.workload import build_workload
-from runtime.executor import OpError
-from runtime.layers.recompute import Replay
-from runtime.layers.views import Shelf
-from runtime.plan import Policy, Semantics, saves
-from runtime.plan.workload import SLOT_ALIGN_BYTES, Block, Model, Saved, Tier, Workload
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.executor import OpError
+from penstock.runtime.layers.recompute import Replay
+from penstock.runtime.layers.views import Shelf
+from penstock.runtime.plan import Policy, Semantics, saves
+from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES, Block, Model, Saved, Tier, Workload
 from tests.tiny import tiny_config
 from tests.training import Remembering, semantics_of, streamed
 

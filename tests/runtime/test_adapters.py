@@ -14,21 +14,21 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hwprofiles.schema import read_profile
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.tape import Tape, Tensor
+from penstock.planner.model.workload import build_workload
+from penstock.planner.predict.computing import Computing, moved_bytes
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.executor import execute
+from penstock.runtime.layers.adapters import AdaptedExperts, AdaptedLinear, _adapted_linear, adapt, initial_factors
+from penstock.runtime.layers.packed_weights import pack, unpack_into
+from penstock.runtime.layers.split import shared_inputs
+from penstock.runtime.plan import Policy, Semantics, saves
+from penstock.runtime.plan.packed import Base
+from penstock.runtime.plan.train import TARGETS, Lora, Train
+from penstock.runtime.plan.workload import Model, Saved
 from penstock.training.validation import evaluate
-from planner.model.tape import Tape, Tensor
-from planner.model.workload import build_workload
-from planner.predict.computing import Computing, moved_bytes
-from runtime.compute.blocks import Templates
-from runtime.errors import WorkloadError
-from runtime.executor import execute
-from runtime.layers.adapters import AdaptedExperts, AdaptedLinear, _adapted_linear, adapt, initial_factors
-from runtime.layers.packed_weights import pack, unpack_into
-from runtime.layers.split import shared_inputs
-from runtime.plan import Policy, Semantics, saves
-from runtime.plan.packed import Base
-from runtime.plan.train import TARGETS, Lora, Train
-from runtime.plan.workload import Model, Saved
 from tests import training
 from tests.forwards import HostileToBoth, sequences_of
 from tests.real_layers import DTYPES, SIZES, Work, cases, hf_model, layers_of, tensors
@@ -236,7 +236,7 @@ def test_experts_and_their_adapters_are_those_that_peft_merges(model_type: str, 
     experts.base_layer.is_aside = True
     assert not torch.allclose(before[1], without := experts(x, ids, shares))
     assert torch.equal(without, outer.base_layer.base_layer(x, ids, shares))
-    monkeypatch.setattr("runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
+    monkeypatch.setattr("penstock.runtime.layers.adapters.grouped_mm_experts_forward", lambda self, x, ids, shares: x)
     with pytest.raises(WorkloadError, match="computes experts by other products"):
         AdaptedExperts(theirs.get_submodule("base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"), lora)
 

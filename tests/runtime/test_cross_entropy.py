@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planner.model.workload import build_workload
-from runtime.compute import cross_entropy
-from runtime.compute.cross_entropy import add_product, defined_losses, is_as_defined, launched, loss_kernel, row_losses
-from runtime.cuda.nvrtc import ELEMENT
-from runtime.plan.workload import Model, loss_lanes
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute import cross_entropy
+from penstock.runtime.compute.cross_entropy import add_product, defined_losses, is_as_defined, launched, loss_kernel, row_losses
+from penstock.runtime.cuda.nvrtc import ELEMENT
+from penstock.runtime.plan.workload import Model, loss_lanes
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.real_layers import semantics
 from tests.tiny import tiny_config

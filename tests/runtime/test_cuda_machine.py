@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.executor import Execution, OpError, execute
+from penstock.runtime.plan import Kind, Lane, Policy, Update, saves
+from penstock.runtime.plan.workload import Model
 from penstock.training.device import device_of
 from penstock.training.validation import evaluate, generate
-from planner.model.workload import build_workload
-from runtime.errors import PenstockError
-from runtime.executor import Execution, OpError, execute
-from runtime.plan import Kind, Lane, Policy, Update, saves
-from runtime.plan.workload import Model
 from tests.forwards import LateForBoth, sequences, sequences_of, watch_forwards
 from tests.late_streams import LateStreams, Poisoned, machine_of
 from tests.running import lines_of, make_home, one_line, plan_in, train
@@ -234,9 +234,9 @@ def test_a_machine_without_users_is_gone_at_once():
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A plan, some text, and a "GPU" whose streams dawdle."""
-    monkeypatch.setattr("runtime.machines.torch_machine.CudaStreams", lambda: LateStreams(1, 0.5))
-    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: True)
-    monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
+    monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", lambda: LateStreams(1, 0.5))
+    monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: True)
+    monkeypatch.setattr("penstock.runtime.machines.streams.free_cuda_bytes", lambda: 10**10)
     plan_in(make_home(tmp_path))
     return tmp_path
 
@@ -260,15 +260,15 @@ def test_a_run_on_a_gpu_and_one_on_a_cpu_write_the_same_files(home):
 
 
 def test_a_plan_too_large_for_the_gpu_is_refused_at_once(home, monkeypatch):
-    monkeypatch.setattr("runtime.machines.streams.free_cuda_bytes", lambda: 1000)
+    monkeypatch.setattr("penstock.runtime.machines.streams.free_cuda_bytes", lambda: 1000)
     one_line(run(home, "o"), 3, "of the GPU's memory")
     assert not (home / "o").exists()
 
 
 def test_without_a_gpu_a_run_is_the_cpus_unless_it_asks_for_one(home, monkeypatch):
-    monkeypatch.setattr("runtime.machines.streams.has_cuda", lambda: False)
+    monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", lambda: False)
     one_line(run(home, "o", "--device", "cuda"), 2, "--device cuda: torch sees no CUDA device")
-    monkeypatch.setattr("runtime.machines.torch_machine.CudaStreams", None)
+    monkeypatch.setattr("penstock.runtime.machines.torch_machine.CudaStreams", None)
     assert run(home, "o").exit_code == 0
 
 
@@ -292,7 +292,7 @@ def test_segments_of_the_allocator_may_grow_unless_the_user_says(monkeypatch, de
         assert {name: os.environ[name] for name in names if name in os.environ} == found
         return True
 
-    monkeypatch.setattr("runtime.machines.streams.has_cuda", look)
+    monkeypatch.setattr("penstock.runtime.machines.streams.has_cuda", look)
     assert device_of(device) == ("cpu" if device == "cpu" else "cuda")
 
 
@@ -309,11 +309,13 @@ def test_machines_add_parts_of_products_in_fp32():
 def test_deterministic_kernels_are_asked_for_before_computing(home, monkeypatch):
     asked = []
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setattr("runtime.machines.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"]))
+    monkeypatch.setattr(
+        "penstock.runtime.machines.streams.use_same_kernels", lambda: asked.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+    )
     one_line(run(home, "refused", "--deterministic"), 2, "plan again with --deterministic")
     assert run(home, "usual").exit_code == 0
     assert asked == []
-    monkeypatch.setattr("runtime.layers.attention._can_use", lambda *of: True)
+    monkeypatch.setattr("penstock.runtime.layers.attention._can_use", lambda *of: True)
     plan_in(home, "--deterministic")
     assert run(home, "again").exit_code == 0  # what is planned so is run so
     assert asked == [":4096:8"]

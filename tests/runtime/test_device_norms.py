@@ -9,25 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
-from planner.bounds.machine import machine_bound, machine_facets
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel, region_of
-from planner.predict.memory import frame
-from planner.predict.simulate import simulate
-from planner.search.frames import Frames
-from planner.search.relax import Relaxation
-from planner.search.space import Family, family_of
-from runtime.cuda.nvrtc import ELEMENT, THREADS
-from runtime.errors import PlanError
-from runtime.host import norms
-from runtime.host.chunks import CHUNK_ELEMENTS
-from runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
-from runtime.host.optimizer import SummedGradient
-from runtime.plan import Lane, Policy, Semantics, Update
-from runtime.plan.legality import can_square
-from runtime.plan.region import Resource
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.bounds.machine import machine_bound, machine_facets
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel, region_of
+from penstock.planner.predict.memory import frame
+from penstock.planner.predict.simulate import simulate
+from penstock.planner.search.frames import Frames
+from penstock.planner.search.relax import Relaxation
+from penstock.planner.search.space import Family, family_of
+from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS
+from penstock.runtime.errors import PlanError
+from penstock.runtime.host import norms
+from penstock.runtime.host.chunks import CHUNK_ELEMENTS
+from penstock.runtime.host.norms import added, squares_at_once, squares_on_device, sum_of_squares
+from penstock.runtime.host.optimizer import SummedGradient
+from penstock.runtime.plan import Lane, Policy, Semantics, Update
+from penstock.runtime.plan.legality import can_square
+from penstock.runtime.plan.region import Resource
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, in_cpp
 from tests.edits import error_of, small
 from tests.planner.test_search import MACHINES, NOBODY, semantics, workloads

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.host.memory import DTYPE
-from runtime.host.optimizer import PROBE_ELEMENTS, Kept, Master, ParamState, Step, gives_the_hosts_bits, summed
-from runtime.plan import Kind, Policy, Update
-from runtime.plan.optimizer import AdamW
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.host.optimizer import PROBE_ELEMENTS, Kept, Master, ParamState, Step, gives_the_hosts_bits, summed
+from penstock.runtime.plan import Kind, Policy, Update
+from penstock.runtime.plan.optimizer import AdamW
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.tiny import tiny_config
 from tests.training import LEAN, differences, semantics_of, streamed

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.errors import DiskError
-from runtime.executor import execute
-from runtime.host import base_file
-from runtime.host.base_file import BaseFile, is_in_memory
-from runtime.host.updates import NonFiniteError
-from runtime.plan import Lane, Plan, Policy, Update, saves
-from runtime.plan.train import Lora, Train
+from penstock.runtime.errors import DiskError
+from penstock.runtime.executor import execute
+from penstock.runtime.host import base_file
+from penstock.runtime.host.base_file import BaseFile, is_in_memory
+from penstock.runtime.host.updates import NonFiniteError
+from penstock.runtime.plan import Lane, Plan, Policy, Update, saves
+from penstock.runtime.plan.train import Lora, Train
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import differences, machine_for, plain, plan_of, semantics_of, streamed, trained

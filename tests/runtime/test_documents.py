@@ -10,17 +10,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from penstock.planner.check.check import check
+from penstock.planner.lower.forward import forward_plan
+from penstock.planner.model.workload import supported_attention
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import execute
+from penstock.runtime.layers import documents
+from penstock.runtime.layers.apart import supports_documents
+from penstock.runtime.plan import Kind, Policy, Update, saves
+from penstock.runtime.plan.footprint import document_bytes, padded_tokens
+from penstock.runtime.plan.workload import Model
 from penstock.training.validation import evaluate
-from planner.check.check import check
-from planner.lower.forward import forward_plan
-from planner.model.workload import supported_attention
-from runtime.batch import Batch
-from runtime.executor import execute
-from runtime.layers import documents
-from runtime.layers.apart import supports_documents
-from runtime.plan import Kind, Policy, Update, saves
-from runtime.plan.footprint import document_bytes, padded_tokens
-from runtime.plan.workload import Model
 from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import HostileToBoth, LateForBoth, exact, sequences_of

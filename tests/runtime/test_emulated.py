@@ -6,18 +6,18 @@ import time
 import pytest
 import torch
 
-from hwprofiles.schema import read_profile
-from planner.lower.lower import lower
-from planner.model.workload import build_workload, read_model, shipped_models, supported_attention
-from planner.predict.cost import costs, region_of
-from planner.predict.simulate import simulate
-from runtime.compute.blocks import Templates
-from runtime.executor import execute
-from runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Policy, Semantics
-from runtime.plan.region import Demand, Region, Resource
-from runtime.plan.workload import Model, has_towers
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload, read_model, shipped_models, supported_attention
+from penstock.planner.predict.cost import costs, region_of
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.executor import execute
+from penstock.runtime.machines.emulated import EmulatedMachine, LiveRegion, stand_in_config, stand_in_semantics, time_scale_for
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.region import Demand, Region, Resource
+from penstock.runtime.plan.workload import Model, has_towers
 from tests.tiny import MODEL_TYPES
 from tests.training import machine_for
 

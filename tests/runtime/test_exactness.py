@@ -9,15 +9,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import read_profile
-from planner.check.check import check
-from planner.model.workload import build_workload
-from runtime.compute.blocks import op_seed
-from runtime.errors import PenstockError
-from runtime.executor import execute
-from runtime.plan import Kind, Policy, Slot, Update, Wait, saves
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Model, Saved
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.check.check import check
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute.blocks import op_seed
+from penstock.runtime.errors import PenstockError
+from penstock.runtime.executor import execute
+from penstock.runtime.plan import Kind, Policy, Slot, Update, Wait, saves
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Model, Saved
 from tests import training
 from tests.edits import with_waits
 from tests.strategies import policies

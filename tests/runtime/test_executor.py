@@ -14,14 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runtime import executor, lane_track
-from runtime.batch import Batch, PreparedBatches
-from runtime.errors import DataError
-from runtime.executor import Execution, OpError, StallError, Stop, execute
-from runtime.lane_track import Track
-from runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
-from runtime.plan.plan import unrolled
-from runtime.plan.timeline import is_kept
+from penstock.runtime import executor, lane_track
+from penstock.runtime.batch import Batch, PreparedBatches
+from penstock.runtime.errors import DataError
+from penstock.runtime.executor import Execution, OpError, StallError, Stop, execute
+from penstock.runtime.lane_track import Track
+from penstock.runtime.plan import Kind, Lane, Plan, Policy, Repeat, Update, Wait
+from penstock.runtime.plan.plan import unrolled
+from penstock.runtime.plan.timeline import is_kept
 from tests.edits import at
 from tests.null_machine import NullMachine
 from tests.strategies import plans

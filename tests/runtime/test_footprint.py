@@ -7,21 +7,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.schema import Profile, read_profile
+from penstock.hwprofiles.schema import Profile, read_profile
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import lower
+from penstock.planner.model import fused
+from penstock.planner.model.kernels import FUSED
+from penstock.planner.model.tape import Tape, Tensor
+from penstock.planner.model.workload import build_workload, fusible
+from penstock.planner.predict.memory import footprint
+from penstock.runtime.errors import DoesNotFitError, PlanError
+from penstock.runtime.host import memory
+from penstock.runtime.machines import streams
+from penstock.runtime.plan import Plan, Policy
+from penstock.runtime.plan.footprint import document_bytes, planned_device_needs
+from penstock.runtime.plan.workload import Model
 from penstock.training.device import refuse_what_does_not_fit
-from planner.check.check import check
-from planner.lower.lower import lower
-from planner.model import fused
-from planner.model.kernels import FUSED
-from planner.model.tape import Tape, Tensor
-from planner.model.workload import build_workload, fusible
-from planner.predict.memory import footprint
-from runtime.errors import DoesNotFitError, PlanError
-from runtime.host import memory
-from runtime.machines import streams
-from runtime.plan import Plan, Policy
-from runtime.plan.footprint import document_bytes, planned_device_needs
-from runtime.plan.workload import Model
 from tests.strategies import PROFILE, cases, policies
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, semantics_of

@@ -7,10 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.model.workload import build_workload
-from runtime.plan import Kind, Policy, Update, saves
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Model, aligned_elements
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.plan import Kind, Policy, Update, saves
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Model, aligned_elements
 from tests import training
 from tests.strategies import policies
 from tests.tiny import EXPERT_TYPES, STRUCTURES, families, tiny_config

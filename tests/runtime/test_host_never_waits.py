@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.compute import compute
-from runtime.executor import execute
-from runtime.machines.torch_machine import CudaMachine
-from runtime.plan import Kind, Lane, Policy, Update, saves
+from penstock.runtime.compute import compute
+from penstock.runtime.executor import execute
+from penstock.runtime.machines.torch_machine import CudaMachine
+from penstock.runtime.plan import Kind, Lane, Policy, Update, saves
 from tests.late_streams import LateStreams, machine_of
 from tests.tiny import STRUCTURES, tiny_config
 from tests.training import N_STEPS, batches_of, differences, machine_for, plan_of, semantics_of

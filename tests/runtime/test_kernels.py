@@ -15,15 +15,33 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from planner.model.kernels import FUSED
-from planner.model.workload import build_workload, fusible
-from runtime.compute.blocks import Templates
-from runtime.cuda.nvrtc import compiled_kernel
-from runtime.errors import PlanError, WorkloadError
-from runtime.layers import kernels
-from runtime.layers.kernels import CALL_BY_CALL, is_rms_norm, refuse_missing_libraries, rms_norm, rotary, use_kernels, use_own_calls
-from runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, fastest, kernel_of, probes, several
-from runtime.plan.workload import Model
+from penstock.planner.model.kernels import FUSED
+from penstock.planner.model.workload import build_workload, fusible
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.cuda.nvrtc import compiled_kernel
+from penstock.runtime.errors import PlanError, WorkloadError
+from penstock.runtime.layers import kernels
+from penstock.runtime.layers.kernels import (
+    CALL_BY_CALL,
+    is_rms_norm,
+    refuse_missing_libraries,
+    rms_norm,
+    rotary,
+    use_kernels,
+    use_own_calls,
+)
+from penstock.runtime.layers.pointwise import (
+    GATES,
+    TIMES_THE_BYTES,
+    OneKernel,
+    Pointwise,
+    compiled,
+    fastest,
+    kernel_of,
+    probes,
+    several,
+)
+from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.real_layers import DTYPES, SIZES, WIDER, cases, hf_model, layer_calls, layers_of, peak_bytes, saved_bytes, semantics
 from tests.tiny import EAGER_ONLY, STRUCTURES, tiny_config
@@ -239,7 +257,7 @@ def test_other_models_of_transformers_keep_their_kernels() -> None:
 @pytest.mark.parametrize("pointwise", ["eager", "fused"])
 def test_activations_are_compiled_for_fused_layers_alone(pointwise, monkeypatch):
     asked = []
-    monkeypatch.setattr("runtime.compute.blocks.fastest", lambda *of: asked.append(of) or fastest(*of))
+    monkeypatch.setattr("penstock.runtime.compute.blocks.fastest", lambda *of: asked.append(of) or fastest(*of))
     semantics, config = semantics_of("llama", pointwise=pointwise), tiny_config("llama")
     Templates(config, build_workload(Model(config), semantics), semantics)
     assert len(asked) == (pointwise == "fused")

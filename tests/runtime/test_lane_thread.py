@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from runtime.executor import OpError, execute
-from runtime.machines import lanes
-from runtime.machines.lanes import LaneThread
-from runtime.plan import Lane
+from penstock.runtime.executor import OpError, execute
+from penstock.runtime.machines import lanes
+from penstock.runtime.machines.lanes import LaneThread
+from penstock.runtime.plan import Lane
 from tests.null_machine import NullMachine
 
 from .test_executor import Hanging, tiny_plan

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from hwprofiles.schema import read_profile
-from planner.model.workload import build_workload
-from planner.predict.memory import footprint, frame
-from planner.search.micro_batch import sizes_of
-from planner.search.search import search
-from runtime.plan import Kind, Policy, Semantics
-from runtime.plan.workload import Model
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.workload import build_workload
+from penstock.planner.predict.memory import footprint, frame
+from penstock.planner.search.micro_batch import sizes_of
+from penstock.planner.search.search import search
+from penstock.runtime.plan import Kind, Policy, Semantics
+from penstock.runtime.plan.workload import Model
 from tests.tiny import tiny_config
 from tests.training import plan_of
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from planner.check.check import check
-from planner.lower.lower import outline_folded
-from runtime.plan import PlanFile, Policy, Update, saves
+from penstock.planner.check.check import check
+from penstock.planner.lower.lower import outline_folded
+from penstock.runtime.plan import PlanFile, Policy, Update, saves
 from tests.edits import plan_by
 from tests.running import lines_of, make_home, penstock, plan_anew, plan_in, train, weights_sha
 from tests.tiny import tiny_config
@@ -60,7 +60,7 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
     home = make_home(tmp_path)
     sizes = ("--batch-size", "16", "--micro-batch", "1", "--policy", "megatrain-plus")
     written = plan_in(home, *sizes, name="written.json")
-    monkeypatch.setattr("planner.lower.lower.FEWEST_FOLDED", 10)
+    monkeypatch.setattr("penstock.planner.lower.lower.FEWEST_FOLDED", 10)
     repeats = plan_anew(home, *sizes, name="repeats.json")
     assert PlanFile.read(written).plan.repeat is None
     assert PlanFile.read(repeats).plan.repeat is not None

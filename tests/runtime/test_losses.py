@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from planner.model.workload import build_workload
-from runtime.batch import Batch
-from runtime.compute.blocks import Templates
-from runtime.compute.losses import LossFunction, grpo, known_loss, top_and_rest
-from runtime.errors import PlanError
-from runtime.executor import execute
-from runtime.host.memory import DTYPE
-from runtime.plan import Policy, Semantics, Update, saves
-from runtime.plan.objective import KNOWN, Objective, Of, parse_objective
-from runtime.plan.workload import Model
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.batch import Batch
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.compute.losses import LossFunction, grpo, known_loss, top_and_rest
+from penstock.runtime.errors import PlanError
+from penstock.runtime.executor import execute
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.plan import Policy, Semantics, Update, saves
+from penstock.runtime.plan.objective import KNOWN, Objective, Of, parse_objective
+from penstock.runtime.plan.workload import Model
 from tests.real_layers import peak_bytes
 from tests.tiny import tiny_config
 from tests.training import Remembering, batches_of, fused, machine_for, plan_of, same_state, semantics_of

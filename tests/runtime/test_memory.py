@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hwprofiles.probe.cpu import resident_bytes
-from runtime.executor import execute
-from runtime.host.memory import Arenas
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Arena, Place, Policy, Slot, saves
+from penstock.hwprofiles.probe.cpu import resident_bytes
+from penstock.runtime.executor import execute
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Arena, Place, Policy, Slot, saves
 from tests.tiny import tiny_config
 from tests.training import plan_of, poison, semantics_of, trained
 

@@ -13,7 +13,7 @@ from subprocess import run
 import pytest
 from torch.utils import cpp_extension
 
-from runtime.cuda import nvrtc
+from penstock.runtime.cuda import nvrtc
 
 BF16, FP32, BYTE = "unsigned short", "float", "unsigned char"
 ARCHITECTURES = (80, 89, 90, 100)

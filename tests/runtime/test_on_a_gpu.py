@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import Execution, execute
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.host.optimizer import Kept, device_kernel
+from penstock.runtime.layers.recompute import FUSED_ATTENTION, Replay
+from penstock.runtime.machines.streams import CudaStreams, use_same_kernels
+from penstock.runtime.machines.torch_machine import CudaMachine
+from penstock.runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Model, Saved
 from penstock.training.validation import evaluate, generate
-from planner.model.workload import build_workload
-from runtime.batch import Batch
-from runtime.executor import Execution, execute
-from runtime.host.memory import DTYPE
-from runtime.host.optimizer import Kept, device_kernel
-from runtime.layers.recompute import FUSED_ATTENTION, Replay
-from runtime.machines.streams import CudaStreams, use_same_kernels
-from runtime.machines.torch_machine import CudaMachine
-from runtime.plan import Kind, Lane, Op, Plan, Policy, Semantics, saves
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Model, Saved
 from tests import reference, training
 from tests.every_type import tiny
 from tests.forwards import OfAnyPlan, resident, sequences, sequences_of
@@ -350,7 +350,7 @@ def test_an_illegal_access_ends_a_run_with_a_line_that_says_so():
     """In a process of its own: a device that has failed is gone for the whole process."""
     code = """
 from tests.runtime.test_on_a_gpu import *
-from runtime.batch import Batch
+from penstock.runtime.batch import Batch
 plan = plan_of(tiny_config("llama"), semantics_of("llama"), Policy())
 bad = torch.full((4, 16), 10**6)
 try:

@@ -16,16 +16,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runtime.compiled import compiled_loop
-from runtime.executor import OpError, execute
-from runtime.host import chunks, loops, optimizer, rounding, updates
-from runtime.host.chunks import Scratch
-from runtime.host.memory import DTYPE
-from runtime.host.norms import added, squares_tasks, sum_of_squares
-from runtime.host.optimizer import Master, ParamState, Step, SummedGradient, summed
-from runtime.host.workers import Workers
-from runtime.plan import Policy, Semantics
-from runtime.plan.optimizer import AdamW, optimizing
+from penstock.runtime.compiled import compiled_loop
+from penstock.runtime.executor import OpError, execute
+from penstock.runtime.host import chunks, loops, optimizer, rounding, updates
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.host.memory import DTYPE
+from penstock.runtime.host.norms import added, squares_tasks, sum_of_squares
+from penstock.runtime.host.optimizer import Master, ParamState, Step, SummedGradient, summed
+from penstock.runtime.host.workers import Workers
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.optimizer import AdamW, optimizing
 from tests.reference import half_up, halved, lean_step
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, same_bits, semantics_of
@@ -160,7 +160,7 @@ def test_a_full_disk_does_not_end_what_is_compiled(tmp_path):
     """No byte can be written: nothing is kept, and the loop runs."""
     code = """if 1:
         import resource, torch
-        from runtime.host import loops
+        from penstock.runtime.host import loops
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         total = torch.ones(3)
         loops.add_part(total, torch.full((3,), 0.5), True, 0, 3)

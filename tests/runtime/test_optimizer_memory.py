@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.predict.cost import update_bytes_per_param
-from runtime.host import loops, optimizer
-from runtime.host.chunks import Scratch
-from runtime.plan import Policy, Update
-from runtime.plan.workload import BlockKind
-from runtime.units import KiB
+from penstock.planner.predict.cost import update_bytes_per_param
+from penstock.runtime.host import loops, optimizer
+from penstock.runtime.host.chunks import Scratch
+from penstock.runtime.plan import Policy, Update
+from penstock.runtime.plan.workload import BlockKind
+from penstock.runtime.units import KiB
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of, trained
 from tests.updating import update_

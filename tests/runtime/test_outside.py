@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.model.workload import supported_attention
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.host.chunks import CHUNK_ELEMENTS
+from penstock.runtime.host.norms import clip_factor, sum_of_squares
+from penstock.runtime.host.optimizer import Master, ParamState
+from penstock.runtime.layers.meta_models import read_config
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.optimizer import AdamW
+from penstock.runtime.plan.workload import Model
 from penstock.training.self_test import differences, own_step
-from planner.model.workload import supported_attention
-from runtime.compute.blocks import Templates
-from runtime.errors import WorkloadError
-from runtime.host.chunks import CHUNK_ELEMENTS
-from runtime.host.norms import clip_factor, sum_of_squares
-from runtime.host.optimizer import Master, ParamState
-from runtime.layers.meta_models import read_config
-from runtime.plan import Policy, Semantics
-from runtime.plan.optimizer import AdamW
-from runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.tiny import MODEL_TYPES, tiny_config
 from tests.training import plan_of, same_bits, semantics_of

@@ -15,18 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from hwprofiles.schema import read_profile
-from planner.model.workload import build_workload, read_model
-from planner.predict.cost import CostModel
-from planner.predict.memory import frame
-from runtime.cuda.nvrtc import MOST_ELEMENTS
-from runtime.layers import packed_weights as room
-from runtime.layers.packed_weights import NF4, pack, parts, prepare, unpack_into
-from runtime.plan import Policy, Semantics
-from runtime.plan import packed as packing
-from runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, is_packed, layout
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import SLOT_ALIGN_BYTES
+from penstock.hwprofiles.schema import read_profile
+from penstock.planner.model.workload import build_workload, read_model
+from penstock.planner.predict.cost import CostModel
+from penstock.planner.predict.memory import frame
+from penstock.runtime.cuda.nvrtc import MOST_ELEMENTS
+from penstock.runtime.layers import packed_weights as room
+from penstock.runtime.layers.packed_weights import NF4, pack, parts, prepare, unpack_into
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan import packed as packing
+from penstock.runtime.plan.packed import FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, UNPACK_CHUNK_ELEMENTS, UNPACK_KERNELS, is_packed, layout
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import SLOT_ALIGN_BYTES
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.training import same_bits as same
 

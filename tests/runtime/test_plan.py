@@ -11,12 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.errors import PenstockError, PlanError
-from runtime.plan import LANE_OF, OPS, Arena, Kind, Lane, Op, Place, Plan, PlanFile, Policy, Semantics, Slot, Update, Wait, saves
-from runtime.plan.plan import FORMAT_VERSION
-from runtime.plan.timeline import Span, Timeline, chrome_trace
-from runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
-from runtime.units import GB, TB, GiB, MiB, parse_bytes
+from penstock.runtime.errors import PenstockError, PlanError
+from penstock.runtime.plan import (
+    LANE_OF,
+    OPS,
+    Arena,
+    Kind,
+    Lane,
+    Op,
+    Place,
+    Plan,
+    PlanFile,
+    Policy,
+    Semantics,
+    Slot,
+    Update,
+    Wait,
+    saves,
+)
+from penstock.runtime.plan.plan import FORMAT_VERSION
+from penstock.runtime.plan.timeline import Span, Timeline, chrome_trace
+from penstock.runtime.plan.workload import ALIGN_ELEMENTS, Attention, Block, BlockKind, Matmul, Model, Parameter, Saved, Workload
+from penstock.runtime.units import GB, TB, GiB, MiB, parse_bytes
 from tests.strategies import plans
 
 LOAD = "load h2d b1 state=state[1] weights=weights[0]"

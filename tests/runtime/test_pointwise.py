@@ -7,9 +7,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.cuda.nvrtc import MOST_ELEMENTS
-from runtime.layers import pointwise
-from runtime.layers.pointwise import GATES, TIMES_THE_BYTES, OneKernel, Pointwise, compiled, cuts, kernel_of, probes, several
+from penstock.runtime.cuda.nvrtc import MOST_ELEMENTS
+from penstock.runtime.layers import pointwise
+from penstock.runtime.layers.pointwise import (
+    GATES,
+    TIMES_THE_BYTES,
+    OneKernel,
+    Pointwise,
+    compiled,
+    cuts,
+    kernel_of,
+    probes,
+    several,
+)
 from tests.cuda_in_cpp import NEEDS_A_COMPILER, by_two_threads, in_cpp
 from tests.training import same_bits
 

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
-from hwprofiles.schema import read_profile
-from hwprofiles.several import on_network, shared_by
-from planner.check.claim import check_origin
-from planner.lower.lower import lower
-from planner.model.workload import build_workload
-from runtime.errors import PlanError
-from runtime.executor import AgreedStop, Stop
-from runtime.host.slabs import shared_slab, slab_of
-from runtime.machines.emulated import Alike
-from runtime.plan import Kind, Policy, Semantics
-from runtime.plan.train import Lora, Train
-from runtime.plan.workload import Block, BlockKind, Model, Parameter
-from runtime.ranks import folded
+from penstock.hwprofiles.schema import read_profile
+from penstock.hwprofiles.several import on_network, shared_by
+from penstock.planner.check.claim import check_origin
+from penstock.planner.lower.lower import lower
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.errors import PlanError
+from penstock.runtime.executor import AgreedStop, Stop
+from penstock.runtime.host.slabs import shared_slab, slab_of
+from penstock.runtime.machines.emulated import Alike
+from penstock.runtime.plan import Kind, Policy, Semantics
+from penstock.runtime.plan.train import Lora, Train
+from penstock.runtime.plan.workload import Block, BlockKind, Model, Parameter
+from penstock.runtime.ranks import folded
 from tests.edits import small
 from tests.rank_law import every_case, trained_alone, trained_by
 from tests.strategies import PROFILE

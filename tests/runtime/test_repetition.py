@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.check.check import _Clocks, _legal_order, check
-from planner.lower.lower import outline_folded, outline_written_out
-from planner.predict.event_loop import MAX_CYCLE
-from planner.predict.simulate import simulate
-from runtime.errors import PlanError
-from runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
-from runtime.plan.ops import MAX_REPETITIONS
-from runtime.plan.plan import unrolled
-from runtime.plan.region import Demand, Region, Resource
-from runtime.plan.timeline import is_kept
-from runtime.plan.train import Train
+from penstock.planner.check.check import _Clocks, _legal_order, check
+from penstock.planner.lower.lower import outline_folded, outline_written_out
+from penstock.planner.predict.event_loop import MAX_CYCLE
+from penstock.planner.predict.simulate import simulate
+from penstock.runtime.errors import PlanError
+from penstock.runtime.plan import Lane, Plan, PlanFile, Policy, Semantics, Update, Wait, saves
+from penstock.runtime.plan.ops import MAX_REPETITIONS
+from penstock.runtime.plan.plan import unrolled
+from penstock.runtime.plan.region import Demand, Region, Resource
+from penstock.runtime.plan.timeline import is_kept
+from penstock.runtime.plan.train import Train
 from tests.edits import at, passes, plan_by, rewaited
 from tests.mutants import ADAPTED, Mutant
 from tests.mutants import MUTATIONS as ALL_MUTATIONS
@@ -184,8 +184,8 @@ def test_repetitions_that_settle_to_no_period_go_on_as_they_did(monkeypatch: pyt
     plan = small(10_000)
     demands = [Demand(0.0, 1.0 + op.block / 7) for op in plan.ops]
     exact = simulate(plan, demands, None)
-    monkeypatch.setattr("planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
-    monkeypatch.setattr("planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE + 1)
+    monkeypatch.setattr("penstock.planner.predict.simulate.SAME_REPETITION_FRACTION", -1.0)
+    monkeypatch.setattr("penstock.planner.predict.simulate.MOST_REPETITIONS", MAX_CYCLE + 1)
     found = simulate(plan, demands, None)
     assert (found.periodic, exact.periodic) == (False, True)
     assert found.step_s == pytest.approx(exact.step_s, rel=1e-3)

@@ -15,12 +15,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from runtime.batch import Batch
-from runtime.executor import execute
-from runtime.layers.recompute import Replay
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
-from runtime.plan.workload import Block, Saved, Tier
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import execute
+from penstock.runtime.layers.recompute import Replay
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Lane, Plan, Policy, Semantics, Update, saves
+from penstock.runtime.plan.workload import Block, Saved, Tier
 from tests.real_layers import DTYPES, MANY, ROW_HEAVY, SIZES, Work, cases, layers_of, peak_bytes, recorded, tensors
 from tests.tiny import EAGER_ONLY, EXPERT_TYPES, STRUCTURES, tiny_config
 from tests.training import machine_for, plan_of, semantics_of

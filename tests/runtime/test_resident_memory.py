@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from hwprofiles.probe.probe import BEYOND_TORCH_BYTES
-from runtime.plan import PlanFile
-from runtime.plan.footprint import host_needs
+from penstock.hwprofiles.probe.probe import BEYOND_TORCH_BYTES
+from penstock.runtime.plan import PlanFile
+from penstock.runtime.plan.footprint import host_needs
 from tests.running import SCRATCH, penstock
 from tests.tiny import tiny_config
 from tests.tour import ROOT
@@ -25,7 +25,7 @@ RUN = """
 import re, sys
 from pathlib import Path
 import torch
-from hwprofiles.probe.cpu import resident_bytes
+from penstock.hwprofiles.probe.cpu import resident_bytes
 print("resident bytes", resident_bytes(), file=sys.stderr)
 sys.modules |= dict.fromkeys(("accelerate", "bitsandbytes", "peft", "psutil"))
 from penstock.cli.main import main

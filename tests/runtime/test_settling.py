@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from runtime.batch import Batch
-from runtime.executor import execute
-from runtime.host.norms import clip_factor
-from runtime.plan import Kind, Policy, Update
+from penstock.runtime.batch import Batch
+from penstock.runtime.executor import execute
+from penstock.runtime.host.norms import clip_factor
+from penstock.runtime.plan import Kind, Policy, Update
 from tests import reference, training
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Hostile, differences, same_bits, same_state, semantics_of, settings_of_torch, state_of, streamed

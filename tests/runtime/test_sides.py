@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from planner.model.config import outlines
-from runtime.plan import Policy, saves
-from runtime.plan.workload import Model
+from penstock.planner.model.config import outlines
+from penstock.runtime.plan import Policy, saves
+from penstock.runtime.plan.workload import Model
 from tests.every_type import tiny
 from tests.rank_law import trained_alone, trained_by
 from tests.tiny import tiny_config

@@ -16,16 +16,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwprofiles.probe.cpu import resident_bytes
-from runtime.errors import PlanError
-from runtime.executor import execute
-from runtime.host import host_state, slabs
-from runtime.host.memory import Arenas
-from runtime.host.optimizer import Master
-from runtime.host.slabs import host_slab, register_for_dma
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Arena, Lane, Place, Policy, Slot, Update
-from runtime.units import MiB
+from penstock.hwprofiles.probe.cpu import resident_bytes
+from penstock.runtime.errors import PlanError
+from penstock.runtime.executor import execute
+from penstock.runtime.host import host_state, slabs
+from penstock.runtime.host.memory import Arenas
+from penstock.runtime.host.optimizer import Master
+from penstock.runtime.host.slabs import host_slab, register_for_dma
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Arena, Lane, Place, Policy, Slot, Update
+from penstock.runtime.units import MiB
 from tests.tiny import tiny_config
 from tests.tour import ROOT
 from tests.training import differences, machine_for, plan_of, same_bits, semantics_of, streamed
@@ -270,11 +270,11 @@ from penstock.settings import CheckpointSettings, DataSettings, RunSettings
 from penstock.training.session import Session, predicted
 from penstock.training.trainer import Trainer
 from penstock.training.inputs import load_model
-from runtime.host.slabs import give_back_freed
+from penstock.runtime.host.slabs import give_back_freed
 from tests.checkpoints import save
 from tests.sessions import resumed
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Policy
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Policy
 from tests.tiny import tiny_config
 from tests.training import machine_for, plan_of, semantics_of
 

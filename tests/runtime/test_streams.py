@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime.executor import execute
-from runtime.machines.streams import CudaStreams
-from runtime.machines.torch_machine import CudaMachine
-from runtime.plan import Kind, Lane, Policy, saves
+from penstock.runtime.executor import execute
+from penstock.runtime.machines.streams import CudaStreams
+from penstock.runtime.machines.torch_machine import CudaMachine
+from penstock.runtime.plan import Kind, Lane, Policy, saves
 from tests.late_streams import Poisoned, machine_of
 from tests.tiny import tiny_config
 from tests.training import N_STEPS, Remembers, differences, machine_for, plan_of, semantics_of

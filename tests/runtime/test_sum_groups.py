@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.checkpoint import load_state, refuse_another
-from planner.check.shape import Shape
-from planner.lower.lower import lower
-from runtime.errors import CheckpointError, PlanError
-from runtime.plan import Policy, Semantics
+from penstock.planner.check.shape import Shape
+from penstock.planner.lower.lower import lower
+from penstock.runtime.errors import CheckpointError, PlanError
+from penstock.runtime.plan import Policy, Semantics
 from tests.running import make_home, one_line, penstock, plan_in, train
 from tests.strategies import MODEL, PROFILE, small_workload
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.model.workload import build_workload
-from runtime.compute.blocks import Templates
-from runtime.errors import WorkloadError
-from runtime.plan import Kind, Plan, Policy, saves
-from runtime.plan.workload import Block, Model, Saved
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.errors import WorkloadError
+from penstock.runtime.plan import Kind, Plan, Policy, saves
+from penstock.runtime.plan.workload import Block, Model, Saved
 from tests import real_layers, training
 from tests.real_layers import Work, hf_model, layer_calls
 from tests.strategies import policies

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.checkpoint.adapter_files import CONFIG_FILE, PREFIX, TENSOR_FILE, read_adapter
-from runtime.plan.train import TARGETS, Lora
+from penstock.runtime.plan.train import TARGETS, Lora
 from tests import checkpoints
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, logits_with, lora_of, model_of, peft_saved, write_adapter
 from tests.tiny import EXPERT_TYPES, MODEL_TYPES

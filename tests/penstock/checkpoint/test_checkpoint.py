@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from penstock.checkpoint.checkpoint import State, latest, load_state, put_back, refuse_another, sum_of
 from penstock.checkpoint.model_files import has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.tensor_files import Shards, write_tensors
-from runtime.errors import CheckpointError
-from runtime.plan import Policy, Semantics
-from runtime.plan.train import ALL, Lora, Train
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.plan import Policy, Semantics
+from penstock.runtime.plan.train import ALL, Lora, Train
 from tests.checkpoints import refused, save, small
 from tests.real_layers import hf_model
 from tests.sessions import session_of, train

@@ -20,8 +20,8 @@ from penstock.checkpoint.adapter_files import PREFIX, TENSOR_FILE
 from penstock.checkpoint.merging import merge
 from penstock.checkpoint.model_files import INDEX_FILE
 from penstock.checkpoint.tensor_files import Shards
-from runtime.errors import CheckpointError
-from runtime.plan.train import Lora
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.plan.train import Lora
 from tests import checkpoints
 from tests.accidents import forked_to_die
 from tests.adapters_of_peft import ATTENTION, LORA, TOKENS, factors_of, lora_of, model_of, with_deltas, write_adapter

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from planner.model.config import hub_name, shipped_models
-from runtime.layers.meta_models import difference
+from penstock.planner.model.config import hub_name, shipped_models
+from penstock.runtime.layers.meta_models import difference
 from tests.tiny import MODEL_TYPES, tiny_config
 
 # Written from memory of what the hub holds, but for its sizes: what a file says beyond a shipped configuration.
@@ -33,7 +33,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def shipped(name: str) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((resources.files("planner") / "models" / f"{name}.json").read_bytes())
+    config: dict[str, Any] = json.loads((resources.files("penstock.planner") / "models" / f"{name}.json").read_bytes())
     return config
 
 

@@ -18,9 +18,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from penstock.checkpoint import disk
 from penstock.checkpoint import packed_base as cache_of
 from penstock.checkpoint.packed_base import packed_base, published_base
-from planner.model.config import note_on_weights
-from runtime.layers.packed_weights import pack
-from runtime.plan.workload import Model
+from penstock.planner.model.config import note_on_weights
+from penstock.runtime.layers.packed_weights import pack
+from penstock.runtime.plan.workload import Model
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused
 from tests.penstock.checkpoint.test_dequantised import in_mxfp4

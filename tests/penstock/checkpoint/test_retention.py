@@ -9,7 +9,7 @@ import pytest
 from penstock.checkpoint import retention
 from penstock.checkpoint.checkpoint import load_state, whole
 from penstock.checkpoint.retention import clean, keep_last, refuse_later
-from runtime.errors import CheckpointError
+from penstock.runtime.errors import CheckpointError
 from tests.accidents import forked_to_die
 from tests.checkpoints import refused, small
 

@@ -12,10 +12,10 @@ import pytest
 from penstock.checkpoint import checkpoint, saver
 from penstock.checkpoint.checkpoint import load_state, whole
 from penstock.checkpoint.snapshot import Snapshots, order_of_updates
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.host import host_state
+from penstock.runtime.plan import Kind, Policy, Update
 from penstock.training.session import Session
-from runtime.errors import CheckpointError
-from runtime.host import host_state
-from runtime.plan import Kind, Policy, Update
 from tests.accidents import in_time
 from tests.late_streams import LateStreams, Poisoned
 from tests.sessions import files_of, resumed, same_state, session_of, steps_of, train

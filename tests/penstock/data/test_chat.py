@@ -13,8 +13,8 @@ from penstock.data.data import read_data
 from penstock.data.documents import Reader
 from penstock.data.files import DataFile, DataFiles
 from penstock.data.tokenizer import read_tokenizer
+from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
-from runtime.errors import DataError
 from tests.bytes_of_files import write_lines
 from tests.chats import LLAMA3, QWEN3, STYLES, write_talker
 

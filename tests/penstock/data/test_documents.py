@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.data import documents as room
 from penstock.data.data import read_data
+from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
-from runtime.errors import DataError
 from tests.bytes_of_files import END, only, read, refused, tokens_of, write_lines
 from tests.chats import LLAMA3, write_talker
 from tests.forks import Forked

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data.formats import Chat, Completion, document, format_of
-from runtime.errors import DataError
+from penstock.runtime.errors import DataError
 from tests.bytes_of_files import only, read, refused, texts_of, write_lines
 
 ASKED, SAID = {"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.data.data import read_data
 from penstock.data.sampling import SHARES, shares_of
+from penstock.runtime.batch import UNSUPERVISED
+from penstock.runtime.errors import DataError
 from penstock.settings import DataPart, DataSettings
-from runtime.batch import UNSUPERVISED
-from runtime.errors import DataError
 from tests.bytes_of_files import END, read, same, tokens_of, write_lines
 from tests.row_of_tokens import RowOfTokens
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.data import packing as room
 from penstock.data.packing import Shape, batch_of, pack, rows_of
-from runtime.batch import UNSUPERVISED
-from runtime.errors import DataError
+from penstock.runtime.batch import UNSUPERVISED
+from penstock.runtime.errors import DataError
 
 PAD = 9999
 

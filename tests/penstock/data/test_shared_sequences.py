@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from penstock.data.data import read_data
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.plan.objective import parse_objective
+from penstock.runtime.plan.workload import Model
 from penstock.settings import DataSettings
-from planner.model.workload import build_workload
-from runtime.compute.blocks import Templates
-from runtime.plan.objective import parse_objective
-from runtime.plan.workload import Model
 from tests.bytes_of_files import write_lines
 from tests.tiny import tiny_config
 from tests.training import semantics_of

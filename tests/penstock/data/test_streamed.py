@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from penstock.data import documents
 from penstock.data import files as room
 from penstock.data.data import RunData, read_data
+from penstock.runtime.batch import Batch
+from penstock.runtime.errors import CheckpointError, DataError
 from penstock.settings import DataSettings
-from runtime.batch import Batch
-from runtime.errors import CheckpointError, DataError
 from tests.bytes_of_files import END, read, same, write_lines
 from tests.chats import write_talker
 

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from penstock.data.data import read_data
 from penstock.data.tokenizer import read_tokenizer
+from penstock.runtime.errors import DataError
 from penstock.settings import DataSettings
-from runtime.errors import DataError
 from tests.bytes_of_files import tokens_of, write_lines
 
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.checkpoint.checkpoint import latest
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.errors import DataError, PenstockError
+from penstock.runtime.executor import OpError
+from penstock.runtime.host.updates import NonFiniteError
+from penstock.runtime.plan import Kind, Plan, Policy, Update, saves
+from penstock.runtime.plan.workload import Model
 from penstock.training.session import Session
-from planner.model.workload import build_workload
-from runtime.errors import DataError, PenstockError
-from runtime.executor import OpError
-from runtime.host.updates import NonFiniteError
-from runtime.plan import Kind, Plan, Policy, Update, saves
-from runtime.plan.workload import Model
 from tests.accidents import ENDED_S, LeavesOut, Poisoned, Struck, can_be_poisoned, in_time, whole_checkpoints
 from tests.forks import Forked
 from tests.running import make_home, plan_in

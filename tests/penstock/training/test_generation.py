@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from penstock.runtime.errors import DataError, PenstockError
+from penstock.runtime.executor import execute
+from penstock.runtime.plan import Policy, saves
 from penstock.training.inputs import check_prompts
 from penstock.training.validation import generate
-from runtime.errors import DataError, PenstockError
-from runtime.executor import execute
-from runtime.plan import Policy, saves
 from tests.forwards import POLICIES, HostileToBoth, LateForBoth, exact, machine_of, resident
 from tests.late_streams import LateStreams
 from tests.tiny import STRUCTURES, tiny_config

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from penstock.checkpoint.checkpoint import latest, load_state
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.machines.torch_machine import Abandoned
+from penstock.runtime.plan import Policy, Update
 from penstock.training.session import Session
 from penstock.training.trainer import Trainer
 from penstock.training.validation import Validation
-from runtime.errors import CheckpointError
-from runtime.machines.torch_machine import Abandoned
-from runtime.plan import Policy, Update
 from tests.sessions import evaluating, lines, resumed, session_of, steps_of, train
 
 

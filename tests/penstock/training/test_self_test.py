@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from penstock.planner.model import kept
+from penstock.planner.model.config import shipped_model
+from penstock.planner.model.workload import supported_attention
+from penstock.runtime.compute.blocks import Templates
+from penstock.runtime.plan import Policy
 from penstock.training import self_test as module
-from planner.model import kept
-from planner.model.config import shipped_model
-from planner.model.workload import supported_attention
-from runtime.compute.blocks import Templates
-from runtime.plan import Policy
 from tests.running import make_home, one_line, plan_in, train
 from tests.tiny import tiny_config
 from tests.training import plan_of, semantics_of

@@ -8,11 +8,11 @@ import torch
 from transformers import Trainer as TrainerOfTransformers
 
 from penstock.checkpoint.checkpoint import load_state
+from penstock.runtime.errors import CheckpointError
+from penstock.runtime.machines.torch_machine import CpuMachine
+from penstock.runtime.plan import Kind, Policy, Update, saves
+from penstock.runtime.plan.optimizer import decays
 from penstock.training.trainer import DeviceMemoryError, Trainer
-from runtime.errors import CheckpointError
-from runtime.machines.torch_machine import CpuMachine
-from runtime.plan import Kind, Policy, Update, saves
-from runtime.plan.optimizer import decays
 from tests.real_layers import hf_model
 from tests.running import weights_in
 from tests.sessions import lines, resumed, same_state, session_of, steps_of, train

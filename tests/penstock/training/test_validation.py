@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.planner.lower.forward import forward_plan, most_micro_batches
+from penstock.planner.model.workload import build_workload
+from penstock.runtime.compute.head import OutputHead
+from penstock.runtime.errors import DataError
+from penstock.runtime.executor import OpError, Stop, execute
+from penstock.runtime.machines.torch_machine import Abandoned, CpuMachine
+from penstock.runtime.plan import Kind, Lane, Policy, saves
+from penstock.runtime.plan.workload import Model
 from penstock.training.validation import evaluate
-from planner.lower.forward import forward_plan, most_micro_batches
-from planner.model.workload import build_workload
-from runtime.compute.head import OutputHead
-from runtime.errors import DataError
-from runtime.executor import OpError, Stop, execute
-from runtime.machines.torch_machine import Abandoned, CpuMachine
-from runtime.plan import Kind, Lane, Policy, saves
-from runtime.plan.workload import Model
 from tests.forwards import POLICIES, LateForBoth, exact, machine_of, resident, sequences, sequences_of, watch_forwards
 from tests.late_streams import LateStreams
 from tests.real_layers import peak_bytes
