@@ -97,7 +97,7 @@ def page(verdicts: dict[str, str]) -> str:
     return f"""# Models
 
 Any causal language model of transformers is trained that is a chain of layers by proof, not by a list
-([design](design.md#models), [measured](benchmarks/models_2026-11-26.md), [again](benchmarks/self-test_cpu-2core_2026-11-26.md)).
+([design](design.md#models), [measured](benchmarks/models_2026-11-27.md)).
 Of the {len(texts)} types that transformers {version} builds, {len(accepted)} are accepted: the first streamed
 step of a tiny one has the bits of the loss, and of every gradient, of transformers' own `forward(labels=...)`, in fp32 on a CPU.
 `python -m tests.every_type` asks all of them again, and a [self-test](design.md#models) asks yours at its first run.
