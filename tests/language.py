@@ -1,8 +1,8 @@
 """Language of a source tree: private constructions in prose, and function words as names.
 
 `python -m tests.language [PATH ...]` prints for each folder the markers in 1,000 words of docstrings, comments and messages, and
-the share of bound names that are function words. A marker is a construction such as a free relative clause; plain English has 1 to 5 in
-1,000 words.
+the share of bound names that are function words. A marker is a construction such as a free relative clause; plain English has 1 to
+5 in 1,000 words.
 """
 
 import ast
@@ -31,9 +31,9 @@ MARKERS = [
     )
 ]
 _WORDS = """
-of at by on in to from with without among apart beside besides before after above below given found said told asked made done taken left
-kept drawn met seen own others other each those these such some there here which what whose whole alike less more most first_of last_of
-ours theirs its it them
+of at by on in to from with without among apart beside besides before after above below given found said told asked
+made done taken left kept drawn met seen own others other each those these such some there here which what whose whole
+alike less more most first_of last_of ours theirs its it them
 """
 FUNCTION_WORDS = frozenset(_WORDS.split())
 LEAST_WORDS = 4  # of a string that counts as a message
