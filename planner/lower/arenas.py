@@ -1,4 +1,4 @@
-"""Arenas of a policy: which slots, how large, on which memory."""
+"""Memory layout of a plan: the arenas, each a list of slot sizes in bytes on the device or the host."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -7,47 +7,46 @@ from penstock.runtime.plan import Arena, Place, Policy, Setup, Update
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import ITEM_BYTES, SLOT_ALIGN_BYTES, BlockKind
 
-N_STAGING_SLOTS = 2  # host slots for unreduced gradients: one is filled while the other is added
-N_EAGER_SLOTS = 2  # host slots for gradients of layers when updates are eager: one is filled while the other is used
-N_READ_SLOTS = 2  # host slots for what a disk has: one is filled while the other is loaded from
-SQUARE_BYTES = 8  # the sum of a tensor's squares, fp64
+N_STAGING_SLOTS = 2  # host slots for gradients of single micro-batches: one is filled while the other is added to the sum
+N_EAGER_SLOTS = 2  # host slots for layer gradients under eager updates: one is filled while the other is consumed
+N_READ_SLOTS = 2  # host slots for weights read from disk: one is filled while the other is uploaded
+SQUARE_BYTES = 8  # fp64 sum of squares of one tensor
 
 
 def staying(plan: Setup) -> list[int]:
-    """The blocks, the head apart, whose output has slots of its own on the device."""
+    """Return the blocks whose output has dedicated device slots: every `boundary_stride`-th and the last, unless offloaded."""
     stride, last = plan.policy.boundary_stride, plan.workload.n_layers
     spilled = set(plan.policy.spill_blocks)
     return [b for b in range(last + 1) if b not in spilled and (b % stride == 0 or b == last)]
 
 
 def spill_ring_slots(group: int) -> int:
-    """Boundaries of a spilling model on the device at a time: those computed from, those computed, and one that leaves or comes."""
+    """Slots of the ring for offloaded boundary activations: inputs and outputs of a group, and one in transfer."""
     return 2 * group + 1
 
 
 def vocab_slot_is_sum(plan: Setup) -> bool:
-    """Whether the vocabulary blocks' slot for gradients holds the running sum itself: where it is fp32, as the host adds up, and is
-    not a rank's part."""
+    """True if the gradient slot of embedding and head is also their fp32 accumulator, so that no separate sum is allocated."""
     return (plan.workload.tied and plan.semantics.ranks == 1) or not plan.reduced
 
 
 def sums_layers(plan: Setup) -> bool:
-    """Whether the device adds up layers' gradients."""
+    """True if the device accumulates the gradients of layers."""
     return plan.reduced and (plan.semantics.n_micro_batches > 1 or plan.semantics.ranks > 1)
 
 
 def n_whole_sums(plan: Setup) -> int:
-    """Of layers' sums, those that one is in turn that ends whole: while one is exchanged, the next is begun."""
+    """Accumulators for complete layer gradients: with several ranks two, because one is exchanged while the next is filled."""
     return 2 if plan.semantics.ranks > 1 else 1
 
 
 def eager_ring(plan: Setup) -> bool:
-    """Whether the layers' gradients on the host share a few slots."""
+    """True if the gradients of all layers share a small ring of host slots."""
     return plan.policy.update is Update.EAGER and plan.reduced
 
 
 def leaving_alike(policy: Policy) -> list[list[int]]:
-    """The layers whose saved activations leave, by what that is: each kind has slots of its own."""
+    """Group the layers with offloaded saved tensors by what they save; each group has its own ring of slots."""
     alike = ([b for b in policy.offload_blocks if policy.saved(b) is saved] for saved in LEAVE)
     return [blocks for blocks in alike if blocks]
 
@@ -57,7 +56,7 @@ def _aligned(n_bytes: int) -> int:
 
 
 def arenas_of(plan: Setup) -> Iterator[Arena]:
-    """Every arena of the plan, with exact slot sizes."""
+    """Yield all arenas of the plan, with exact slot sizes."""
     yield from _device_arenas(plan)
     yield from _host_arenas(plan)
 
@@ -91,7 +90,7 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
     n_sums = plan.semantics.n_sums
     layer_elements, vocab_elements = _largest_gradients(plan, without=list(filter(plan.is_apart, policy.device_blocks)))
     sums = [layer_elements * ITEM_BYTES[plan.sum_dtype(1)]] * ((n_sums - 1 + n_whole_sums(plan)) * sums_layers(plan))
-    n_apart = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # of the vocabulary's, those in slots of their own
+    n_apart = (n_sums if plan.reduced else 1) - vocab_slot_is_sum(plan)  # accumulators of embedding and head, without that slot
     sums += [vocab_elements * ITEM_BYTES["fp32"]] * n_apart
     if sums:
         yield Arena("sums", Place.DEVICE, tuple(sums))
@@ -102,24 +101,24 @@ def _device_arenas(plan: Setup) -> Iterator[Arena]:
 
 
 def _of_blocks(plan: Setup, of: Callable[[int], int]) -> list[int]:
-    """A number of each block, asked of one of each sort."""
+    """Evaluate a function for every block, once per class of equal blocks."""
     known = {blocks[0]: of(blocks[0]) for blocks in plan.workload.classes}
     return [known[first] for first in plan.workload.first_alike]
 
 
 def _largest(of_blocks: Sequence[int]) -> tuple[int, int]:
-    """The largest of the layers' numbers, and of the embedding's and the head's."""
+    """Return the maximum over layers, and the maximum over embedding and head."""
     return max(of_blocks[1:-1]), max(of_blocks[0], of_blocks[-1])
 
 
 def leaving_bytes(plan: Setup, block: int) -> int:
-    """Of the device's slot through which a block's gradient leaves, or a rank's part of it."""
+    """Bytes of a block's gradient in the device slot from which it is offloaded; with several ranks, of one rank's shard."""
     like = 1 if plan.workload.blocks[block].kind is BlockKind.LAYER else 0
     return plan.gradient_elements(block) // plan.semantics.ranks * ITEM_BYTES[plan.gradient_dtype(like)]
 
 
 def _largest_gradients(plan: Setup, without: Sequence[int] = ()) -> tuple[int, int]:
-    """Of a layer's gradient, and of the embedding's or the head's, those of some blocks apart."""
+    """Elements of the largest layer gradient and of the larger of embedding's and head's, ignoring the blocks in `without`."""
     return _largest([0 if b in without else n for b, n in enumerate(_of_blocks(plan, plan.gradient_elements))])
 
 
@@ -129,7 +128,7 @@ def _activation_bytes(plan: Setup) -> list[int]:
 
 def _host_arenas(plan: Setup) -> Iterator[Arena]:
     policy = plan.policy
-    on_device = {*policy.device_blocks}  # which have nothing here
+    on_device = {*policy.device_blocks}  # their optimizer state is not on the host
     parts = _of_blocks(plan, lambda b: sum(plan.state_bytes(plan.part_elements(b)).values()))
     in_state = [n_bytes * (b not in on_device) for b, n_bytes in enumerate(parts)]
     if not plan.workload.trains_all:

@@ -1,8 +1,8 @@
-"""Folding of equal repetitions of ops in a long step.
+"""Loop rolling: fold the equal repetitions in the ops of a long step into one `Repeat`.
 
-Groups of micro-batches follow one another and do the same, but for the first ones, which find other things in the slots, and the
-last, which completes the gradients. So a step of a few groups shows what a step of many does: three repetitions that are equal, in
-slots and in waits, stand for any number of them.
+Groups of micro-batches in gradient accumulation run the same ops, except for the first groups, because slots have other contents,
+and the last group, which completes the gradients. Three consecutive repetitions with equal slots and waits therefore represent any
+number of them. Example: a step of 1,000 groups becomes first group, one repeated section (`times=998`), last group.
 """
 
 from itertools import pairwise
@@ -14,14 +14,14 @@ from penstock.runtime.plan import Repeat
 from .sheet import Outline
 from .waits import NONE, Column, in_order
 
-N_SHOWN = 3  # repetitions: the first may wait for what is before them, the others wait for one another
+N_SHOWN = 3  # repetitions that are compared: the first may wait for earlier ops, the others wait for one another
 
 
 def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int) -> Outline | None:
-    """The ops of a step of `times` repetitions, and which of them repeat; None where repetitions are not alike.
+    """Return the ops of a step with `times` repetitions, one of them written out; None if the repetitions differ.
 
-    `short`: a step with three, of `n_ops` ops each from op number `start` on. Each is a group of micro-batches further than the one
-    before.
+    `short` is a step with three repetitions of `n_ops` ops each, starting at op `start`. Micro-batch numbers grow by
+    `micro_batches` from one repetition to the next.
     """
     repeat, end = Repeat(start, start + n_ops, times, micro_batches), start + N_SHOWN * n_ops
     of_no_one = short.micro_batches == NONE
@@ -40,10 +40,10 @@ def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int)
 
 
 def _waits(waits: Column, repeat: Repeat) -> Column | None:
-    """The waits of a folded step; None where one cannot be said, or repetitions differ in them.
+    """Return the waits of a folded step; None if repetitions differ or a wait cannot be expressed.
 
-    What only the first repetition waits for lies before it, and is done for ever after; what all but the first wait for in the
-    repetition before says in the first one: in the step before.
+    Waits of the first repetition alone refer to earlier ops of the step, which remain done in later repetitions. A wait for the
+    previous repetition (`back=1`) refers, in the first repetition, to the previous step (`distance=1`).
     """
     (of, of_turn), distance, (op, turn) = _numbered(waits[0], repeat), waits[1], _numbered(waits[3], repeat)
     is_inside, of_inside = turn != NONE, of_turn != NONE
@@ -62,7 +62,7 @@ def _waits(waits: Column, repeat: Repeat) -> Column | None:
 
 
 def _numbered(op: Column, repeat: Repeat) -> tuple[Column, Column]:
-    """Ops as the folded step numbers them, and in which repetition they are; NONE: in none."""
+    """Return op numbers in the folded step, and the repetition of each op (NONE outside the section)."""
     turn = np.where(op < repeat.start, NONE, (op - repeat.start) // repeat.n_ops)
     number = op - np.where(turn == NONE, 0, np.minimum(turn, N_SHOWN - 1) * repeat.n_ops)
     return number, np.where(turn >= N_SHOWN, NONE, turn)

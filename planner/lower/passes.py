@@ -1,8 +1,7 @@
-"""Passes of lowering, one per concern: compute, weights, activations, gradients, squares, updates.
+"""Lowering passes, one per concern: compute, weights, activations, saved tensors, gradients, squares, updates.
 
-A step begins as what is computed (`computed`), in an order that would be right if ops ran one after the other. Each pass then adds
-what one concern needs, to the whole step at once: ops of its own, before or after a computation, and operands of ops that are
-there. Overlap comes last, from the slots alone (`waits.py`).
+`computed` emits the compute ops in a valid sequential order. Each later pass handles one concern for the whole step at once: it
+inserts ops before or after the compute ops and adds operands to existing ops. Overlap follows from the slots alone (`waits.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,15 +27,15 @@ from .arenas import (
 from .sheet import NUMBER, Sheet, number_of, slots
 from .waits import NONE, Column
 
-# Turns of the ops that belong to a computation: before it, and after it
+# Order of the ops around a compute op: before it, and after it
 READ, LOADED, UNPACKED, GATHERED, ACTIVATION_FETCHED, SAVED_FETCHED, SHARED = range(7)
 COMPUTED, SAVED_LEFT, ACTIVATION_LEFT, WHOLE = range(20, 24)
-# And of those that follow when a gradient is whole: from SHARED on, of another block's that ranks exchange, or from WHOLE on
+# Order of the ops that follow a complete gradient: added to SHARED if ranks exchange it (then it is another block's), else to WHOLE
 SQUARED, LEFT, ADDED, NORMED, CLIPPED, UPDATED = range(6)
 
 
 class Step(NamedTuple):
-    """What is computed in a step, op by op, and the sheet on which its ops are written."""
+    """Compute ops of a step as columns, and the sheet that collects all ops."""
 
     plan: Setup
     sheet: Sheet
@@ -44,14 +43,14 @@ class Step(NamedTuple):
     blocks: Column
     micro_batches: Column
     groups: Column
-    first: Column  # of the run of micro-batches that an op belongs to: their first
-    go_on: bool  # whether rings of slots go on from group to group, or begin anew
+    first: Column  # index of the first op of the same kind and block in the group of micro-batches
+    go_on: bool  # True: ring buffers continue from group to group; False: each group starts at slot 0
 
     def of(self, kind: Kind) -> Any:
         return self.kinds == NUMBER[kind]
 
     def turns(self, taken: Any, n_slots: int) -> Column:
-        """Of a ring of slots the place that each of these computations takes, one after the other."""
+        """Assign ring slots in order to the ops where `taken` is True; other entries are meaningless."""
         before = np.cumsum(taken) - 1
         if not self.go_on:
             n_taken = np.bincount(self.groups, weights=taken).astype(np.int64)
@@ -60,22 +59,22 @@ class Step(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Gradients that are whole, in the order in which they are: of which block, after which computation, where they lie."""
+    """Gradients as columns, in the order in which they are complete."""
 
     block: Column
-    place: Column
+    place: Column  # index of the compute op after which it is complete
     turn: Column
-    gradient: Column  # on the device
-    arrived: Column  # on the host; NONE: it stays on the device
-    op: Column  # by which it left
+    gradient: Column  # slot on the device
+    arrived: Column  # slot on the host; NONE if the gradient remains on the device
+    op: Column  # the op that offloads it
 
     def those(self, which: Any) -> "Whole":
         return Whole(*(column[which] for column in self))
 
 
 def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Sheet:
-    """All ops of one step. Rings of slots, and what weights are there, go on from one group of micro-batches to the next, or each
-    group begins anew, so that all take the same slots."""
+    """Emit all ops of one step. The flags carry ring positions, and loaded weights, from one group of micro-batches to the next;
+    False: each group starts anew, so that all groups use the same slots."""
     step = computed(plan, rings_go_on)
     with_weights(step, weights_go_on)
     with_activations(step)
@@ -87,7 +86,7 @@ def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -
 
 
 def computed(plan: Setup, rings_go_on: bool = True) -> Step:
-    """Forward, loss and backward: group by group of micro-batches, layer by layer within a group."""
+    """Emit forward, loss and backward ops: groups of micro-batches in order, layer by layer within a group."""
     n, size, head = plan.semantics.n_micro_batches, plan.policy.accumulation_group, plan.workload.n_layers + 1
     back = [*_backward_walk(plan), (Kind.BACKWARD, 0)]
     walk = [*((Kind.FORWARD, b) for b in range(head)), (Kind.LOSS, head), *back]
@@ -106,8 +105,7 @@ def computed(plan: Setup, rings_go_on: bool = True) -> Step:
 
 
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
-    """Backward through the layers, from the last to the first trained one; before a run of layers whose inputs did not stay, their
-    recompute."""
+    """Yield the backward ops from the last layer to the first trained one; recompute ops precede a run of unsaved boundaries."""
     stride, top, first = plan.policy.boundary_stride, plan.workload.n_layers, plan.workload.first_trained
     for below in range((top - 1) // stride * stride, -1, -stride):
         if min(below + stride, top) < first:
@@ -117,14 +115,14 @@ def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
 
 
 def with_weights(step: Step, weights_go_on: bool = True) -> None:
-    """A load before each use of weights that are not there, and before that a read of what is on a disk."""
+    """Add a load before each use of weights that are in no slot; precede it with a read if they are on disk."""
     plan, sheet, blocks = step.plan, step.sheet, step.plan.workload.blocks
     runs = np.unique(step.first)
-    runs = runs[(step.blocks[runs] > 0) | step.of(Kind.FORWARD)[runs]]  # a table's gradient needs no table
+    runs = runs[(step.blocks[runs] > 0) | step.of(Kind.FORWARD)[runs]]  # the embedding's backward needs no weights
     block, group = step.blocks[runs], step.groups[runs]
 
     def in_turn(of: Any, n_slots: int) -> tuple[Any, Any]:
-        """The slots of the runs that use some in turn, and whether what they need must come first."""
+        """Return the slot of each selected run, and True where its contents must be loaded first."""
         anew = () if weights_go_on else tuple(np.searchsorted(group[of], np.arange(1, group[-1] + 1)).tolist())
         return held_longest(n_slots, tuple(block[of].tolist()), anew)
 
@@ -154,7 +152,7 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
         frozen[from_disk] = slots("frozen", index)
         sheet.add(Kind.READ, runs, READ, block, where=is_read, frozen=frozen)
     sheet.add(Kind.LOAD, runs, LOADED, block, where=loaded, state=source, frozen=frozen, tied=tied, weights=to)
-    if plan.semantics.ranks > 1:  # each has loaded its part
+    if plan.semantics.ranks > 1:  # each rank has loaded its shard
         shared = _listed(plan, [b for b, of in enumerate(blocks) if of.trained])[block]
         if not plan.workload.tied:
             tied = np.full(len(runs), NONE)
@@ -163,8 +161,11 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
 
 @lru_cache(maxsize=64)
 def held_longest(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> tuple[Column, Any]:
-    """Which slot each use of a block has, and whether the block must be loaded first: into the slot whose content is needed last
-    (Belady's algorithm). Before the uses numbered `anew` nothing that the slots hold is used again."""
+    """Return the slot of each use of a block, and True where the block must be loaded first.
+
+    A load replaces the block with the most distant next use (Belady's algorithm). All slots are emptied before the uses in `anew`.
+    Example: `held_longest(2, (1, 2, 3, 3, 2, 1), ())` assigns slots 0 1 0 0 1 0 and loads at uses 0, 1, 2 and 5.
+    """
     n, next_use, later = len(uses), [0] * len(uses), dict[int, int]()
     for at in range(n - 1, -1, -1):
         next_use[at] = later.get(uses[at], n)
@@ -181,8 +182,7 @@ def held_longest(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> 
 
 
 def with_activations(step: Step) -> None:
-    """Each output in a slot of its own; in one that it shares until it is computed again; or, where it spills, in a ring, until it
-    has left and when it is back."""
+    """Assign activation slots to outputs: a dedicated one, one that is shared until recompute, or (offload) a ring buffer's."""
     plan, sheet, b, m = step.plan, step.sheet, step.blocks, step.micro_batches
     group, stride, n_blocks = plan.policy.accumulation_group, plan.policy.boundary_stride, len(plan.workload.blocks)
     stays = staying(plan)
@@ -191,7 +191,7 @@ def with_activations(step: Step) -> None:
     forward, backward = step.of(Kind.FORWARD), step.of(Kind.BACKWARD)
     leaves, comes = forward & (spilled[b] != NONE), backward & (b > 0) & (spilled[b - 1] != NONE)
     ring = len(stays) * group + step.turns(leaves | comes, spill_ring_slots(group))
-    passing = np.full((2, n_blocks, plan.semantics.n_micro_batches), NONE)  # on the way up, and down
+    passing = np.full((2, n_blocks, plan.semantics.n_micro_batches), NONE)  # in forward and in backward
     passing[0, b[leaves], m[leaves]] = ring[leaves]
     passing[1, b[comes] - 1, m[comes]] = ring[comes]
 
@@ -209,7 +209,7 @@ def with_activations(step: Step) -> None:
 
 
 def with_saved(step: Step) -> None:
-    """What a layer saves leaves after its forward, and is back for its backward, through slots that such layers share."""
+    """Offload the saved tensors of layers after forward and prefetch them before backward, through shared ring buffers."""
     policy, place = step.plan.policy, _places(step.plan, step.plan.policy.offload_blocks)
     b, m, numbers, forward = step.blocks, step.micro_batches, np.arange(len(step.blocks)), step.of(Kind.FORWARD)
     uses = (forward | step.of(Kind.BACKWARD)) & (place[b] != NONE)
@@ -225,7 +225,7 @@ def with_saved(step: Step) -> None:
 
 
 def with_gradients(step: Step) -> Whole:
-    """Where each micro-batch's gradient goes on the device, and its way to the host, unless its block is updated on the device."""
+    """Assign slots to the gradients of micro-batches and their sums, and offload them unless the device updates the block."""
     plan, sheet, of = step.plan, step.sheet, step.plan.semantics
     last, head, n_slots = of.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
     own = _places(plan, plan.policy.device_blocks)
@@ -263,7 +263,7 @@ def with_gradients(step: Step) -> Whole:
 
 
 def _with_additions(step: Step, gradients: Whole, levels: Column, n_joined: Column) -> None:
-    """Each micro-batch's gradient leaves, and the host adds it to what it has."""
+    """Offload the gradient of each micro-batch and accumulate it on the host."""
     n_blocks, head = len(step.plan.workload.blocks), step.plan.workload.n_layers + 1
     b, place, turn, gradient, arrived, _ = gradients
     leaves, m, is_of_layer = arrived != NONE, step.micro_batches[place], np.zeros(len(step.blocks), bool)
@@ -277,7 +277,7 @@ def _with_additions(step: Step, gradients: Whole, levels: Column, n_joined: Colu
 
 
 def _with_exchanges(step: Step, whole: Whole, sums: Column) -> Whole:
-    """Ranks exchange a sum after the gather of what is computed meanwhile: before the backward whose sum takes the same slot."""
+    """Exchange (reduce-scatter) each gradient sum, before the backward that reuses its slot and after the gather for that op."""
     of_block = np.full(len(step.plan.workload.blocks), NONE)
     is_first = step.of(Kind.BACKWARD) & (step.micro_batches == 0)
     of_block[step.blocks[is_first]] = is_first.nonzero()[0]
@@ -289,11 +289,11 @@ def _with_exchanges(step: Step, whole: Whole, sums: Column) -> Whole:
 
 
 def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
-    """The device's slots for sums of blocks' gradients: of layers, those that end whole in turn, then the others; after them the
-    embedding's and the head's."""
+    """Return a function from blocks and tree levels to device slots for gradient sums. Order of the arena: complete sums of layers
+    (used in turn), their partial sums, sums of embedding and head."""
     n_sums, n_whole, head = plan.semantics.n_sums, n_whole_sums(plan), plan.workload.n_layers + 1
     n_of_layers = (n_sums - 1 + n_whole) * sums_layers(plan)
-    in_its_own = vocab_slot_is_sum(plan)  # the slot through which it leaves
+    in_its_own = vocab_slot_is_sum(plan)  # the gradient slot is the sum
 
     def sums(block: Column, level: Column) -> Any:
         of_layers = np.where(level == 0, block % n_whole, n_whole - 1 + level)
@@ -305,7 +305,7 @@ def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
 
 
 def _on_host(plan: Setup, block: Column, takes_turns: Any) -> Any:
-    """The host's slots for gradients: of each block its own, or with eager updates for layers a few that they share."""
+    """Return host slots for gradients: one per block, or under eager updates a small ring for all layers."""
     if not eager_ring(plan):
         return slots("host_gradients", block)
     n = min(N_EAGER_SLOTS, plan.workload.n_layers)
@@ -313,7 +313,7 @@ def _on_host(plan: Setup, block: Column, takes_turns: Any) -> Any:
 
 
 def with_squares(step: Step, whole: Whole) -> None:
-    """The device squares a gradient that is whole there; the sums leave with it, or alone where it stays."""
+    """Compute sums of squares on the device; offload them with the gradient, or alone if the gradient is not offloaded."""
     b, at, turn, gradient, arrived, left = whole
     squares, norm = slots("squares", _places(step.plan, step.plan.squared)[b]), slots("norm", b)
     is_squared, stays = squares != NONE, arrived == NONE
@@ -323,12 +323,12 @@ def with_squares(step: Step, whole: Whole) -> None:
 
 
 def with_updates(step: Step, whole: Whole) -> None:
-    """The squares of each gradient that is whole, and the norm of all; updates at once, early on a guess, or after the norm."""
+    """Add partial norms of complete gradients, the global norm (`clip`), and updates: eager, speculative, or after the norm."""
     plan, sheet, n_blocks = step.plan, step.sheet, len(step.plan.workload.blocks)
     early = _places(plan, plan.policy.speculate_blocks)
 
     def asked(of: Whole) -> dict[str, Any]:
-        """An update's operands: of a tied weight the head's part of the gradient, too."""
+        """Operands of an update; a tied weight also has the gradient from the head."""
         arrived = whole.arrived[whole.block == n_blocks - 1] if plan.workload.tied else NONE
         return {"arrived": of.arrived, "tied": np.where(of.block == 0, arrived, NONE), "state": slots("state", of.block)}
 
@@ -336,13 +336,13 @@ def with_updates(step: Step, whole: Whole) -> None:
     clip, norm, of_all = slots("norm", n_blocks), slots("norm", b), asked(whole)
     shadow = slots("state", np.where(early == NONE, NONE, n_blocks + early))
     sheet.add(Kind.NORM, at, turn + NORMED, b, where=~_listed(plan, plan.squared)[b], norm=norm, **of_all | {"state": NONE})
-    clips = sheet.add(Kind.CLIP, at, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # whose gradient is the last to be there
+    clips = sheet.add(Kind.CLIP, at, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # the last gradient to be complete
     sheet.use(np.repeat(max(clips), len(b)), norm=np.sort(norm))
     if plan.policy.update is Update.EAGER:
         sheet.add(Kind.UPDATE, at, turn + UPDATED, b, norm=norm, **of_all)
         return
     sheet.add(Kind.SPECULATE, at, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **of_all)
-    last = whole.those(np.argsort(b))  # in the order in which the next forward needs them
+    last = whole.those(np.argsort(b))  # in forward order of the next step
     b, end, stays = last.block, np.full(len(last.block), len(step.blocks) + 2), last.arrived == NONE  # after the last exchanges
     state = _numbers(plan, plan.state_slot)[b]
     sheet.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=stays, gradient=last.gradient, clip=clip, state=state)
@@ -351,17 +351,17 @@ def with_updates(step: Step, whole: Whole) -> None:
 
 
 def _listed(plan: Setup, blocks: Iterable[int]) -> Any:
-    """Of every block whether it is among these."""
+    """Mask over all blocks: True for those listed."""
     return _places(plan, list(blocks)) != NONE
 
 
 def _places(plan: Setup, blocks: Sequence[int]) -> Column:
-    """Of every block its place in a list; NONE where it has none."""
+    """Index of every block in the list; NONE if absent."""
     found = np.full(len(plan.workload.blocks), NONE)
     found[list(blocks)] = np.arange(len(blocks))
     return found
 
 
 def _numbers(plan: Setup, of: Callable[[int], Slot]) -> Column:
-    """Of every block a slot."""
+    """Evaluate a slot function for every block, as slot numbers."""
     return np.array([number_of(of(b)) for b in range(len(plan.workload.blocks))])

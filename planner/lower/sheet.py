@@ -1,4 +1,4 @@
-"""Ops of a step as columns of numbers: how they are written, and what time depends on."""
+"""Ops of a step in columnar form: `Sheet` collects them in any order, `Outline` is the sorted table with operands and waits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,18 +19,18 @@ ARENAS = (
     "weights", "packed", "activations", "saved", "gradients", "device_state", "sums", "received", "squares",
     "state", "frozen", "host_gradients", "staging", "offloaded", "spilled", "norm",
 )  # fmt: skip
-MOST_SLOTS = 1 << 40  # of an arena
+MOST_SLOTS = 1 << 40  # slots of an arena; slot number = arena index * MOST_SLOTS + slot index
 NAMES = tuple(dict.fromkeys(name for row in OPS.values() for name in row.names))
-# By kind and name of an operand: its place in the op's line, whether the op reads it, whether it writes it
+# By op kind and operand name: position in the op's text line, is read, is written
 PLACES, READS, WRITES = np.array(
     [[[name in r.names and r.names.index(name), name in r.reads, name in r.writes] for name in NAMES] for r in map(OPS.get, KINDS)]  # type: ignore[union-attr]
 ).transpose(2, 0, 1)
-MOST_TURNS = 64  # of ops that belong to one
-USUAL_REPETITIONS = 8  # of a section until its rhythm is known, with those that timelines keep
+MOST_TURNS = 64  # ops around one compute op
+USUAL_REPETITIONS = 8  # repetitions that are simulated until steady state, with those that timelines record
 
 
 def slots(arena: str, index: Any) -> Any:
-    """Numbers of an arena's slots; NONE where there is no index."""
+    """Return slot numbers of an arena; NONE where the index is NONE."""
     return np.where(np.equal(index, NONE), NONE, ARENAS.index(arena) * MOST_SLOTS + np.asarray(index))
 
 
@@ -39,7 +39,7 @@ def number_of(slot: Slot) -> int:
 
 
 class Sheet:
-    """Ops as they are written down, in any order: each has a place, that of the computation it belongs to, and its turn there."""
+    """Builder for the ops of a step, in any order: sort keys are the index of the compute op they belong to, and a turn."""
 
     def __init__(self) -> None:
         self.n_ops = 0
@@ -49,7 +49,7 @@ class Sheet:
     def add(
         self, kind: Any, place: Column, turn: Any, block: Any, micro_batch: Any = NONE, where: Any = True, **operands: Any
     ) -> Column:
-        """Ops of a kind, or of the kinds numbered, where there are any; their numbers. `operands`: slots, or NONE."""
+        """Add ops of this kind (or kind numbers) where the mask is True; return op numbers, else NONE. `operands` are slots."""
         found, is_there = np.empty((4, len(place)), np.int64), np.broadcast_to(where, len(place))
         found[0], found[1] = place * MOST_TURNS + turn, NUMBER[kind] if isinstance(kind, Kind) else kind
         found[2], found[3] = block, micro_batch
@@ -61,14 +61,14 @@ class Sheet:
         return ops
 
     def use(self, ops: Column, **operands: Any) -> None:
-        """Give operands to ops, those of them that are there."""
+        """Add operands (slot numbers by name) to ops; entries with op or slot NONE are skipped."""
         for name, of in operands.items():
             found = np.empty((3, len(ops)), np.int64)
             found[0], found[1], found[2] = ops, NAMES.index(name), of
             self.operands.append(found[:, (found[0] != NONE) & (found[2] != NONE)])
 
     def outline(self, n_steps: int = 2, after: Callable[["Outline"], Mapping[int, Wait]] = lambda ops: {}) -> "Outline":
-        """The ops in order, with their waits. `after`: what ops wait for besides."""
+        """Sort the ops and derive their waits. `after` returns additional waits by op number."""
         place, *ops = np.concatenate(self.ops, axis=1)
         order = np.argsort(place, kind="stable")
         kinds, blocks, micro_batches = (column[order] for column in ops)
@@ -83,37 +83,37 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The ops of a plan as columns."""
+    """Op table: the ops of a plan as columns."""
 
     kinds: Column
     blocks: Column
-    micro_batches: Column  # NONE: of no one
-    operands: Column  # of which op, name, slot
-    waits: Column  # of which op, distance, back, for which op: sorted
+    micro_batches: Column  # NONE: not of a micro-batch
+    operands: Column  # rows: op, name, slot
+    waits: Column  # rows: waiting op, distance, back, op waited for; sorted
     repeat: Repeat | None = None
 
     @staticmethod
     def of(plan: Plan) -> "Outline":
-        """All that time depends on: without operands."""
+        """Convert a plan for timing: operands are omitted."""
         numbers = [(NUMBER[op.kind], op.block, NONE if op.micro_batch is None else op.micro_batch) for op in plan.ops]
         kinds, blocks, micro_batches = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
         waits = [(i, wait.distance, wait.back, wait.op) for i, op in enumerate(plan.ops) for wait in op.waits]
         return Outline(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
 
     def ordered(self, after: Mapping[int, Wait], n_steps: int = 2) -> "Outline":
-        """With the fewest waits that keep what is right one after the other right. `after`: what ops wait for besides."""
+        """Return a copy with the minimal waits that preserve program order. `after` holds additional waits by op number."""
         return replace(self, waits=waits_of(LANE_NUMBERS[self.kinds], *self.uses(), after, n_steps))
 
     def op(self, i: int) -> Op:
-        """Without operands and waits."""
+        """Return op number i without operands and waits."""
         return _op(int(self.kinds[i]), int(self.blocks[i]), int(self.micro_batches[i]))
 
     def first(self, of: Column) -> Column:
-        """Where the operands, or waits, of each op begin, and the last ones end."""
+        """Offsets of each op's entries in the operand or wait table (CSR row pointers)."""
         return np.searchsorted(of[0], np.arange(len(self.kinds) + 1))
 
     def uses(self) -> tuple[Column, Column]:
-        """Numbers of slots that ops use; and where those begin that op number i reads, 2 * i, and writes, 2 * i + 1."""
+        """Return dense slot numbers, and offsets: entry 2 * i begins the slots that op i reads, 2 * i + 1 those it writes."""
         of, names, used = self.operands
         slot, kinds = np.unique(used, return_inverse=True)[1], self.kinds[of]
         reads, writes = (does[kinds, names].nonzero()[0] for does in (READS, WRITES))
@@ -134,7 +134,7 @@ class Outline:
 
     @property
     def n_simulated(self) -> int:
-        """About how many ops of a step are performed one by one, to know how long it takes."""
+        """Estimate of the ops that the simulator performs per step before it extrapolates."""
         return len(self.kinds) + (0 if self.repeat is None else min(self.repeat.times - 1, USUAL_REPETITIONS) * self.repeat.n_ops)
 
 
