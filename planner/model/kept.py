@@ -1,6 +1,6 @@
-"""Cache of models' outlines on disk: a configuration that is planned again needs no torch.
+"""Disk cache of layer traces: planning a configuration again needs no torch.
 
-A file for each configuration, what was asked of it, and the versions of all that answered, in a folder that the shell names.
+The cache folder is set by the command line. Files are keyed by configuration, request, library versions and a hash of our code.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ from typing import Any
 from penstock.runtime.files import read_whole, write_whole
 
 MAX_BYTES = 64 * 2**20
-folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: nothing is kept
-_ROOMS = ("planner/model", "planner/lower", "training", "runtime")  # of the package
+folder: ContextVar[Path | None] = ContextVar("folder", default=None)  # None: no cache
+_ROOMS = ("planner/model", "planner/lower", "training", "runtime")  # folders of the package that affect traces
 OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 
 def read(config: str, asked: str, keys: Set[str] = OUTLINES) -> dict[str, Any] | None:
-    """What was kept for a configuration (JSON), an object with these keys. None where nothing was, or it is damaged."""
+    """Return the cached object for a configuration (JSON) and request, or None if it is absent, damaged or lacks one of `keys`."""
     with suppress(OSError, ValueError, PackageNotFoundError):
         path = _file(config, asked)
         found = None if path is None else json.loads(read_whole(path, MAX_BYTES))
@@ -32,7 +32,7 @@ def read(config: str, asked: str, keys: Set[str] = OUTLINES) -> dict[str, Any] |
 
 
 def write(config: str, asked: str, found: dict[str, Any]) -> None:
-    """Keep it, where that can be."""
+    """Write an object to the cache; do nothing if that is impossible."""
     path = _file(config, asked)
     with suppress(OSError):
         if path is None:
@@ -50,7 +50,7 @@ def _file(config: str, asked: str) -> Path | None:
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Of torch and transformers, and the code that asks them, as a number."""
+    """Versions of torch and transformers, and a hash of the code that uses them."""
     root = Path(__file__).parents[2]
     code = [path.read_bytes() for room in _ROOMS for path in sorted((root / room).rglob("*.py"))]
     assert code, root

@@ -1,7 +1,7 @@
-"""Outlines of a model: what its own modules compute, call by call, with sizes as polynomials of sequences and their length.
+"""Layer traces: the library calls of a module's forward pass, with tensor sizes instead of data, and their replay on a `Tape`.
 
-They are recorded once (`traced.py`, with torch) and played on a `Tape` for every micro-batch, kernel, adapter and frozen weight,
-without torch. Elements of 2 bytes are those of the compute dtype, whatever it is: outlines are recorded in bf16.
+A trace is recorded once with torch (`traced.py`) and replayed without torch for any micro-batch size, kernel choice, adapter and
+set of frozen weights. Traces are recorded in bf16: an element of 2 bytes represents the compute dtype.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from . import fused
 from .tape import Call, Tape, Tensor
 
 RECORDED_ITEM_BYTES = 2
-NORM_AFTER = "post_feedforward_layernorm"  # of an MLP, some types have one: it is part of the tile (`runtime/layers/tiles.py`)
-FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # stands for whichever kernel runs
-OWN_FUNCTION, OWN_SCRATCH = "function", 4  # the last call of one with a backward of its own, which is taken to make so many tensors
-# Library calls that one is: that widens a mask of what is visible to a bias of scores; that only finds room
+NORM_AFTER = "post_feedforward_layernorm"  # norm after the MLP in some model types; part of the tile (`runtime/layers/tiles.py`)
+FUSED_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"  # represents any fused attention kernel
+OWN_FUNCTION, OWN_SCRATCH = "function", 4  # last call of a custom autograd.Function; assumed number of temporaries in its backward
+# Library calls per recorded call, if not 1: conversion of a boolean mask to a bias; allocation only
 _CALLS = {"bias_of_mask": 3, "empty_like": 0, "new_empty": 0, "empty": 0}
-# Calls whose saved operands serve the gradient of the other operand alone
+# Calls in which a saved operand is needed only for the gradient of the other operand
 _MULTIPLY = {"mul", "div", "mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor, by its storage. `ours`: the layer makes it."""
+    """A tensor, identified by its storage. `ours`: computed by the traced module."""
 
     n_elements: int
     item_bytes: int
@@ -39,22 +39,25 @@ class Made:
 
 @dataclass(slots=True)
 class Called:
-    """A library call: tensors by their numbers, weights by their names. `shapes`: of its operands, where it is a product; `moved`:
-    elements of the compute dtype that it reads and writes, and bytes of others."""
+    """A library call; tensors are numbers, weights are names. `shapes` are operand shapes of matrix products; `moved` is the memory
+    traffic: elements of the compute dtype, and bytes of other dtypes.
+
+    Example: `["mm", [1], ["proj.weight"], [2], [1], [], [[16, 8], [8, 4]], [224, 0]]`.
+    """
 
     name: str
     reads: list[int]
     weights: list[str]
     makes: list[int]
     saves: list[int]
-    held: list[int]  # what dies next, though neither read nor saved
+    held: list[int]  # last alive during this call, though neither read nor saved
     shapes: list[list[int]]
     moved: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Calls from `first` to before `end` that are one module or function: a norm, a linear map, an MLP, attention, a rotation."""
+    """Calls first..end-1 of one module or function. Kinds: norm, linear, mlp, gated (MLP), attention, rotary."""
 
     kind: str
     name: str
@@ -66,25 +69,25 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A forward pass, from its input, tensor 0, to its output."""
+    """Trace of one forward pass; tensor 0 is its input."""
 
     parameters: dict[str, list[int]]
     made: list[Made]
     calls: list[Called]
     groups: list[Group]
-    attention: list[int | None] | None = None  # heads, those of keys and values, width, window
-    sides: Sequence[int] = ()  # what a layer is given besides the hidden state that gets a gradient
+    attention: list[int | None] | None = None  # heads, key-value heads, head width, window
+    sides: Sequence[int] = ()  # arguments that require grad, other than the hidden state
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> "Outline":
-        """The outline of a tree that has no polynomials."""
+        """Parse the JSON form; all polynomials must have been evaluated."""
         made, calls = [Made(*each) for each in tree["made"]], [Called(*each) for each in tree["calls"]]
         groups, sides = [Group(*each) for each in tree["groups"]], tree.get("sides", ())
         return cls(tree["parameters"], made, calls, groups, tree["attention"], sides)
 
 
 def mlp_of(outline: "Outline") -> Group | None:
-    """The MLP of a layer, down(act(gate(x)) * up(x)), if it runs by tiles: nothing comes after it but its norm and sums."""
+    """Return the MLP, down(act(gate(x)) * up(x)), if it can be tiled: only its norm and additions may follow."""
     mlp = next((group for group in outline.groups if group.kind in ("mlp", "gated") and group.name == "mlp"), None)
     if mlp is None:
         return None
@@ -94,14 +97,14 @@ def mlp_of(outline: "Outline") -> Group | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block's weights: which of them are trained, by their names within it, and where adapters are."""
+    """Trainable weights of a block (names within it) and its adapters."""
 
     trained: frozenset[str]
     train: Train = ALL
-    has_experts: bool = False  # other layers of the model have: then PEFT takes the names of an MLP for those of experts, here too
+    has_experts: bool = False  # any layer of the model has; then PEFT treats the MLP names of dense layers as experts, too
 
     def rank(self, name: str) -> int:
-        """Of the adapter beside the product of that name; 0: it has none."""
+        """Return the rank of the adapter on this module; 0 if it has none."""
         if STACK.search(name):
             return self.train.rank(EXPERTS)
         stands = ".experts." not in name and not (self.has_experts and name.startswith("mlp."))
@@ -113,15 +116,14 @@ class Part:
 
 
 def play(outline: Outline, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
-    """Record an outline's calls as a tape's steps, with the kernels of the semantics, and the MLP by tiles of rows, of `n_rows` in
-    all, where it has such."""
+    """Replay a trace on a tape with the kernels of the semantics; tile the MLP over its `n_rows` rows if they ask for that."""
     player, tile, end = _Player(outline, tape, semantics, part), semantics.mlp_tile_tokens, len(outline.calls)
     mlp = mlp_of(outline)
     if tile is None or tile >= semantics.tokens_per_micro_batch or mlp is None:
         player.play(0, end)
         return
     player.play(0, mlp.first)
-    # What the MLP and all after it, each row for itself, read of what is there by then
+    # Inputs of a tile: existing tensors that the MLP and later row-wise calls read
     inputs = dict.fromkeys(
         i for call in outline.calls[mlp.first :] for i in call.reads if i in player.there and outline.made[i].floating
     )
@@ -135,11 +137,11 @@ def play(outline: Outline, tape: Tape, semantics: Semantics, part: Part, n_rows:
 
 
 class _Player:
-    """`share`: of how many rows a tensor has a part, of how many in the outline."""
+    """Replays the calls of a trace. `share` is (rows of this tile, rows of the trace)."""
 
     def __init__(self, outline: Outline, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
         self.outline, self.tape, self.semantics, self.part, self.share = outline, tape, semantics, part, share
-        self.as_weight: dict[int, str] = {}  # weights that are tensors of their own in other precisions
+        self.as_weight: dict[int, str] = {}  # tensors that are weights cast to another dtype
         self.there = {
             i: self._tensor(made, i == 0 or i in outline.sides) for i, made in enumerate(outline.made) if not made.ours
         }  # fmt: skip
@@ -154,7 +156,7 @@ class _Player:
         return self.tape.item_bytes if made.item_bytes == RECORDED_ITEM_BYTES else made.item_bytes
 
     def _at_once(self, group: Group) -> bool:
-        """Whether something else is performed in the place of the group's calls."""
+        """True if the group is replayed as a unit instead of call by call."""
         match group.kind:
             case "norm":
                 return self.semantics.norm == "fused"
@@ -186,19 +188,19 @@ class _Player:
             case "gated":
                 gate, up = self._project(x, f"{name}.gate_proj", f"{name}.up_proj")
                 return self._project(fused.gate(tape, gate, up), f"{name}.down_proj")
-        if group.results[0] not in self.there:  # else computed with another projection
+        if group.results[0] not in self.there:  # else computed together with an earlier projection
             alike = [other for other in self.groups.values() if other is group or self._are_partners(group, other)]
             made = self._project(x, *(other.name for other in alike))
             self.there |= {other.results[0]: y for other, y in zip(alike, made, strict=True)}
         return [self.there[group.results[0]]]
 
     def _are_partners(self, *groups: Group) -> bool:
-        """True if linear maps of one module have one input, and adapters without dropout: these are computed together."""
+        """True if linear maps of one module share an input and have adapters without dropout: they are computed together."""
         inputs = {(group.kind, group.operands[0], group.name.rpartition(".")[0]) for group in groups}
         return len(inputs) == 1 and not self.part.drops_out and all(self.part.rank(group.name) for group in groups)
 
     def _project(self, x: Tensor, *names: str) -> list[Tensor]:
-        """Linear maps of one input: together where all have adapters without dropout, else one after the other."""
+        """Replay linear maps of one input: together if all have adapters without dropout, else one after the other."""
         shapes = [self.outline.parameters[f"{name}.weight"] for name in names]
         widths, k, rank, drops_out = [n for n, _ in shapes], shapes[0][1], self.part.rank(names[0]), self.part.drops_out
         if len(names) > 1 and (drops_out or not all(map(self.part.rank, names))):
@@ -210,7 +212,7 @@ class _Player:
         return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen)]
 
     def _play_call(self, n: int, call: Called) -> None:
-        """One call as it is."""
+        """Replay a single recorded call."""
         if call.name == "_to_copy" and self._is_idle(call):
             self._play_cast(call)
             return
@@ -230,7 +232,7 @@ class _Player:
         self.there |= zip(call.makes, made, strict=False)
 
     def _play_cast(self, call: Called) -> None:
-        """A cast to the precision that there is: of a tensor, or of a weight."""
+        """Alias the result of a no-op cast to its source, a tensor or a weight."""
         i = call.makes[0]
         if call.reads:
             self.there[i] = self._at(call.reads[0])
@@ -239,7 +241,7 @@ class _Player:
             self.as_weight[i] = call.weights[0]
 
     def _step(self, n: int, call: Called, reads: list[Tensor], weights: list[str], learns: list[str]) -> list[Tensor]:
-        """A product, or a pointwise call: what it makes."""
+        """Add a matrix product or pointwise call to the tape; return its outputs."""
         made, (rows, all_rows), frozen = [self.outline.made[i] for i in call.makes], self.share, not learns
         requires = bool(learns) or any(map(self._requires, call.reads))
         kept = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
@@ -268,7 +270,7 @@ class _Player:
         return [step, *how["beside"]]
 
     def _adapted(self, call: Called, rank: int, x: Tensor, how: dict[str, Any]) -> dict[str, Any]:
-        """Of products of experts with adapters beside them (`runtime/layers/adapters.py`), what is otherwise."""
+        """Return the step fields that change if a grouped product of experts has adapters (`runtime/layers/adapters.py`)."""
         (n_rows, k), (n_experts, *_, n_out) = call.shapes[:2]
         item = self.tape.item_bytes
         down, up = (_grouped([[n_rows, a], [n_experts, a, b]], False) for a, b in ((k, rank), (rank, n_out)))
@@ -276,18 +278,18 @@ class _Player:
             "n_trained": how["n_trained"] + n_experts * rank * (k + n_out), "n_calls": 5,
             "matmuls": how["matmuls"] + down + up,
             "beside": [Tensor(n_rows * rank, item)], "saves": [x, *how["saves"]],
-            # Experts of B put outermost; and the second product added to what the experts made
+            # B is permuted to have experts outermost; the second product is added to the experts' output
             "moved": (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * item,
             "scratch": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item,
         }  # fmt: skip
 
     @staticmethod
     def _scratch_bytes(name: str, reads: Sequence[Tensor], n_elements: int) -> int | None:
-        """Temporaries of a pointwise call's backward; None: as of most."""
+        """Return the temporary bytes in a pointwise call's backward; None: the default of `Step`."""
         wide = {tensor.item_bytes for tensor in reads if tensor.differentiable}
         if name == OWN_FUNCTION:
             return OWN_SCRATCH * max(t.n_bytes for t in reads)
-        if name == "mul" and len(wide) > 1:  # one of the factors is also made in the wider precision
+        if name == "mul" and len(wide) > 1:  # one factor is also converted to the wider dtype
             return 2 * n_elements * max(wide)
         return 0 if name == "add" else None
 
@@ -295,21 +297,21 @@ class _Player:
         return sum(prod(self.outline.parameters[name]) for name in names)
 
     def _at(self, i: int) -> Tensor:
-        """A tensor by its number; what only calls made in whose place there is another one is there, too."""
+        """Return a tensor by number; create it if a fused kernel replaced the calls that compute it."""
         return self.there.setdefault(i, self._tensor(self.outline.made[i]))
 
     def _requires(self, i: int) -> bool:
-        """Whether a tensor gets a gradient."""
+        """True if the tensor requires grad."""
         return self.as_weight[i] in self.part.trained if i in self.as_weight else self._at(i).differentiable
 
     def _is_idle(self, call: Called) -> bool:
-        """Whether a cast is to the precision that there is."""
+        """True if a cast does not change the dtype."""
         made = self.outline.made[call.makes[0]]
         before = self.there[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
         return made.floating and self._item_bytes(made) == before
 
     def _is_needed(self, call: Called, i: int, learns: Sequence[str]) -> bool:
-        """Whether a saved operand has another beside it that gets a gradient."""
+        """True unless the saved operand of a product serves only gradients that are not computed."""
         if call.name not in _MULTIPLY or not self.outline.made[i].floating or call.reads.count(i) != 1:
             return True
         return bool(learns) or any(self._requires(j) for j in call.reads if j != i)
@@ -321,7 +323,7 @@ def _matmuls(call: Called, frozen: bool) -> list[Matmul]:
 
 
 def _grouped(shapes: Sequence[Sequence[int]], frozen: bool) -> list[Matmul]:
-    """Rows spread over experts as evenly as whole rows allow; an expert without rows computes nothing."""
+    """Matrix products of balanced experts: row counts differ by at most one; experts without rows compute nothing."""
     (n_rows, k), (n_experts, *_, n) = shapes[:2]
     rows, left = divmod(n_rows, n_experts)
     return [Matmul(m, k, n, count, frozen) for m, count in ((rows, n_experts - left), (rows + 1, left)) if m and count]

@@ -1,7 +1,7 @@
-"""Recording of a module: its own forward is run on tensors without numbers, call by call.
+"""Record the forward pass of a module on meta tensors as a layer trace, with dispatch modes and saved-tensor hooks.
 
-Of each call is noted what it reads, makes and uses of the weights, what autograd saves of it, and what else lies there meanwhile.
-Tensors are known by their storages, so a view is the tensor that it is a view of.
+Each library call is recorded with its inputs, outputs and weights, the tensors that autograd saves, and other live tensors.
+Tensors are identified by storage, so a view and its base are one tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 
 
 class _Functions(TorchFunctionMode):
-    """Fused attention stays one call, and a function of torch's is told from the next."""
+    """Records scaled_dot_product_attention as one call, and marks the start of each torch function."""
 
     def __init__(self, recorder: "_Recorder") -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Functions(TorchFunctionMode):
         self.recorder.attends(*args[:3])
         mask = kwargs.get("attn_mask")
         learns = mask is not None and mask.requires_grad
-        if learns or args[0].shape[-1] != args[2].shape[-1]:  # not every kernel's: spelled out
+        if learns or args[0].shape[-1] != args[2].shape[-1]:  # unsupported by some fused kernels: decompose
             with self.recorder.group("attention", "", []):
                 return func(*args, **kwargs)
         if mask is not None and mask.dtype is torch.bool:
@@ -67,11 +67,11 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[Called] = []
         self.groups: list[Group] = []
         self.ids: dict[int, int] = {}
-        self.refs: list[StorageWeakRef] = []  # kept, so that no other storage gets the address
-        self.pending: list[int] = []  # saved before the call that they are saved for
+        self.refs: list[StorageWeakRef] = []  # kept alive, so that no other storage gets the address
+        self.pending: list[int] = []  # tensors that autograd saved before their call was recorded
         self.needed: set[str] = set()  # weights that autograd saves
-        self.is_new = True  # a function has begun, and called nothing yet
-        self.attention: list[int | None] | None = None  # heads, those of keys and values, and their width
+        self.is_new = True  # a torch function has begun and no call was recorded since
+        self.attention: list[int | None] | None = None  # heads, key-value heads, head width
         for t in [*([] if hidden is None else [hidden]), *given]:
             if storage_of(t) not in self.names:
                 self.number(t, ours=False)
@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
         return self.ids[ref.cdata]
 
     def saved(self, t: torch.Tensor) -> torch.Tensor:
-        """A hook: autograd saves a tensor."""
+        """Pack hook of `saved_tensors_hooks`."""
         if (key := storage_of(t)) in self.names:
             self.needed.add(self.names[key])
         else:
@@ -96,9 +96,9 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def group(self, kind: str, name: str, operands: Sequence[Any]) -> Iterator[list[Any]]:
-        """Around a part of the pass; its results are to be put in the list."""
+        """Record the calls in this context as a group; the caller appends the results to the list."""
         first, results = len(self.calls), list[Any]()
-        if self.pending and self.calls:  # by a function of the module's own, when it was done
+        if self.pending and self.calls:  # saved at the end of a custom autograd.Function
             self.calls[-1].name, self.calls[-1].saves = OWN_FUNCTION, [*self.calls[-1].saves, *self.pending]
             self.pending = []
         known = [self.number(t) for t in operands if isinstance(t, torch.Tensor)]
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
             self.groups.append(Group(kind, name, first, len(self.calls), known, found))
 
     def part(self, own: Callable[..., Any], kind: str, name: str) -> Callable[..., Any]:
-        """A function whose calls are a group, or that is one call where a library has it as one kernel."""
+        """Wrap a function so that its calls are recorded as a group, or as one call if it is a library kernel."""
 
         def function(*args: Any, **kwargs: Any) -> Any:
             if kind in LIBRARY_KERNELS.values():
@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):
         return function
 
     def at_once(self, name: str, operands: Sequence[torch.Tensor], run: Callable[[], Any]) -> Any:
-        """What a part of the pass returns, recorded as one call: of what lies in between nothing stays."""
+        """Run a part of the pass and record it as one call; discard its inner calls and intermediate tensors."""
         n_calls, n_made, before = len(self.calls), len(self.made), self.pending
         out = run()
         del self.calls[n_calls:], self.made[n_made:], self.refs[n_made:]
@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):
         self.attention = [q_BHTE.shape[1], k_BHTE.shape[1], (q_BHTE.shape[-1] + v_BHTE.shape[-1]) // 2]
 
     def finished(self) -> None:
-        """Keep of what lay there beside each call only what dies next, and is neither read by it nor saved by any."""
+        """Reduce the live tensors of each call to those that are freed next, and are neither its operands nor saved by any call."""
         saved = {i for call in self.calls for i in call.saves}
         last = {i: n for n, call in enumerate(self.calls) for i in call.held}
         for n, call in enumerate(self.calls):
@@ -175,18 +175,18 @@ class _Recorder(TorchDispatchMode):
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """A tensor's storage, as long as that is kept."""
+    """Key of a tensor's storage, valid while the storage is alive."""
     return StorageWeakRef(t.untyped_storage()).cdata  # type: ignore[no-any-return]
 
 
 def _draws_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call that may draw has a probability of zero."""
+    """True if a random op has no effect, because its dropout probability is zero."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
     return not given.get("dropout_p", given.get("p", 1.0 if "dropout" in func.overloadpacket.__name__ else 0.0))
 
 
 def _moving(name: str, reads: list[torch.Tensor], makes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a call reads and writes: a gathering one of its source no more than it makes, one that only finds room nothing."""
+    """Return the tensors that a call reads or writes: a gather reads as much of its source as it outputs, an allocation nothing."""
     if name in ("empty_like", "new_empty", "empty"):
         return []
     if name in ("index", "index_select", "gather", "embedding"):
@@ -201,7 +201,7 @@ def record(
     given: Sequence[torch.Tensor],
     library_kernels: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The tree of an outline: of what `run` computes with the module, of a hidden state and of what else is given."""
+    """Record `run`, a forward pass of the module on `hidden` and other tensors `given`; return the trace in JSON form."""
     recorder = _Recorder(module, hidden, given)
     with ExitStack() as stack:
         for place, name, own, kind, of in _parts(module, library_kernels):
@@ -235,12 +235,12 @@ def _kind(part: nn.Module) -> str | None:
     return "mlp" if gate_of(part) is None else "gated"
 
 
-# The names that a function is found among, its own, itself, its kind, and its module's name
+# Namespace that holds a function, its key there, the function, its group kind, and the name of its module
 Place = tuple[dict[str, Any], str, Callable[..., Any], str, str]
 
 
 def _parts(module: nn.Module, library_kernels: Sequence[str]) -> Iterator[Place]:
-    """The parts that are told apart: forwards of modules, and functions that these call."""
+    """Yield the functions to record as groups: forwards of submodules, and module-level functions that they call."""
     for name, part in module.named_modules():
         if (kind := _kind(part)) is not None:
             yield vars(part), "forward", part.forward, kind, name
@@ -248,7 +248,7 @@ def _parts(module: nn.Module, library_kernels: Sequence[str]) -> Iterator[Place]
 
 
 def functions(module: nn.Module, library_kernels: Sequence[str]) -> dict[tuple[int, str], Place]:
-    """The functions of a rotation, of attention and of these libraries that modules call by their names."""
+    """Find the rotary, attention and library functions that forwards call by global name; keys are (id of globals, name)."""
     found = dict[tuple[int, str], Place]()
     libraries = [(name, kernel) for name, kernel in LIBRARY_KERNELS.items() if kernel in library_kernels]
     for part in module.modules():
@@ -262,7 +262,7 @@ def functions(module: nn.Module, library_kernels: Sequence[str]) -> dict[tuple[i
 
 @contextmanager
 def _instead(place: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Until the context ends, another function is found there."""
+    """Temporarily replace an entry of a namespace."""
     before = {name: place[name]} if name in place else {}
     place[name] = function
     try:

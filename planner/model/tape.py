@@ -1,8 +1,7 @@
-"""What autograd saves, computes and recomputes in one pass through a block.
+"""Symbolic execution of a block's forward, recompute and backward: work, saved tensors and peak memory from tensor sizes.
 
-A `Tape` plays a block's forward pass with sizes instead of numbers: one step per library call of the transformers module,
-with what the step reads, what autograd saves of it, and which gradients its backward makes. Everything the planner knows
-about a block's work and memory is read off this one recording. Calls that only change a view are not steps.
+A `Tape` has one step per library call of the transformers module (views excepted), with the tensors it reads, the tensors that
+autograd saves, and the gradients of its backward. It is the only source of the planner's estimates of work and memory of a block.
 """
 
 from collections import Counter
@@ -18,7 +17,7 @@ FP32, FP64, INT64 = 4, 8, 8  # bytes of an element
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """A tensor known by its size. `ours`: the block makes it; else its input or shared by all layers (masks, rotary tables)."""
+    """Size of a tensor. `ours`: computed by the block, not its input or shared by all layers (masks, rotary tables)."""
 
     n_elements: int
     item_bytes: int
@@ -31,34 +30,34 @@ class Tensor:
 
 
 class Call(Enum):
-    """What a step is, as far as it matters for what is saved and how fast it is."""
+    """Category of a step, which decides its speed and whether selective checkpointing saves its output."""
 
-    PRODUCT = "product"  # with a weight
-    GROUPED = "grouped"  # such products of all experts in one call, which says where it puts what it makes
-    OVERWRITTEN = "overwritten"  # such a product, but its result is changed in place and cannot be saved
-    ATTENTION = "attention"  # fused, or one of the products it is spelled out in
+    PRODUCT = "product"  # matrix product with a weight
+    GROUPED = "grouped"  # products of all experts in one call, which has no `out=`
+    OVERWRITTEN = "overwritten"  # grouped product with a result that is modified in place, so that it cannot be saved
+    ATTENTION = "attention"  # fused attention, or one product of eager attention
     POINTWISE = "pointwise"
-    FUSED = "fused"  # one kernel that reads what it reads and writes what it makes once
-    NORM = "norm"  # such a kernel, of a norm
+    FUSED = "fused"  # one kernel that reads its inputs and writes its outputs once
+    NORM = "norm"  # a fused norm
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call: what it reads, saves for its backward and makes."""
+    """One library call."""
 
     reads: Sequence[Tensor]
     out: Tensor
     call: Call = Call.POINTWISE
-    saves: Sequence[Tensor] = ()  # for its backward, besides what it makes
+    saves: Sequence[Tensor] = ()  # inputs saved for backward
     saves_out: bool = False
-    beside: Sequence[Tensor] = ()  # what it makes besides the output, and saves
+    beside: Sequence[Tensor] = ()  # additional outputs, all saved for backward
     matmuls: Sequence[Matmul] = ()
     n_weights: int = 0  # elements of the weights that it uses
-    n_trained: int = 0  # of these
-    moved: int | None = None  # bytes of its memory traffic, where that is not simply all it reads and writes
-    scratch: int | None = None  # bytes of its backward's temporaries, if not one the size of the largest tensor involved
-    n_calls: int = 1  # of the library
-    held: Sequence[Tensor] = ()  # what else lies there meanwhile, though neither read nor saved
+    n_trained: int = 0  # of these, trained
+    moved: int | None = None  # bytes of memory traffic; None: all inputs, weights and the output
+    scratch: int | None = None  # bytes of temporaries in backward; None: the size of the largest tensor involved
+    n_calls: int = 1  # library calls
+    held: Sequence[Tensor] = ()  # other live tensors, neither read nor saved
 
     @property
     def made(self) -> tuple[Tensor, ...]:
@@ -84,16 +83,16 @@ class Step:
 
     @property
     def uses(self) -> set[Tensor]:
-        """What of the block's own must lie there for it."""
+        """Tensors of the block that must be in memory during the step."""
         return {t for t in (*self.reads, self.out, *self.held) if t.ours}
 
     @property
     def is_fused_attention(self) -> bool:
-        """Whether all of attention is one call, which also makes the logarithms of its sums."""
+        """True for attention in one call, which also outputs the log-sum-exp."""
         return self.call is Call.ATTENTION and len(self.made) > 1
 
     def is_saved(self, saved: Saved | None) -> bool:
-        """Whether a forward under this tier leaves what the step makes on the device."""
+        """True if a forward under this tier saves the outputs of the step."""
         match saved:
             case None | Saved.INPUT:
                 return False
@@ -105,15 +104,15 @@ class Step:
                 return True
 
 
-Run = list[tuple[int, list[Step]]]  # steps, and how often they run
+Run = list[tuple[int, list[Step]]]  # (count, steps)
 
 
 class Work(NamedTuple):
-    """Work besides products and attention, as blocks and tiers state it."""
+    """Memory-bound work of a block or tier."""
 
-    pointwise_bytes: int  # read and written by all that is neither a matrix product nor fused attention
-    fused_bytes: int  # of them, by fused kernels
-    norm_bytes: int  # of these, by norms
+    pointwise_bytes: int  # memory traffic of all calls except matrix products and fused attention
+    fused_bytes: int  # of these, by fused kernels
+    norm_bytes: int  # of those, by fused norms
     n_kernels: int
 
     @classmethod
@@ -127,33 +126,31 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class Tape:
-    """A recording of one forward pass; `item_bytes` is the size of an element in the compute dtype.
-
-    `tiles`: recordings of what comes after the steps tile by tile, each with how many tiles are like it.
-    """
+    """One forward pass. `item_bytes` is the element size of the compute dtype; `tiles` are the tapes (with counts) of the remaining
+    calls that run tile by tile after `steps`."""
 
     item_bytes: int
     steps: list[Step] = field(default_factory=list)
     tiles: list[tuple[int, "Tape"]] = field(default_factory=list)
-    cuts: tuple[tuple[Tensor, Tensor], ...] = ()  # what the tiles read, whole, and one tile of it
-    held: tuple[Tensor, ...] = ()  # what the module's own names keep alive from here on
+    cuts: tuple[tuple[Tensor, Tensor], ...] = ()  # inputs of the tiles: the full tensor, and one tile
+    held: tuple[Tensor, ...] = ()  # tensors that local variables of the module keep alive during the next step
 
     def step(
         self, reads: Sequence[Tensor], n_elements: int, item_bytes: int | None = None, differentiable: bool = True, **of: Any
     ) -> Tensor:
-        """Record a call, with the fields of a `Step`, and return its output, in the compute dtype unless `item_bytes` are given."""
+        """Append a `Step` with these fields; return its output, in the compute dtype unless `item_bytes` is passed."""
         out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
         self.steps.append(Step(reads, out, held=self.held, **of))
         return out
 
     def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False) -> Tensor:
-        """(m, k) @ (k, n), with the bias added in the same call, `n_trained` elements of both."""
+        """Append (m, k) @ (k, n) with an optional bias; `n_trained` counts elements of weight and bias."""
         matmul, saves = Matmul(m, k, n, frozen=frozen), [] if frozen else [x]
         return self.step([x], m * n, call=Call.PRODUCT, saves=saves, matmuls=[matmul], n_trained=n_trained, moved=0, scratch=0)
 
     def adapted(self, x: Tensor, m: int, k: int, widths: Sequence[int], rank: int, dropout: bool = False) -> list[Tensor]:
-        """Frozen products (m, k) @ (k, n) with adapters, one for each n in `widths`: one call, which has no `out=` argument
-        (`runtime/layers/adapters.py`). Backward begins at the last step, which so books the gradients of all factors."""
+        """Append frozen products (m, k) @ (k, n) with LoRA adapters, for each n in `widths`, in one call without `out=`
+        (`runtime/layers/adapters.py`). The gradients of all factors count for the last step, where backward begins."""
         stack, reads, outs = rank * len(widths), [x], list[Tensor]()
         narrow, n_trained = Tensor(m * stack, x.item_bytes), sum(rank * (k + n) for n in widths)
         if dropout:
@@ -170,7 +167,7 @@ class Tape:
     def tile(
         self, inputs: Sequence[Tensor], n_rows: int, tile_rows: int, play: Callable[["Tape", Sequence[Tensor], int], None]
     ) -> None:
-        """Record what remains of the pass by tiles of rows: `play` gets a tape, one tile of each input, and its rows."""
+        """Append the rest of the pass as tiles of rows; `play(tape, inputs, rows)` replays one tile."""
         for count, rows in ((n_rows // tile_rows, tile_rows), (1, n_rows % tile_rows)):
             if rows:
                 part = Tape(self.item_bytes)
@@ -183,7 +180,7 @@ class Tape:
 
     @property
     def matmuls(self) -> list[Matmul]:
-        """Products with weights in the order they are made, those of a shorter last tile next to those of the others."""
+        """Matrix products with weights in order of execution; a shorter last tile's products follow those of the full tiles."""
         return _matmuls(self.run())
 
     @property
@@ -191,43 +188,43 @@ class Tape:
         return Work.of(self.run())
 
     def run(self, saved: Saved | None = None, early_stop: bool = False) -> Run:
-        """The steps that run; `saved`: without those whose results are there."""
+        """Return the steps that run in forward or recompute, without those with saved outputs."""
         stop = self.stop if early_stop else len(self.steps)
         own = [s for s in self.steps[:stop] if not s.is_saved(saved)]
         return [(1, own), *((count, part.run(saved, early_stop)[0][1]) for count, part in self.tiles)]
 
     @property
     def stop(self) -> int:
-        """How many steps run until the last tensor is saved. Tiles need all that comes before them."""
+        """Number of steps that recompute runs until the last tensor is saved (early stop); all of them before tiles."""
         if self.tiles:
             return len(self.steps)
         last = max(i for i, s in enumerate(self.steps) if s.saved)
         step = self.steps[last]
-        return last + (not step.out.n_elements or any(t in step.made for t in step.saved))  # or changes what it reads
+        return last + (not step.out.n_elements or any(t in step.made for t in step.saved))  # no elements: it writes in place
 
     @property
     def tile_sum_bytes(self) -> int:
-        """Memory traffic of adding up the tiles' weight gradients in fp32: zeros once, then each gradient read and added."""
+        """Memory traffic of accumulating the tiles' weight gradients in fp32: one zero fill, then one addition per tile."""
         n_tiles = sum(count for count, _ in self.tiles)
         return self._tiled_elements * (FP32 + n_tiles * (self.item_bytes + 2 * FP32))
 
     @property
     def _tiled_elements(self) -> int:
-        """Of the weights that tiles use."""
+        """Trained elements of the weights that tiles use."""
         return sum(s.n_trained for s in self.tiles[0][1].steps) if self.tiles else 0
 
     # ---- memory
 
     @property
     def kept_bytes(self) -> int:
-        """What autograd keeps from the forward until the backward, without weights, input and shared tensors. A tile of what tiles
-        read is but a view: all of it is kept."""
+        """Bytes that autograd saves from forward to backward, without weights, input and shared tensors. A tile of an input is a
+        view, so the full input is saved."""
         saved = {t for _, part in self.tiles for s in part.steps for t in s.saved}
         own = {t for s in self.steps for t in s.keeps} | {whole for whole, cut in self.cuts if cut in saved and whole.ours}
         return sum(t.n_bytes for t in own) + sum(count * part.kept_bytes for count, part in self.tiles)
 
     def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
-        """Every way to recompute; `shared_bytes` lie in the allocator besides what the block makes."""
+        """Return all recompute tiers; `shared_bytes` are allocated in addition to the block's tensors."""
         lacks = {Saved.ALL}
         if not any(s.is_fused_attention for s in self.steps):
             lacks.add(Saved.ATTENTION)
@@ -252,18 +249,18 @@ class Tape:
 
     @property
     def waiting_bytes(self) -> int:
-        """The gradient that lies there while steps run again: backward has made it when it asks for the last tensor saved.
+        """Bytes of the gradient that is live during recompute, which unpacking the last saved tensor triggers.
 
-        None of its own where only a sum comes after: then it is the output's, which lies in the boundary's slot.
+        Zero if only additions follow: then it is the output's gradient, in the boundary's slot.
         """
         last = max((i for i, s in enumerate(self.steps) if s.saved), default=len(self.steps))
         return 0 if all(s.scratch_bytes == 0 for s in self.steps[last + 1 :]) else self.steps[last].out.n_bytes
 
     def backward_peak_bytes(self, saved: Saved = Saved.INPUT, early_stop: bool = False) -> int:
-        """A bound on what lies in the allocator while the pass is recomputed and its backward runs, beside what was saved.
+        """Return an upper bound on allocated bytes during recompute and backward, without tensors saved in forward.
 
-        Kept tensors until their last use, gradients of activations and of weights, temporaries; neither the input nor its
-        gradient, which lie in the boundaries' arena.
+        Includes saved tensors until their last use, gradients of activations and weights, and temporaries; excludes the input and
+        its gradient, which are in the `activations` arena.
         """
         memory = _Memory(saved, early_stop, self.item_bytes)
         memory.recompute(self)
@@ -274,7 +271,7 @@ class Tape:
         run = {t for _, steps in part.run(early_stop=early_stop) for s in steps for t in s.reads}
         held = {whole for whole, cut in self.cuts if cut in run} - memory.saved
         held_bytes = sum(memory.size(t) for t in held if t.ours)
-        # The gradient of a residual is that of the output, until another is added to it
+        # The gradient of a residual is the output's gradient, until another is added to it
         ends = [whole for whole, cut in self.cuts if cut in part.steps[-1].reads]
         made_bytes = sum(whole.n_bytes for whole, _ in self.cuts if whole not in ends)
         memory.live_bytes += held_bytes + self._tiled_elements * FP32 + made_bytes
@@ -293,7 +290,7 @@ def _matmuls(run: Run) -> list[Matmul]:
 
 @dataclass(slots=True)
 class _Memory:
-    """What lies in the allocator, step by step; results that the forward saved are counted elsewhere."""
+    """Simulated allocator; outputs that the forward saved (`elsewhere`) count zero."""
 
     tier: Saved
     early_stop: bool
@@ -307,7 +304,7 @@ class _Memory:
         return 0 if t in self.elsewhere else t.n_bytes
 
     def recompute(self, tape: Tape) -> None:
-        """The forward, under grad: every tensor that autograd saves stays."""
+        """Run the forward with grad enabled: tensors saved by autograd remain allocated."""
         stop = tape.stop if self.early_stop else len(tape.steps)
         last_use = {t: i for i, s in enumerate(tape.steps) for t in s.uses}
         made: set[Tensor] = set()
@@ -324,11 +321,11 @@ class _Memory:
                 beside_bytes = max(0 if there else s.scratch_bytes, waiting_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + beside_bytes)
         if stop == len(tape.steps) and not tape.tiles:
-            # The output, which the last calls may have changed in place; its gradient lies in the boundary's slot
+            # Add the output, which the last calls may have modified in place; its gradient is in the boundary's slot
             self.live_bytes += next(n_bytes for s in reversed(tape.steps) if (n_bytes := self.size(s.out)))
 
     def go_back(self, tape: Tape, gradients: set[Tensor]) -> None:
-        """The backward, from the `gradients` that lie there, or from the output's, which lies in the boundary's slot."""
+        """Run the backward from existing `gradients`, or from the output's, which is in the boundary's slot."""
         uses = Counter(t for s in tape.steps for t in s.keeps)
         for s in reversed(tape.steps):
             towards = [t for t in s.reads if t.differentiable]

@@ -1,8 +1,8 @@
-"""A model as blocks: sizes and work of one micro-batch.
+"""Build a workload: the blocks of a model with sizes and work of one micro-batch.
 
-The embedding with all that comes before the layers, the decoder layers, and the head: norm, output matrix and loss. What they
-compute is read off outlines (`outline.py`) that were recorded of transformers' own modules. Of attention that is spelled out
-`Attention.flop` is still the causal half: the model's work, not the square that is really computed.
+Blocks are the embedding (all before the layers), the decoder layers, and the head (final norm, output matrix, loss). Their work is
+derived from layer traces of transformers' modules (`outline.py`). `Attention.flop` counts the causal half even for eager attention,
+which computes the full square.
 """
 
 import json
@@ -37,14 +37,14 @@ from .tape import FP32, FP64, INT64, Tape
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
 LOG_SOFTMAX_READS = 3
-LOSS_SCRATCH_BYTES = 6 * FP32 + 1  # of a logit that `loss: online` widens on a CPU: two results, four in between, a mask
-TEACHER_COPIES = 12  # fp32 values of each id that a teacher says most of, in the divergence's backward; measured
+LOSS_SCRATCH_BYTES = 6 * FP32 + 1  # per logit that `loss: online` converts to fp32 on a CPU: 2 results, 4 intermediates, a mask
+TEACHER_COPIES = 12  # fp32 values per top-k teacher token in the divergence's backward; measured
 
 
 def build_workload(model: Model, semantics: Semantics) -> Workload:
-    """The model's blocks, with FLOP and bytes of one micro-batch under these semantics, and of a smaller last one.
+    """Return the model's blocks with FLOP and bytes of one micro-batch under these semantics, and of a smaller last one.
 
-    WorkloadError for a model that cannot be cut into layers, or semantics that transformers does not let it run with.
+    Raise WorkloadError if the model cannot be split into layers or does not support the semantics.
     """
     named = model.config.get("architectures") or ()
     if semantics.objective.n_labels is None and any(str(name).endswith("ForSequenceClassification") for name in named):
@@ -56,7 +56,7 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
     if semantics.mlp_tile_tokens is not None and not semantics.train.all:
         _fail(model, "mlp_tile_tokens: an MLP by tiles is trained whole; leave it out, or --train")
-    if semantics.base != "bf16" and semantics.train.lora is None:  # a checkpoint of the whole model would have to be unpacked
+    if semantics.base != "bf16" and semantics.train.lora is None:  # full checkpoints hold no packed weights
         _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
     lora = semantics.train.lora
     if lora is not None and EXPERTS in lora.targets and (lora.dropout or lora.rank % 8):
@@ -88,10 +88,10 @@ def _fail(model: Model, what: str) -> NoReturn:
 
 
 def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
-    """WorkloadError where something is to be trained that the model has not."""
+    """Raise WorkloadError if `train` selects parameters that the model does not have."""
     missing: list[str] = []
     trained = [p.name for b in found.blocks for p in b.parameters if not p.frozen]
-    if train.lora is not None and train.lora.targets != TARGETS:  # all: as many as there are
+    if train.lora is not None and train.lora.targets != TARGETS:  # TARGETS (all): missing ones are allowed
         missing = [t for t in train.lora.targets if not any(f".{t}.lora_A." in name for name in trained)]
     elif train.names:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
@@ -105,12 +105,12 @@ def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
 
 
 def _modules(model: Model) -> dict[str, Any]:
-    """Outlines of a small micro-batch, which say what modules there are."""
+    """Traces of a small micro-batch, to inspect which modules a model has."""
     return outlines(model, supported_attention(model)[0], 1, 16)
 
 
 def fusible(model: Model) -> frozenset[str]:
-    """Which of `norm`, `loss` and `pointwise` fused kernels compute as the model means them."""
+    """Return those of `norm`, `loss` and `pointwise` for which a fused kernel computes the model's definition."""
     tree = _modules(model)
     kinds = {group[0] for kind in tree["kinds"] for group in kind["groups"]}
     can = {
@@ -122,12 +122,12 @@ def fusible(model: Model) -> frozenset[str]:
 
 
 def can_tile_mlp(model: Model) -> bool:
-    """Whether every layer's MLP runs by tiles: experts would see other shares of tokens."""
+    """True if the MLP of every layer can be tiled; experts cannot, because tiles would change their token counts."""
     return all(mlp_of(Outline.of(kind)) is not None for kind in _modules(model)["kinds"])
 
 
 def attentions(model: Model, seq_len: int) -> list[Attention]:
-    """Attention of each kind of layer that has it, of one sequence."""
+    """Return the attention of each kind of layer, for one sequence; kinds without attention are skipped."""
     tree = outlines(model, supported_attention(model)[0], 1, seq_len)
     return [found for kind in tree["kinds"] if (found := _attention(kind["attention"], 1, seq_len)) is not None]
 
@@ -140,17 +140,17 @@ def _attention(said: list[Any] | None, n_sequences: int, seq_len: int) -> Attent
 
 
 def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
-    """All blocks, with FLOP and bytes of a micro-batch of `n_sequences`."""
+    """Return all blocks with FLOP and bytes of a micro-batch of `n_sequences`."""
     tree, left, whole = (
         outlines(model, semantics.attention, n, semantics.seq_len, semantics.library_kernels) if n else None
         for n in (n_sequences, semantics.n_left, semantics.micro_batch)
     )
     assert tree is not None
     item_bytes = ITEM_BYTES[semantics.compute_dtype]
-    # What all layers of a micro-batch share lies there too (tables, masks), and that of a smaller last one beside it
+    # Tables and masks that all layers share are also in memory, of full and of smaller micro-batches
     shared_bytes = sum(_bytes_of(of["shared"], item_bytes) for of in (whole, left) if of)
     layout = _Layout(tree, semantics, n_sequences, item_bytes)
-    # Layers of one structure, of which the same is trained, differ in nothing but their names
+    # Layers with the same structure and trainable parameters differ only in their names
     kinds: dict[tuple[int, frozenset[str]], Block] = {}
     layers = []
     for i, kind in enumerate(tree["layers"]):
@@ -163,13 +163,13 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
 
 
 def _bytes_of(sizes: Iterable[tuple[int, int]], item_bytes: int) -> int:
-    """Of tensors of so many elements of so many bytes as they were recorded."""
+    """Sum the bytes of tensors, recorded as (elements, element bytes), with elements of the compute dtype."""
     return sum(n * (item_bytes if each == RECORDED_ITEM_BYTES else each) for n, each in sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Blocks of a micro-batch of `n_sequences`, from the outlines of one."""
+    """Builds the blocks of a micro-batch of `n_sequences` from its layer traces."""
 
     tree: Mapping[str, Any]
     semantics: Semantics
@@ -185,7 +185,7 @@ class _Layout:
         return self.n_tokens * self.tree["width"] * self.item_bytes  # type: ignore[no-any-return]
 
     def layer(self, outline: Outline, trained: frozenset[str], shared_bytes: int) -> Block:
-        """A decoder layer, named for renaming."""
+        """Build a decoder layer with a placeholder name."""
         part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
         play(outline, tape, self.semantics, part, self.n_tokens)
         block = Block(
@@ -204,8 +204,8 @@ class _Layout:
         return self._balanced(block, outline) if self.semantics.router_loss else block
 
     def _balanced(self, block: Block, outline: Outline) -> Block:
-        """A layer with the loss of its router (`runtime/compute/balance.py`), if it has one: logits are kept, and their softmax is
-        made in the forward, where choices are counted, as in the backward."""
+        """Add the router loss of an expert layer (`runtime/compute/balance.py`): logits are saved, and their softmax is computed in
+        forward (to count expert choices) and again in backward."""
         grouped = next((call for call in outline.calls if call.name == "_grouped_mm"), None)
         if grouped is None:
             return block
@@ -225,7 +225,7 @@ class _Layout:
         return replace(more(block), kept_bytes=kept_bytes, tiers=tuple(tiers))  # type: ignore[no-any-return]
 
     def embedding(self) -> Block:
-        """Rows of the table, one per token, and what is done to them; its backward makes a dense gradient of each table."""
+        """Build the embedding: a table lookup per token and later calls; backward computes a dense gradient per table."""
         tree, outline = self.tree["embedding"], Outline.of(self.tree["embedding"])
         parameters = tuple(self._parameters(outline.parameters))
         tape, ids_bytes = Tape(self.item_bytes), self.n_tokens * INT64
@@ -245,8 +245,8 @@ class _Layout:
             n_kernels=len(outline.calls),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=ids_bytes,
-            # The recomputed output, the gradient before a scale, the tables' gradients; and of what is handed to layers that of one
-            # layer's part, which is as large as all of it, and the sum of these
+            # Recomputed output, gradient before a scale, dense table gradients; gradients of tensors handed to layers: one layer's
+            # contribution (at most all of it), and the sum over layers
             transient_bytes=max(sum(p.n_elements for p in parameters if not p.frozen) * self.item_bytes, peak_bytes)
             + 2 * self.boundary_bytes
             + handed_bytes
@@ -254,17 +254,17 @@ class _Layout:
         )
 
     def _parameters(self, shapes: Mapping[str, Sequence[int]], tied_to: str | None = None) -> Iterator[Parameter]:
-        """Those of these names in the model; a tied weight is trained with the embedding."""
+        """Convert shapes by name in the model; a tied weight is trained if the embedding is."""
         trains = self.semantics.train.trains
         return (Parameter(name, tuple(shape), tied_to, not trains(tied_to or name)) for name, shape in shapes.items())
 
     def head(self) -> Block:
-        """Final norm, output matrix and loss, by tiles of tokens with a backward each."""
+        """Build the head: final norm, output matrix and loss; each tile of tokens runs forward and backward."""
         of, tree, tokens = self.semantics, self.tree, self.n_tokens
         width = tree["width"] - tree.get("carried", 0)
         names, vocab, tied_to, bias_name = tree["names"], tree["vocab"], tree["tied"], tree["names"].get("bias")
         name = names["head"]
-        if of.objective.n_labels is not None:  # booked as if every token were scored
+        if of.objective.n_labels is not None:  # cost as if every token were scored
             name, vocab, tied_to, bias_name = SCORE.removesuffix(".weight"), of.objective.n_labels, None, None
         tape, norm = Tape(self.item_bytes), Outline.of(tree["norm"])
         of_norm = [*self._parameters({f"{names['norm']}.{n}": shape for n, shape in norm.parameters.items()})]
@@ -278,9 +278,9 @@ class _Layout:
         n_tiles, rest = divmod(tokens, tile)
         tiles = (Matmul(m, width, vocab, count, not trains) for m, count in ((tile, n_tiles), (rest, 1)) if m)
         logit_bytes, moved_bytes, softmax_bytes, n_calls = self._loss(vocab)
-        if any(not p.frozen for p in bias):  # its gradient is a sum of the logits' over rows
+        if any(not p.frozen for p in bias):  # its gradient sums the logits' gradient over rows
             moved_bytes, n_calls = moved_bytes + tokens * vocab * self.item_bytes, n_calls + 2
-        # The tile's weight gradient, its rows and their gradient; online the first is accumulated, and the others are in place
+        # Weight gradient of a tile, its rows and their gradient; `loss: online` accumulates the first and has the rest in place
         scratch_bytes = (vocab * trains + 2 * tile) * width * self.item_bytes
         if of.loss == "online":
             scratch_bytes = self._online_scratch_bytes(tile, vocab, width)
@@ -301,7 +301,7 @@ class _Layout:
             transient_bytes=tile * vocab * logit_bytes
             + scratch_bytes
             + len(bias) * vocab * (self.item_bytes + FP32)
-            # a later micro-batch sums its own tiles before they join the running sum
+            # A later micro-batch sums its tiles before the sum joins the accumulator
             + own_sum_bytes
             + self._bytes_of_tokens(tile)
             + tape.backward_peak_bytes()
@@ -309,41 +309,41 @@ class _Layout:
         )
 
     def _loss(self, vocab: int) -> tuple[int, int, int, int]:
-        """Of a loss: bytes that a logit takes at the peak; traffic of the forward, and what of it is fused; calls of a tile."""
+        """Return the cost of the loss: peak bytes per logit, memory traffic of forward, fused share of it, and calls per tile."""
         of, tokens, narrow, item = self.semantics, self.n_tokens, self.item_bytes < FP32, self.item_bytes
         if of.loss == "online":
-            # Logits, which become the gradient. A third of what forward and backward move together (read twice, written once), and
-            # of their calls: the product, the kernel, its sum and two products
+            # Logits are overwritten by their gradient. Values are a third of forward and backward together: traffic is two reads
+            # and a write; calls are the product, the kernel, its sum and two products
             return item, tokens * vocab * item, tokens * vocab * item, 2
         n_after, n_kept = self.tree["logits"] if of.objective.n_labels is None else (0, 0)
         more, softmax_bytes = of.objective.wide - CROSS_ENTROPY.wide, log_softmax_bytes(tokens, vocab)
-        # Live in the tile's backward: logits, what their cap keeps, log-probabilities, two gradients, and what another loss makes
-        # besides; moved: what is done to logits, widening, and log-probabilities; calls besides: the product, those and their sum
+        # Live in a tile's backward: logits, tensors saved by soft-capping, log-probabilities, two gradients, extras of the loss.
+        # Traffic: calls on logits, conversion to fp32, log-softmax. Calls: those, product, log-softmax, sum, extras of the loss
         each_bytes = 2 * item * n_after + (item + FP32 if narrow else 0) + 2 * more * FP32
         logit_bytes = item * (1 + n_kept) + of.objective.wide * FP32
         return logit_bytes, tokens * vocab * each_bytes + softmax_bytes, softmax_bytes, n_after + narrow + 3 + more
 
     def _online_scratch_bytes(self, tile: int, vocab: int, width: int) -> int:
-        """Scratch of `loss: online` where no kernel computes it, on a CPU: some logits in fp32; then, of narrow factors of the
-        weight's gradient, all rows of the tile in fp32 beside some of its logits."""
+        """Temporaries of `loss: online` on a CPU, which has no kernel for it: a chunk of logits in fp32; then, for a bf16 weight
+        gradient, all rows of the tile and a chunk of logits in fp32."""
         lanes = loss_lanes(vocab)
         wide_bytes = min(tile, max(1, LOSS_SCRATCH_ELEMENTS // lanes)) * lanes * LOSS_SCRATCH_BYTES
         is_narrow = self.item_bytes < FP32
         return max(wide_bytes, is_narrow * (tile * width + min(tile * vocab, max(tile, LOSS_SCRATCH_ELEMENTS))) * FP32)
 
     def _bytes_of_tokens(self, tile: int) -> int:
-        """What lies beside logits of what a loss is given, or makes, of each token."""
+        """Bytes of a loss's per-token inputs and intermediates, in addition to logits."""
         of, objective, tokens = self.semantics, self.semantics.objective, self.n_tokens
-        if objective.has_first_pass:  # a log-probability, its slope in both widths, and what a step of the sums makes
+        if objective.has_first_pass:  # log-probability, its slope in fp32 and fp64, temporary of the sums
             return tokens * (3 * FP32 + FP64)
-        if (k := objective.n_top) is not None:  # of two steps, as files have them; and of a tile what a divergence makes
+        if (k := objective.n_top) is not None:  # packed top-k of two steps; temporaries of a tile
             return 2 * of.batch_size * of.seq_len * objective.teacher_bytes + tile * (k + 1) * TEACHER_COPIES * FP32
         n_extras = len(objective.extras) + (objective.per is not objective.of)
-        return 2 * tokens * FP64 * n_extras  # as they come, and one after another
+        return 2 * tokens * FP64 * n_extras  # as uploaded, and in order
 
 
 def _with_adapters(outline: Outline, of: Part) -> Iterator[Parameter]:
-    """A layer's own weights, frozen or not; then the two factors beside each that has an adapter."""
+    """Yield a layer's weights, frozen or trained, then the two LoRA factors of each weight with an adapter."""
     parameters = [Parameter(n, tuple(s)) for n, s in outline.parameters.items()]
     yield from (replace(p, frozen=p.name not in of.trained) for p in parameters)
     for call in outline.calls:
@@ -361,12 +361,12 @@ def _with_adapters(outline: Outline, of: Part) -> Iterator[Parameter]:
 
 
 def log_softmax_bytes(tokens: int, vocab: int) -> int:
-    """Traffic of PyTorch's log-softmax in fp32: one kernel reads a row three times, for its largest, its sum and itself."""
+    """Memory traffic of PyTorch's fp32 log-softmax: three reads of each row (maximum, sum, output) and one write."""
     return tokens * vocab * (LOG_SOFTMAX_READS + 1) * FP32
 
 
 def _renamed(block: Block, name: str) -> Block:
-    """The same layer under another name, its weights' names starting with it."""
+    """Rename a layer and prefix its parameter names."""
     return replace(block, name=name, parameters=_under(name, block.parameters))
 
 
