@@ -1,7 +1,7 @@
-"""Seconds of the device's computing: products, attention, and what reads and writes its memory.
+"""Compute time of blocks on the device, from the rates of a profile.
 
-`Computing` asks a profile for the rates. Matrix products and attention have rates by their sizes, everything else the rate of the
-memory that it moves bytes of, by eager modules, fused kernels and fused norms.
+Matrix products and attention have rates by size. All other kernels are memory-bound: their bytes, by eager modules, fused kernels
+and fused norms, are divided by the rate measured for that sort.
 """
 
 import math
@@ -17,53 +17,53 @@ from penstock.runtime.units import MiB, show_bytes
 
 FP32_BYTES = 4
 BACKWARD_MATMULS = 2  # per forward product: one for the gradient of its input, one for that of its weight
-SQUARE_KERNELS = 2  # of `runtime/host/norms.py`, besides each tensor's: zeros, adding up
-# A CPU's allocator gives what is larger back to the system at once (`runtime/host/slabs.py`): each tensor's pages are faulted in
-# anew. Of a logit: bf16 and fp32, its log-softmax, and the gradients of the three. No probe measures it: on a virtual machine of
-# two AMD EPYC cores a byte so took 0.44 ns, as long as ten that are moved (docs/log.md).
+SQUARE_KERNELS = 2  # kernels of `runtime/host/norms.py` in addition to one per tensor: zero fill, sum
+# A CPU allocator returns larger tensors to the system at once (`runtime/host/slabs.py`), so that every allocation faults its pages
+# in again. Bytes of a logit: bf16 and fp32, log-softmax, and the gradients of the three. No probe measures page faults: on a
+# virtual machine of two AMD EPYC cores such a byte took 0.44 ns, the time of ten bytes of memory traffic (docs/log.md).
 FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10, 2.5
-# A probe times library calls one after the other. A step's come from Python's modules and autograd, which no probe measures: on the
-# lane of computing of two models, 64 and 256 wide, all that was not predicted is calls that take 9 times as long (docs/log.md).
+# A probe times consecutive library calls. In a step, Python modules and autograd add overhead that no probe measures: for two
+# models of width 64 and 256, calls that take 9 times the measured overhead explain the unpredicted compute time (docs/log.md).
 CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's time from call to call, much of a model so small", 9.0, 0.1
-# Where no probe timed them: a third of the memory's rate on an H200 (docs/benchmarks/gpu_2026-11-27.md)
+# Without a probed rate; on an H200 it was a third of the memory's (docs/benchmarks/gpu_2026-11-27.md)
 ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
-NARROW = 256  # k or n of products, as adapters have, that take no less than what they read and write does
-ONLINE_TIMES_OF_A_CPU = 3  # of the traffic of `loss: online` in one kernel: there its definition runs call by call
-BACKWARD_POINTWISE = 2  # reads what the forward wrote and the gradient, writes the other gradient
+NARROW = 256  # products with smaller k or n (LoRA) take at least the time of their memory traffic
+ONLINE_TIMES_OF_A_CPU = 3  # memory traffic of `loss: online` on a CPU, which has no fused kernel, relative to the kernel's
+BACKWARD_POINTWISE = 2  # backward traffic relative to forward: reads output and gradient, writes the input's gradient
 
 
 def moved_bytes(m: Matmul, item_bytes: int) -> int:
-    """Bytes that a product reads and writes. An adapter's narrow products write their result once: the large product that is
-    accumulated onto it reads it while the memory is idle."""
+    """Memory traffic of a matrix product. The result of LoRA's narrow product counts one write, because the frozen product that
+    accumulates onto it is compute-bound."""
     return m.count * item_bytes * (m.m * m.k + m.k * m.n + m.m * m.n)
 
 
 def backward_matmuls(m: Matmul) -> int:
-    """How many products a backward makes of one of the forward."""
+    """Number of backward products per forward product: no weight gradient if the weight is frozen."""
     return BACKWARD_MATMULS - m.frozen
 
 
 def attention_call(of: Attention, dtype: Dtype) -> AttentionCall:
-    """A layer's attention as a profile is asked for it."""
+    """Convert a layer's attention to the key of a profile's attention rates."""
     return AttentionCall(dtype, of.seq_len, of.head_dim, (of.n_kv_heads or of.n_heads) < of.n_heads)
 
 
 @dataclass(slots=True)
 class Computing:
-    """A profile, asked for seconds of a block's work. `outside` collects what lies outside its measured points."""
+    """Compute-time model. `outside` collects the extrapolations: work outside the measured points of the profile."""
 
     profile: Profile
-    longer_outside: Mapping[str, float] = field(default_factory=dict)  # factors of the seconds of what lies outside, by its name
-    outside: dict[str, tuple[float, float] | float | None] = field(default_factory=dict)  # of products, m and width; or a factor
+    longer_outside: Mapping[str, float] = field(default_factory=dict)  # name of an extrapolation -> factor on its seconds
+    outside: dict[str, tuple[float, float] | float | None] = field(default_factory=dict)  # (m, width) of a product, or a factor
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
     _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
 
     def forward_s(self, block: Block, of: Semantics) -> float:
-        """Seconds of one forward of a block on one micro-batch."""
+        """Seconds of a block's forward on one micro-batch."""
         return self._once_s(block, block, block.matmuls, block.attention, of)
 
     def recompute_s(self, block: Block, again: Tier, of: Semantics) -> float:
-        """Seconds of what one backward of a block computes again."""
+        """Seconds of recompute in one backward of a block."""
         return self._once_s(block, again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, of)
 
     def _once_s(
@@ -77,7 +77,7 @@ class Computing:
         )
 
     def backward_s(self, block: Block, of: Semantics) -> float:
-        """Seconds of one backward of a block on one micro-batch, without recompute and without summing gradients."""
+        """Seconds of a block's backward on one micro-batch, without recompute and gradient accumulation."""
         return (
             sum(backward_matmuls(m) * self._matmul(of.compute_dtype, m) for m in block.matmuls)
             + self._attention(of, block.attention, backward=True)
@@ -87,7 +87,7 @@ class Computing:
         )
 
     def _calls_s(self, n_calls: int, block: Block, of: Semantics) -> float:
-        """Seconds of calls of a library. Beside a block's products they may be too little to speak of."""
+        """Seconds of kernel launches. A CPU's are reported as uncertain if they matter compared with the block's products."""
         calls_s = n_calls * self.profile.device.kernel_overhead_s.value
         if self.profile.device.kind != "cpu":
             return calls_s
@@ -97,25 +97,25 @@ class Computing:
         )
 
     def square_s(self, block: Block, n_bytes: int) -> float:
-        """Seconds of summing the squares of a block's gradient on the device."""
+        """Seconds of the squared gradient norm of a block on the device."""
         if self.profile.device.kind == "cpu":
             return n_bytes / self.square_bytes_per_s
         return self.moving_s(n_bytes, SQUARE_KERNELS + len(block.trained))
 
     def moving_s(self, n_bytes: int, n_kernels: int, rate: Quantity | None = None) -> float:
-        """Seconds of kernels that do little but read and write that many bytes of the device's memory, at its rate or their own."""
+        """Seconds of memory-bound kernels, at their own rate or that of the device memory."""
         bytes_per_s = (rate or self.profile.device.memory_bytes_per_s).value
         return n_bytes / bytes_per_s + n_kernels * self.profile.device.kernel_overhead_s.value
 
     @property
     def square_bytes_per_s(self) -> float:
-        """Bytes of gradients that the device squares, kernels' overhead apart. A CPU in its place does what the host does."""
+        """Rate of squared norms without launch overhead. A CPU device uses the kernels of the host."""
         is_cpu = self.profile.device.kind == "cpu"
         return self.profile.host.reduce_bytes_per_s.value if is_cpu else self._memory_bytes_per_s
 
     def loss_s(self, head: Block, of: Semantics) -> float:
-        """Seconds of the head on one micro-batch, forward and backward, without summing its gradient over micro-batches. A first
-        pass for sums over sequences is another forward, in which a norm too many is counted."""
+        """Seconds of the head on one micro-batch, forward and backward, without gradient accumulation. A first pass for sums over
+        sequences counts as another forward, which overestimates it by one norm."""
         first_s = self.forward_s(head, of) if of.objective.has_first_pass else 0.0
         return (
             first_s
@@ -128,7 +128,7 @@ class Computing:
         )
 
     def _faults_s(self, head: Block, of: Semantics) -> float:
-        """Seconds in which a CPU's pages for large logits come from the system."""
+        """Seconds of page faults for large logits on a CPU."""
         logits = max(head.matmuls, key=lambda m: m.n)
         tile_bytes = logits.m * logits.n * FP32_BYTES
         if self.profile.device.kind != "cpu" or tile_bytes < FAULTED_BYTES:
@@ -138,19 +138,19 @@ class Computing:
         return self._off(name, FAULTS_OFF_BY, as_moved_bytes / self._memory_bytes_per_s)
 
     def _off(self, name: str, by: tuple[float, float] | float | None, seconds: float) -> float:
-        """Seconds that rest on nothing measured; with the factor that they are to be longer by."""
+        """Register an extrapolation, off `by` a factor (or m and width of a product); return the seconds times `longer_outside`."""
         self.outside[name] = by
         return seconds * self.longer_outside.get(name, 1.0)
 
     def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
-        """Each tile of tokens is one product with the head; its weight gradient is read and added to an fp32 sum. Online the
-        product itself reads and writes the sum, in the place of a narrow gradient."""
+        """Memory traffic of accumulating the head's weight gradient over tiles: each tile's gradient is read and added to an fp32
+        sum. In `loss: online` the product itself accumulates into the sum and writes no bf16 gradient."""
         item = ITEM_BYTES[of.compute_dtype]
         bytes_each = 2 * FP32_BYTES + (-item if of.loss == "online" else item)
         return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * bytes_each
 
     def _pointwise_s(self, work: Block | Tier, of: Semantics, backward: bool = False) -> float:
-        """Seconds of what is neither a product nor attention, forward or backward: eager modules, fused kernels, fused norms."""
+        """Seconds of pointwise work in forward or backward: eager modules, fused kernels, fused norms."""
         device = self.profile.device
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s

@@ -1,7 +1,7 @@
-"""The event loop of the simulator, on arrays: each lane performs its ops in plan order, and time jumps from event to event.
+"""Event loop of the simulator on arrays: each lane performs its ops in plan order, and time advances from event to event.
 
-Where ops repeat, repetitions are performed until they repeat in time too; then the clock jumps over those that could only do the
-same again. Functions here are compiled (`runtime/compiled.py`).
+Repeated ops are simulated until their timing is periodic (steady state); then the clock skips all further equal repetitions.
+Functions are compiled with numba (`runtime/compiled.py`).
 """
 
 from typing import Any, NamedTuple
@@ -10,62 +10,62 @@ from penstock.runtime.compiled import compiled_bare
 from penstock.runtime.plan.region import Filling, fill
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
-MAX_CYCLE = 8  # steps, or repetitions, of a rhythm; longer ones are averaged
-TIE_FRACTION = 1e-12  # ends closer than this share of the clock are one event: rounding must not order them
-N_WHERE = 5  # numbers that say where a lane is
+MAX_CYCLE = 8  # longest detected period, in steps or repetitions; longer ones are averaged
+TIE_FRACTION = 1e-12  # ends closer than this fraction of the clock are one event, so that rounding does not order them
+N_WHERE = 5  # integers that describe the position of a lane
 IDLE = -1
 
 
 class Ops(NamedTuple):
-    """The ops of a plan and what they ask for. Arrays by op, by lane (`lane_`), or by wait (`wait_`)."""
+    """Ops of a plan and their demands. Arrays are by op, by lane (`lane_`, `part_`), or by wait (`wait_`)."""
 
-    lane_first: Any  # of each lane its first place in `queue`, and the end
-    queue: Any  # ops, lane by lane
-    part_first: Any  # of each lane the places in its queue that repeat
+    lane_first: Any  # offsets of the lanes in `queue`
+    queue: Any  # op numbers, lane by lane
+    part_first: Any  # start of the repeated section in a lane's queue
     part_end: Any
-    wait_first: Any  # of each op its first wait, and the end
+    wait_first: Any  # offsets of an op's waits
     wait_op: Any
-    wait_times: Any  # three numbers of each wait
-    first_span: Any  # of each op; a repeated one has a span for each repetition that is kept
+    wait_times: Any  # (a, b, c): the op must have been done a * step + b * repetition + c times
+    first_span: Any  # offset of an op's spans; a repeated op has one per recorded repetition
     repeat_first: int
     repeat_end: int
     times: int
-    same_fraction: float  # of a repetition: moments of two are the same when they differ by less
-    most_repetitions: int  # performed before the rhythm of the last is taken for that of all the rest, though it is not the same
-    n_performed: int  # in a step
-    n_spans: int = 0  # in a step; 0: none is kept
-    last_step: int = 0  # a lane without waits must not run ahead for ever
+    same_fraction: float  # tolerance for equal repetitions, relative to their length
+    most_repetitions: int  # simulated before the average of the last ones is extrapolated, though not periodic
+    n_performed: int  # ops performed in a step
+    n_spans: int = 0  # spans recorded in a step; 0: no recording
+    last_step: int = 0  # bound for lanes without waits, which would run ahead for ever
     overhead_s: Any = None
     alone_s: Any = None
-    draws: Any = None  # units per second of each resource at full speed, op by op
-    is_sharing: Any = None  # whether it draws on any
+    draws: Any = None  # (op, resource): units per second at full speed
+    is_sharing: Any = None  # True if the op uses any shared resource
     capacity: Any = None
 
 
 class State(NamedTuple):
-    """Where each lane is, and what has been recorded."""
+    """Mutable state: by lane its position and current op; counters and recorded times."""
 
-    at: Any  # place in the lane's queue
+    at: Any  # position in the lane's queue
     step: Any
-    turn: Any  # repetition, 0 outside of what repeats
-    current: Any  # op being performed
+    turn: Any  # repetition; 0 outside the repeated section
+    current: Any  # op being performed, or IDLE
     is_working: Any  # past its overhead
     start_s: Any
-    end_s: Any  # of the overhead, or of the work at the present speed
+    end_s: Any  # end of the overhead, or of the work at the current speed
     speed: Any
-    now_s: Any  # one number
+    now_s: Any  # scalar
     n_done: Any  # by op
     left_in_step: Any  # by step: ops not yet done
     busy_s: Any  # by step and lane
     step_ends_s: Any
-    n_steps: Any  # one number: steps done
-    is_changed: Any  # one number: which ops share has changed
-    sharing: Any  # the lanes of these
+    n_steps: Any  # scalar: steps done
+    is_changed: Any  # scalar: the set of sharing ops has changed
+    sharing: Any  # lanes of the sharing ops
     filling: Filling
     ended: Any  # step and repetition that has just ended
-    n_turns: Any  # repetitions performed, at a stretch, of the step that is performed
-    is_rough: Any  # some repetitions were skipped that were not quite the same
-    turn_end_s: Any  # of the last repetitions, as many as a rhythm has and one: their end, state and lanes' time
+    n_turns: Any  # consecutive repetitions simulated in the current step
+    is_rough: Any  # repetitions were skipped that were not quite periodic
+    turn_end_s: Any  # ring buffers of the last MAX_CYCLE + 1 repetitions: end, lane positions, work left, busy time
     turn_where: Any
     turn_left_s: Any
     turn_busy_s: Any
@@ -75,8 +75,8 @@ class State(NamedTuple):
 
 @compiled_bare
 def run_step(of: Ops, s: State) -> bool:
-    """Advance until one more step is done, and everything that can start at that moment has started. False: it never is, for no op
-    can end, or one needs what the machine has none of."""
+    """Advance until one more step is done and all ops that can start at that time have started. Return False on deadlock, or if an
+    op needs a resource of capacity zero."""
     n_steps = s.n_steps[0] + 1
     while s.n_steps[0] < n_steps:
         _start(of, s)
@@ -94,14 +94,14 @@ def run_step(of: Ops, s: State) -> bool:
 
 @compiled_bare
 def _start(of: Ops, s: State) -> None:
-    """Begin the next op of every idle lane whose waits are over."""
+    """Start the next op of every idle lane if its waits are satisfied."""
     for lane in range(len(s.at)):
         if s.current[lane] != IDLE or s.step[lane] >= of.last_step:
             continue
         op, step, turn = of.queue[of.lane_first[lane] + s.at[lane]], s.step[lane], s.turn[lane]
         is_ready = True
         for i in range(of.wait_first[op], of.wait_first[op + 1]):
-            # How often the op that is waited for must have been performed since the start
+            # Times that the awaited op must have been done since the start
             times = of.wait_times[3 * i] * step + of.wait_times[3 * i + 1] * turn + of.wait_times[3 * i + 2]
             if s.n_done[of.wait_op[i]] < times:
                 is_ready = False
@@ -116,7 +116,7 @@ def _start(of: Ops, s: State) -> None:
 
 @compiled_bare
 def _share(of: Ops, s: State) -> bool:
-    """Give every op at work its fair speed; an op whose speed changes keeps what it has done. False: one would stand still."""
+    """Recompute the fair speeds of working ops and rescale their remaining time. Return False if an op would have speed zero."""
     if not s.is_changed[0]:
         return True
     s.is_changed[0] = 0
@@ -141,7 +141,7 @@ def _share(of: Ops, s: State) -> bool:
 
 @compiled_bare
 def _next_event(of: Ops, s: State) -> bool:
-    """Jump to the next end of an overhead or of an op. False: there is none."""
+    """Advance the clock to the next end of an overhead or op. Return False if no lane has one."""
     soonest_s, n = 0.0, 0
     for lane in range(len(s.at)):
         if s.current[lane] != IDLE and (n == 0 or s.end_s[lane] < soonest_s):
@@ -170,7 +170,7 @@ def _next_event(of: Ops, s: State) -> bool:
 
 @compiled_bare
 def _finish(of: Ops, s: State, lane: int, op: int) -> None:
-    """The op of a lane is done."""
+    """Complete the current op of a lane."""
     step, turn, repeats = s.step[lane], s.turn[lane], of.repeat_first <= op < of.repeat_end
     s.busy_s[step * len(s.at) + lane] += s.now_s[0] - s.start_s[lane]
     if of.n_spans and (not repeats or turn < FIRST_KEPT or turn >= of.times - LAST_KEPT):
@@ -179,7 +179,7 @@ def _finish(of: Ops, s: State, lane: int, op: int) -> None:
         s.span_start_s[i], s.span_end_s[i] = s.start_s[lane], s.now_s[0]
     s.n_done[op] += 1
     s.current[lane], s.is_working[lane] = IDLE, False
-    # To the lane's next op: the next in its queue, the first of the next repetition, or of the next step.
+    # Next op: the next in the queue, the first of the next repetition, or of the next step
     s.at[lane] += 1
     if repeats and s.at[lane] == of.part_end[lane]:
         is_last = True
@@ -205,7 +205,7 @@ def _finish(of: Ops, s: State, lane: int, op: int) -> None:
 
 @compiled_bare
 def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
-    """A repetition has ended: if as an earlier one did, so will those that follow, as long as no lane is beyond them."""
+    """Record the state at the end of a repetition; if it equals that of an earlier one (steady state), skip the next ones."""
     n_lanes, n_kept = len(s.at), MAX_CYCLE + 1
     furthest = 0
     if turn == 0:
@@ -252,7 +252,7 @@ def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
 
 @compiled_bare
 def _skip(of: Ops, s: State, step: int, before: int, n_cycles: int, n_cycle: int) -> None:
-    """Jump over a number of cycles, each like that from repetition `before` to now."""
+    """Skip `n_cycles` cycles of `n_cycle` repetitions, each equal to the one from repetition `before` to now."""
     if n_cycles <= 0:
         return
     n_lanes = len(s.at)

@@ -1,7 +1,7 @@
-"""Provenance of a prediction: the share of its seconds that rests on measurements of the device, on others, or on assumptions.
+"""Provenance of a prediction: shares of its seconds that depend on measurements of the device, other measurements, or assumptions.
 
-Seconds are sums of work over rates, so what rests on a rate is what they lose when it is a little faster. A profile with one rate
-faster is costed as any other: there is no second account of costs.
+Seconds are sums of work over rates, so the share of a rate is its elasticity: the relative decrease of seconds when the rate is a
+little faster. It is computed from the cost model with a scaled profile.
 """
 
 from collections import Counter
@@ -20,13 +20,13 @@ from .faster import Group, scaled, speed_of
 
 FASTER = 1.001
 N_WORST = 3
-LEAST_FRACTION = 0.0005  # of the seconds, that a part is named for
-STANDARD_MODEL, STANDARD_SEQUENCES, STANDARD_TOKENS = "qwen3-8b", 4, 4096  # the work by which machines are compared
+LEAST_FRACTION = 0.0005  # smallest share that is reported
+STANDARD_MODEL, STANDARD_SEQUENCES, STANDARD_TOKENS = "qwen3-8b", 4, 4096  # reference workload to compare machines
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The share of some seconds that rests on one sort of speed, from one sort of source."""
+    """Share of the seconds that depends on one speed, from one basis (measured on the device, elsewhere, assumed)."""
 
     what: str
     basis: Basis
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RestsOn:
-    """The parts of some seconds, the largest first."""
+    """Provenance of some seconds; the largest part is first."""
 
     parts: tuple[Part, ...]
 
@@ -44,7 +44,7 @@ class RestsOn:
 
     @property
     def worst(self) -> list[Part]:
-        """The largest parts that rest on no measurement of this device."""
+        """Largest parts that are not measured on this device."""
         return [part for part in self.parts if part.basis != BASES[0] and part.fraction >= LEAST_FRACTION][:N_WORST]
 
     def to_json(self) -> dict[str, Any]:
@@ -52,9 +52,9 @@ class RestsOn:
 
 
 def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:
-    """Provenance of the device's seconds in a step of the plan, and of all other lanes' seconds; None where they have none."""
+    """Return the provenance of the device's seconds in a step, and of all other lanes' seconds (None if these are zero)."""
     base = CostModel(profile)
-    alike: dict[int, tuple[int, Op]] = {}  # ops that cost the same, as `CostModel` remembers them: how many, and the first
+    alike: dict[int, tuple[int, Op]] = {}  # cached demand -> (count, first op)
     for i, op in enumerate(plan.ops):
         n, first = alike.get(same := id(base.demand(plan, op)), (0, op))
         alike[same] = n + plan.often(i), first
@@ -68,7 +68,7 @@ def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:
 
 
 def standard(profile: Profile) -> RestsOn:
-    """Provenance of a device's seconds in forward and backward of a standard model, with nothing recomputed."""
+    """Return the provenance of compute time on the reference workload, without recompute."""
     model = read_model(STANDARD_MODEL)
     semantics = with_kernels(model, Semantics(STANDARD_TOKENS, STANDARD_SEQUENCES, STANDARD_SEQUENCES), profile)
     embedding, layer, *_, head = build_workload(model, semantics).blocks
@@ -82,7 +82,7 @@ def standard(profile: Profile) -> RestsOn:
 
 
 def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
-    """Provenance of the seconds that a function gives for a machine's costs."""
+    """Return the provenance of a function of the cost model."""
     places: dict[tuple[str, str], set[str]] = {}
     for place, quantity in profile.quantities():
         if (name := speed_of(place)) is not None:
@@ -93,7 +93,7 @@ def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
         faster_s = seconds(CostModel(scaled(profile, dict.fromkeys(some, FASTER))))
         found[name, profile.sources[source].basis] += (whole_s - faster_s) / (whole_s * (1 - 1 / FASTER))  # type: ignore[assignment]
     if (sustained := profile.device.sustained_fraction) is not None:
-        # All products run by its rate, but only what it takes from their own rests on it.
+        # All products scale with the sustained fraction, but it accounts only for the slowdown that it causes
         taken = abs(1 - sustained.value)
         for name, basis in found:
             if name in (Group.MATMUL, Group.SUSTAINED):

@@ -1,11 +1,10 @@
-"""The steps of a timeline: seconds of each op once they repeat, and the part of a long step that timelines keep.
+"""Steady state of a timeline: seconds of each op after warm-up, and abridged timelines of long steps.
 
-An op occupies its lane from the moment when nothing holds it up any more (the op before it in its lane, and those that it waits
-for, have ended) until it ends. In the simulator an op begins at that moment; on a machine it first has to be handed over.
+An op occupies its lane from the time when its predecessor in the lane and its awaited ops have ended until its own end. The
+simulator starts an op at that time; on a machine the launch follows later.
 
-Of a long step a short one is made: what comes before the repetitions, those that are kept, and what comes after, each when it
-really ran but for the time of the repetitions between, which is cut out. Whatever draws or reads a timeline then has a plan
-that repeats nothing.
+Abridging converts a long step with repetitions to a short one without: ops before, in the recorded repetitions, and after, at
+their real times minus the duration of the omitted repetitions. Consumers of timelines then need no support for repetitions.
 """
 
 from collections import defaultdict
@@ -19,14 +18,14 @@ from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .simulate import Prediction
 
-WARM_UP_STEPS = 2  # fill caches and the pipeline
-LEAST_STEPS = 2  # of a timeline: between their ends is a settled one, if need be
+WARM_UP_STEPS = 2  # skipped: they fill caches and the pipeline
+LEAST_STEPS = 2  # shortest timeline: the time between two step ends is one step
 N_KEPT = FIRST_KEPT + LAST_KEPT
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The steps of a timeline after the warm-up: seconds of each op, in plan order, and of the step."""
+    """Median seconds of each op (in plan order) and of the step, over the steps after warm-up."""
 
     ops_s: tuple[float, ...]
     step_s: float
@@ -34,7 +33,7 @@ class Settled:
 
 
 def predicted_of(plan: Plan, prediction: Prediction) -> Settled:
-    """The settled step of a simulation."""
+    """Return the steady state of a simulation."""
     steps = sorted({span.step for span in prediction.timeline.spans})[-prediction.n_cycle_steps :]
     taken: list[list[float]] = [[] for _ in plan.ops]
     for span in prediction.timeline.spans:
@@ -44,9 +43,9 @@ def predicted_of(plan: Plan, prediction: Prediction) -> Settled:
 
 
 def settled(plan: Plan, timeline: Timeline) -> Settled:
-    """Medians over the settled steps of a run of the plan; PlanError where it has none.
+    """Return medians over the steady-state steps of a run; for a repeated op also over its recorded repetitions.
 
-    Of an op that repeats the median is over the repetitions that a timeline keeps, too.
+    Raise PlanError if the timeline has fewer than two steps.
     """
     if plan.repeat is not None:
         of = short_plan(plan)
@@ -67,7 +66,7 @@ def settled(plan: Plan, timeline: Timeline) -> Settled:
 
 
 def _occupied_s(plan: Plan, by_step: dict[int, list[Span]], step: int) -> list[float]:
-    """Seconds that each op of a step occupies its lane."""
+    """Return the seconds for which each op of a step occupies its lane."""
     lane_ended_s = {op.lane: span.end_s for op, span in zip(plan.ops, by_step[step - 1], strict=True)}
     occupied_s = []
     for op, span in zip(plan.ops, by_step[step], strict=True):
@@ -78,17 +77,17 @@ def _occupied_s(plan: Plan, by_step: dict[int, list[Span]], step: int) -> list[f
 
 
 def short_plan(plan: Plan) -> Plan:
-    """The plan of the short step, in which what is kept repeats; a plan that repeats nothing as it is."""
+    """Return the plan of the abridged step, which repeats its section only as often as timelines record."""
     return plan if plan.repeat is None else shortened(plan, min(plan.repeat.times, N_KEPT))
 
 
 def abridged_plan(plan: Plan) -> Plan:
-    """The same with all ops written out."""
+    """Return the plan of the abridged step with all ops written out."""
     return unrolled(short_plan(plan))
 
 
 def abridged(plan: Plan, timeline: Timeline) -> Timeline:
-    """The timeline of the short step. PlanError where it has repetitions that no timeline of the plan keeps."""
+    """Return the timeline of the abridged step. Raise PlanError if it has repetitions that timelines of this plan do not record."""
     repeat = plan.repeat
     if repeat is None:
         return timeline
@@ -105,13 +104,13 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
 
 
 def _is_later(span: Span, repeat: Repeat) -> bool:
-    """Whether a span comes after what is cut out of its step."""
+    """True if a span follows the omitted repetitions of its step."""
     return span.op >= repeat.end or (span.op in repeat and span.repetition >= FIRST_KEPT)
 
 
 def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
-    """The seconds of each step that are cut out: as many as leave no lane doing two ops at a time, and none idle longer than from
-    one repetition to the next."""
+    """Return the seconds cut from each step: the largest cut after which, in every lane, ops do not overlap and repetitions start
+    at least one period apart."""
     began_s: dict[tuple[int, Lane, int], float] = defaultdict(lambda: float("inf"))
     ended_s: dict[tuple[int, Lane, int], float] = defaultdict(float)
     for span in timeline.spans:
@@ -129,7 +128,7 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
             if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys():
                 began, turn_s = began_s[step, lane, before], began_s[step, lane, after + 1] - began_s[step, lane, after]
                 shifts_s.append(began_s[step, lane, after] - max(ended_s[step, lane, before], began + turn_s))
-            elif first and later:  # a disk may read in few of them
+            elif first and later:  # a disk lane may have ops in few repetitions
                 shifts_s.append(min(later) - max(first))
         cuts_s[step] = max(0.0, min(shifts_s, default=0.0))
     return cuts_s

@@ -1,6 +1,6 @@
-"""The discrete-event simulator: how long a plan takes on a machine that is only arithmetic.
+"""Discrete-event simulator: predict the step time and timeline of a plan.
 
-What the event loop (`event_loop.py`) needs to know of a plan's ops is laid out in arrays once; what they ask for, for each machine.
+`Simulator` converts the ops of a plan to arrays for the event loop (`event_loop.py`) once, and demands once per machine.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,40 +21,40 @@ from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT, Span, Timeline
 
 from .event_loop import IDLE, MAX_CYCLE, N_WHERE, Ops, State, run_step
 
-SAME_FRACTION = 1e-9  # two moments of two steps are the same when they differ by less than this share of a step
-SAME_REPETITION_FRACTION = 1e-11  # of a repetition: thousands follow that are taken to be the same
-MOST_REPETITIONS = 200  # performed before the rhythm of the last is taken for that of all the rest
-NOTHING = Repeat(0, 0, 1, 1)  # repeats
-Moment = tuple[list[int], list[float]]  # where each lane is, and the seconds left of what it does
+SAME_FRACTION = 1e-9  # tolerance for equal states at the ends of two steps, relative to the step time
+SAME_REPETITION_FRACTION = 1e-11  # the same for repetitions; smaller, because thousands of repetitions are extrapolated
+MOST_REPETITIONS = 200  # simulated before the average of the last ones is extrapolated
+NOTHING = Repeat(0, 0, 1, 1)  # no repetition
+Moment = tuple[list[int], list[float]]  # positions of the lanes, and seconds left of their current ops
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of a plan. `timeline` holds whole steps only, the warm-up included; of ops that repeat, the
-    repetitions that timelines keep. It is empty where none was asked for."""
+    """Result of a simulation. `timeline` holds complete steps, including warm-up, and those repetitions of repeated ops that
+    timelines record; it is empty unless requested."""
 
     step_s: float
-    periodic: bool  # False: no rhythm found, `step_s` is the mean of the last steps, or a step's repetitions in the middle are
+    periodic: bool  # False: no steady state was reached; `step_s` averages the last steps, or the step averages its repetitions
     n_cycle_steps: int
     timeline: Timeline
-    busy_of_steps_s: tuple[dict[Lane, float], ...]  # of each step, the time that each lane spends in ops
+    busy_of_steps_s: tuple[dict[Lane, float], ...]  # by step: busy seconds of each lane
 
     def busy_s(self, plan: Plan) -> dict[Lane, float]:
-        """Time that each lane spends in ops in one settled step, slowed by the others as it is."""
+        """Busy seconds of each lane in a steady-state step, including contention."""
         settled = self.busy_of_steps_s[-self.n_cycle_steps :]
         return {lane: median(busy_s.get(lane, 0.0) for busy_s in settled) for lane in plan.lanes}
 
 
 def simulate(plan: Plan, demands: Sequence[Demand], region: Region | None, max_steps: int = 32) -> Prediction:
-    """Perform the plan on a machine that is only arithmetic, step after step, until the steps repeat.
+    """Simulate the plan step by step until steady state.
 
-    `demands` holds one entry per op of the plan. Without a `region` nothing is shared and every op takes its time alone.
+    `demands` has one entry per op of the plan. Without a `region` every op takes its uncontended time.
     """
     return Simulator(Outline.of(plan)).run(demands, region, max_steps, has_timeline=True)
 
 
 class Simulator:
-    """The ops of a plan, laid out for the event loop. Plans that have the same ops can share it."""
+    """Simulator of an op table. Plans with equal ops can share it."""
 
     def __init__(self, ops: Outline) -> None:
         self.ops, self.n_ops, self.repeat = ops, len(ops.kinds), ops.repeat or NOTHING
@@ -83,8 +83,8 @@ class Simulator:
         )
 
     def run(self, demands: Sequence[Demand], region: Region | None, max_steps: int, has_timeline: bool = False) -> Prediction:
-        """Step after step, until the whole state at the end of a step (each lane's position and what is left of its op) is that at
-        the end of an earlier one: from there on the machine can only do the same again."""
+        """Simulate until the state at the end of a step (positions of the lanes, work left) equals that of an earlier step: from
+        there on the simulation is periodic."""
         of = self._asked(demands, region, max_steps, has_timeline)
         state = self._begun(of)
         moments: list[Moment] = []
@@ -100,7 +100,7 @@ class Simulator:
         return self._found(of, state, min(MAX_CYCLE, max(1, max_steps - 1)), is_periodic=False)
 
     def _asked(self, demands: Sequence[Demand], region: Region | None, max_steps: int, has_timeline: bool) -> Ops:
-        """With what each op asks for. One that shares nothing is one stretch of time: its overhead needs no event of its own."""
+        """Add the demands to the ops. Overhead and work of an op without shared resources are merged into one event."""
         shared, sorts = region or Region(()), {id(demand): demand for demand in demands}
         numbers = {name: i for i, name in enumerate(sorts)}
         of_op = np.array([numbers[id(demand)] for demand in demands], dtype=np.int64)
@@ -120,7 +120,7 @@ class Simulator:
         )
 
     def _begun(self, of: Ops) -> State:
-        """Nothing has been performed."""
+        """Return the initial state."""
         n, steps, turns = len(self.lanes), of.last_step + 1, MAX_CYCLE + 1
 
         def none(n: int, number: int = 0) -> Any:
@@ -137,7 +137,7 @@ class Simulator:
         )  # fmt: skip
 
     def _moment(self, s: State, n_done: int) -> Moment:
-        """All that the future depends on, relative to the step just ended: lane positions, and work left at full speed."""
+        """Return the state relative to the step that just ended: lane positions, and work left at full speed."""
         where, left_s = list[int](), list[float]()
         for lane in range(len(self.lanes)):
             is_idle = s.current[lane] == IDLE
@@ -152,7 +152,7 @@ class Simulator:
         return Prediction(cycle_s / n_cycle, is_periodic, n_cycle, Timeline(tuple(self._spans(of, s, n_done))), tuple(busy_s))
 
     def _spans(self, of: Ops, s: State, n_done: int) -> Iterator[Span]:
-        """Of whole steps, in the order in which a machine without lanes would perform the ops."""
+        """Yield the spans of complete steps in plan order."""
         for step in range(n_done) if of.n_spans else ():
             for op, n_kept in enumerate(self.n_spans_of):
                 for k in range(n_kept):
@@ -162,8 +162,7 @@ class Simulator:
 
 
 def _times_before(repeat: Repeat, waits: Column) -> Column:
-    """a, b, c, one after the other: an op is waited for until it has been performed a * step + b * repetition + c times since the
-    start."""
+    """Return (a, b, c) of each wait: the awaited op must have been done a * step + b * repetition + c times since the start."""
     of, distance, back, op = waits
     found = np.stack([np.ones_like(of), np.zeros_like(of), 1 - distance], axis=1)
     repeats = (repeat.start <= op) & (op < repeat.end)
