@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.planner.check.check import check
-from penstock.planner.lower.lower import lower, plan_of
+from penstock.planner.lower.lower import build_plan, lower
 from penstock.planner.lower.sheet import Sheet, number_of
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics, Setup, Slot, Update, Wait
@@ -31,7 +31,7 @@ def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **cho
 def plan_by(how: Any, model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Any:
     """The plan whose ops are lowered in one way or another; None where they cannot be."""
     ops = how(setup := Setup(semantics, policy, model, workload, ()))
-    return None if ops is None else plan_of(setup, ops, PROFILE)
+    return None if ops is None else build_plan(setup, ops, PROFILE)
 
 
 def index(plan: Plan, name: str) -> int:

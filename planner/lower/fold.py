@@ -24,19 +24,19 @@ def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int)
     `micro_batches` from one repetition to the next.
     """
     repeat, end = Repeat(start, start + n_ops, times, micro_batches), start + N_SHOWN * n_ops
-    of_no_one = short.micro_batches == NONE
+    is_shared = short.micro_batches == NONE
     shown = np.stack([short.kinds, short.blocks, short.micro_batches])[:, start:end].reshape(3, N_SHOWN, n_ops)
-    shown[2] -= np.where(of_no_one[start:end].reshape(N_SHOWN, n_ops), 0, micro_batches * np.arange(N_SHOWN)[:, None])
+    shown[2] -= np.where(is_shared[start:end].reshape(N_SHOWN, n_ops), 0, micro_batches * np.arange(N_SHOWN)[:, None])
     ends = short.first(short.operands)[start : end + 1 : n_ops]
     operands = [short.operands[:, i:j] - [[k * n_ops], [0], [0]] for k, (i, j) in enumerate(pairwise(ends))]
     waits = _waits(short.waits, repeat)
-    if waits is None or np.any(shown != shown[:, :1]) or not all(np.array_equal(operands[0], other) for other in operands[1:]):
+    if waits is None or np.any(shown != shown[:, :1]) or not all(np.array_equal(operands[0], x) for x in operands[1:]):
         return None
-    keeps = np.r_[: start + n_ops, end : len(short.kinds)]
-    moved = np.where(of_no_one | (np.arange(len(of_no_one)) < end), 0, (times - N_SHOWN) * micro_batches)
-    kept = short.operands[:, (short.operands[0] < start + n_ops) | (short.operands[0] >= end)]
-    kept[0] -= np.where(kept[0] < end, 0, (N_SHOWN - 1) * n_ops)
-    return Outline(short.kinds[keeps], short.blocks[keeps], (short.micro_batches + moved)[keeps], kept, waits, repeat)
+    rest = np.r_[: start + n_ops, end : len(short.kinds)]
+    moved = np.where(is_shared | (np.arange(len(is_shared)) < end), 0, (times - N_SHOWN) * micro_batches)
+    remaining = short.operands[:, (short.operands[0] < start + n_ops) | (short.operands[0] >= end)]
+    remaining[0] -= np.where(remaining[0] < end, 0, (N_SHOWN - 1) * n_ops)
+    return Outline(short.kinds[rest], short.blocks[rest], (short.micro_batches + moved)[rest], remaining, waits, repeat)
 
 
 def _waits(waits: Column, repeat: Repeat) -> Column | None:
@@ -45,20 +45,20 @@ def _waits(waits: Column, repeat: Repeat) -> Column | None:
     Waits of the first repetition alone refer to earlier ops of the step, which remain done in later repetitions. A wait for the
     previous repetition (`back=1`) refers, in the first repetition, to the previous step (`distance=1`).
     """
-    (of, of_turn), distance, (op, turn) = _numbered(waits[0], repeat), waits[1], _numbered(waits[3], repeat)
-    is_inside, of_inside = turn != NONE, of_turn != NONE
-    within = is_inside & of_inside & (distance == 0)
-    back = np.where(within, of_turn - turn, 0)
+    (waiting, waiting_turn), distance, (op, turn) = _numbered(waits[0], repeat), waits[1], _numbered(waits[3], repeat)
+    is_inside, waiting_inside = turn != NONE, waiting_turn != NONE
+    within = is_inside & waiting_inside & (distance == 0)
+    back = np.where(within, waiting_turn - turn, 0)
     if np.any(is_inside & ~within & (turn != N_SHOWN - 1)) or np.any((back != 0) & (back != 1)):
         return None
-    found = np.stack([of, distance, back, op])
-    first, second, third = ({*map(tuple, found[:, of_turn == k].T.tolist())} for k in range(N_SHOWN))
-    before = {(of, 1, 0, op) for of, _, back, op in second if back}
+    table = np.stack([waiting, distance, back, op])
+    first, second, third = ({*map(tuple, table[:, waiting_turn == k].T.tolist())} for k in range(N_SHOWN))
+    previous_step = {(waiting, 1, 0, op) for waiting, _, back, op in second if back}
     beyond = {wait for wait in second - first if wait[1] or wait[3] < repeat.start}
     if second != third or beyond:
         return None
-    repeated = np.array([*(first - before | second)], dtype=np.int64).reshape(-1, 4).T
-    return in_order(np.concatenate([found[:, ~of_inside], repeated], axis=1))
+    repeated = np.array([*(first - previous_step | second)], dtype=np.int64).reshape(-1, 4).T
+    return in_order(np.concatenate([table[:, ~waiting_inside], repeated], axis=1))
 
 
 def _numbered(op: Column, repeat: Repeat) -> tuple[Column, Column]:

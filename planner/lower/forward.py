@@ -36,7 +36,7 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     ops = tuple(_program(plan, n_micro_batches, group))
     forward = replace(plan, semantics=semantics, workload=workload, policy=policy, ops=ops, repeat=None)
     operands = [(i, NAMES.index(name), number_of(slot)) for i, op in enumerate(ops) for name, slot in op.operands]
-    return replace(forward, ops=replace(Outline.of(forward), operands=np.array(operands).T).ordered({}).ops())
+    return replace(forward, ops=replace(Outline.from_plan(forward), operands=np.array(operands).T).ordered({}).ops())
 
 
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
@@ -53,12 +53,12 @@ def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:
             if held.get(slot) != b:
                 held[slot] = b
                 tied = [("tied", Slot("state", 0))] if b and plan.workload.blocks[b].tied else []
-                state, to = [("state", plan.source_slot(b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
+                state, target = [("state", plan.source_slot(b)), *tied], next(packed_in_turn) if plan.unpacks(b) else slot
                 read = [("frozen", next(read_in_turn))] if b in plan.policy.disk_blocks else []
-                yield from (Op(Kind.READ, b, None, (of,)) for of in read)
-                yield Op(Kind.LOAD, b, None, (state[0], *read, *state[1:], ("weights", to)))
+                yield from (Op(Kind.READ, b, None, (operand,)) for operand in read)
+                yield Op(Kind.LOAD, b, None, (state[0], *read, *state[1:], ("weights", target)))
                 if plan.unpacks(b):
-                    yield Op(Kind.DEQUANTISE, b, None, (("packed", to), ("weights", slot)))
+                    yield Op(Kind.DEQUANTISE, b, None, (("packed", target), ("weights", slot)))
                 if plan.n_ops(Kind.GATHER, b):
                     yield Op(Kind.GATHER, b, None, (*state, ("weights", slot)))
             for m in range(first, min(first + group, n_micro_batches)):

@@ -34,19 +34,19 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
     A long step is folded (`Plan.repeat`); a short one is written out.
     """
     setup = Setup(semantics, policy, model, workload, ())
-    return plan_of(setup, outline(setup), profile)
+    return build_plan(setup, lower_ops(setup), profile)
 
 
-def plan_of(setup: Setup, ops: Outline, profile: dict[str, Any]) -> Plan:
-    of = setup.semantics, setup.policy, setup.model, setup.workload, tuple(arenas_of(setup))
-    return Plan(*of, profile, ops.ops(), repeat=ops.repeat)
+def build_plan(setup: Setup, ops: Outline, profile: dict[str, Any]) -> Plan:
+    fields = setup.semantics, setup.policy, setup.model, setup.workload, tuple(arenas_of(setup))
+    return Plan(*fields, profile, ops.ops(), repeat=ops.repeat)
 
 
-def outline(setup: Setup) -> Outline:
+def lower_ops(setup: Setup) -> Outline:
     """Return the ops that perform the policy, folded if the step is long. Raise PlanError if the policy is illegal."""
     refuse_illegal(setup.workload, setup.semantics, setup.policy)
-    found = outline_folded(setup) if is_long(setup.workload, setup.semantics, setup.policy) else None
-    return found or outline_written_out(setup)
+    folded = folded_ops(setup) if is_long(setup.workload, setup.semantics, setup.policy) else None
+    return folded or unfolded_ops(setup)
 
 
 def is_long(workload: Workload, semantics: Semantics, policy: Policy) -> bool:
@@ -62,20 +62,20 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: 
         n = min(semantics.n_micro_batches, n_shown * policy.accumulation_group)
         semantics = replace(semantics, batch_size=n * semantics.micro_batch)
     setup = Setup(semantics, policy, Model({}), workload, ())
-    found = 0
+    n_ops = 0
     for b, blocks in setup.blocks_alike.items():
         again = setup.uses(b) if setup.n_ops(Kind.RECOMPUTE, b) else 0  # recompute may load the weights again
-        of_kind = (setup.n_ops(kind, b) + again * (row.often is Often.USE) for kind, row in OPS.items() if row.where(setup, b))
-        found += len(blocks) * sum(of_kind)
-    return found
+        counts = (setup.n_ops(kind, b) + again * (row.often is Often.USE) for kind, row in OPS.items() if row.where(setup, b))
+        n_ops += len(blocks) * sum(counts)
+    return n_ops
 
 
-def outline_written_out(setup: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Outline:
+def unfolded_ops(setup: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Outline:
     """Return all ops of a step in a valid sequential order, with the waits that preserve it."""
-    return written(setup, rings_go_on, weights_go_on).outline(after=partial(barrier, setup))
+    return written(setup, rings_go_on, weights_go_on).outline(extra_waits=partial(barrier, setup))
 
 
-def outline_folded(setup: Setup) -> Outline | None:
+def folded_ops(setup: Setup) -> Outline | None:
     """Return the ops with equal groups of micro-batches folded; None if the step has too few groups.
 
     If the lowest layers have no backward, weights are used cyclically, and the slot contents that Belady's algorithm leaves for the
@@ -90,12 +90,12 @@ def outline_folded(setup: Setup) -> Outline | None:
             continue
         n_fewer = (times - N_SHOWN) * n_alike * group
         fewer = replace(semantics, batch_size=semantics.batch_size - n_fewer * semantics.micro_batch)
-        short = outline_written_out(replace(setup, semantics=fewer), rings_go_on=False, weights_go_on=weights_go_on)
+        short = unfolded_ops(replace(setup, semantics=fewer), rings_go_on=False, weights_go_on=weights_go_on)
         (starts,) = ((short.kinds == NUMBER[Kind.FORWARD]) & (short.blocks == 0) & (short.micro_batches % group == 0)).nonzero()
         starts = starts - ((starts > 0) & (short.kinds[starts - 1] == NUMBER[Kind.LOAD]))  # include the load before it
         start, end = int(starts[n_before]), int(starts[n_before + n_alike])
-        if (found := fold(short, start, end - start, times, n_alike * group)) is not None:
-            return found
+        if (folded := fold(short, start, end - start, times, n_alike * group)) is not None:
+            return folded
     return None
 
 
@@ -104,7 +104,7 @@ def barrier(setup: Setup, ops: Outline) -> dict[int, Wait]:
     if setup.policy.update is not Update.BARRIER:
         return {}
     last, (on_device,) = len(ops.kinds) - 1, (ops.kinds == NUMBER[Kind.UPDATE_ON_DEVICE]).nonzero()
-    after = {int(np.argmax(ops.kinds == NUMBER[Kind.LOAD])): Wait(last, 1)}
+    waits = {int(np.argmax(ops.kinds == NUMBER[Kind.LOAD])): Wait(last, 1)}
     if len(on_device) and on_device[-1] != last:
-        after[last] = Wait(int(on_device[-1]))
-    return after
+        waits[last] = Wait(int(on_device[-1]))
+    return waits

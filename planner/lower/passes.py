@@ -16,11 +16,11 @@ from .arenas import (
     N_EAGER_SLOTS,
     N_READ_SLOTS,
     N_STAGING_SLOTS,
+    blocks_with_output_slots,
     eager_ring,
-    leaving_alike,
     n_whole_sums,
+    offload_groups,
     spill_ring_slots,
-    staying,
     sums_layers,
     vocab_slot_is_sum,
 )
@@ -29,9 +29,9 @@ from .waits import NONE, Column
 
 # Order of the ops around a compute op: before it, and after it
 READ, LOADED, UNPACKED, GATHERED, ACTIVATION_FETCHED, SAVED_FETCHED, SHARED = range(7)
-COMPUTED, SAVED_LEFT, ACTIVATION_LEFT, WHOLE = range(20, 24)
-# Order of the ops that follow a complete gradient: added to SHARED if ranks exchange it (then it is another block's), else to WHOLE
-SQUARED, LEFT, ADDED, NORMED, CLIPPED, UPDATED = range(6)
+COMPUTED, SAVED_LEFT, ACTIVATION_LEFT, COMPLETE = range(20, 24)
+# Order of the ops that follow a complete gradient: added to SHARED if ranks exchange it (it is another block's), else to COMPLETE
+SQUARED, OFFLOADED, ADDED, NORMED, CLIPPED, UPDATED = range(6)
 
 
 class Step(NamedTuple):
@@ -46,20 +46,20 @@ class Step(NamedTuple):
     first: Column  # index of the first op of the same kind and block in the group of micro-batches
     go_on: bool  # True: ring buffers continue from group to group; False: each group starts at slot 0
 
-    def of(self, kind: Kind) -> Any:
+    def is_kind(self, kind: Kind) -> Any:
         return self.kinds == NUMBER[kind]
 
-    def turns(self, taken: Any, n_slots: int) -> Column:
-        """Assign ring slots in order to the ops where `taken` is True; other entries are meaningless."""
-        before = np.cumsum(taken) - 1
+    def turns(self, selected: Any, n_slots: int) -> Column:
+        """Assign ring slots in order to the ops where `selected` is True; other entries are meaningless."""
+        position = np.cumsum(selected) - 1
         if not self.go_on:
-            n_taken = np.bincount(self.groups, weights=taken).astype(np.int64)
-            before -= (np.cumsum(n_taken) - n_taken)[self.groups]
-        return before % n_slots
+            n_selected = np.bincount(self.groups, weights=selected).astype(np.int64)
+            position -= (np.cumsum(n_selected) - n_selected)[self.groups]
+        return position % n_slots
 
 
-class Whole(NamedTuple):
-    """Gradients as columns, in the order in which they are complete."""
+class CompleteGradients(NamedTuple):
+    """Gradients as columns, in order of completion."""
 
     block: Column
     place: Column  # index of the compute op after which it is complete
@@ -68,8 +68,8 @@ class Whole(NamedTuple):
     arrived: Column  # slot on the host; NONE if the gradient remains on the device
     op: Column  # the op that offloads it
 
-    def those(self, which: Any) -> "Whole":
-        return Whole(*(column[which] for column in self))
+    def select(self, mask: Any) -> "CompleteGradients":
+        return CompleteGradients(*(column[mask] for column in self))
 
 
 def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Sheet:
@@ -79,9 +79,9 @@ def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -
     with_weights(step, weights_go_on)
     with_activations(step)
     with_saved(step)
-    whole = with_gradients(step)
-    with_squares(step, whole)
-    with_updates(step, whole)
+    gradients = with_gradients(step)
+    with_squares(step, gradients)
+    with_updates(step, gradients)
     return step.sheet
 
 
@@ -94,9 +94,9 @@ def computed(plan: Setup, rings_go_on: bool = True) -> Step:
     shape = -(-n // size), len(numbers), min(size, n)
     micro_batches = np.arange(shape[0])[:, None, None] * size + np.arange(shape[2])
     is_there = np.broadcast_to(micro_batches < n, shape)
-    kinds, blocks = (np.array(of)[None, :, None] for of in zip(*numbers, strict=True))
+    kinds, blocks = (np.array(column)[None, :, None] for column in zip(*numbers, strict=True))
     groups = np.arange(shape[0])[:, None, None]
-    kinds, blocks, micro_batches, groups = (np.broadcast_to(of, shape)[is_there] for of in (kinds, blocks, micro_batches, groups))
+    kinds, blocks, micro_batches, groups = (np.broadcast_to(x, shape)[is_there] for x in (kinds, blocks, micro_batches, groups))
     is_first = micro_batches == groups * size
     first = is_first.nonzero()[0][np.cumsum(is_first) - 1]
     sheet = Sheet()
@@ -107,76 +107,76 @@ def computed(plan: Setup, rings_go_on: bool = True) -> Step:
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
     """Yield the backward ops from the last layer to the first trained one; recompute ops precede a run of unsaved boundaries."""
     stride, top, first = plan.policy.boundary_stride, plan.workload.n_layers, plan.workload.first_trained
-    for below in range((top - 1) // stride * stride, -1, -stride):
-        if min(below + stride, top) < first:
+    for boundary in range((top - 1) // stride * stride, -1, -stride):
+        if min(boundary + stride, top) < first:
             return
-        yield from ((Kind.RECOMPUTE, b) for b in range(below + 1, min(below + stride, top)))
-        yield from ((Kind.BACKWARD, b) for b in range(min(below + stride, top), below, -1))
+        yield from ((Kind.RECOMPUTE, b) for b in range(boundary + 1, min(boundary + stride, top)))
+        yield from ((Kind.BACKWARD, b) for b in range(min(boundary + stride, top), boundary, -1))
 
 
 def with_weights(step: Step, weights_go_on: bool = True) -> None:
     """Add a load before each use of weights that are in no slot; precede it with a read if they are on disk."""
     plan, sheet, blocks = step.plan, step.sheet, step.plan.workload.blocks
     runs = np.unique(step.first)
-    runs = runs[(step.blocks[runs] > 0) | step.of(Kind.FORWARD)[runs]]  # the embedding's backward needs no weights
+    runs = runs[(step.blocks[runs] > 0) | step.is_kind(Kind.FORWARD)[runs]]  # the embedding's backward needs no weights
     block, group = step.blocks[runs], step.groups[runs]
 
-    def in_turn(of: Any, n_slots: int) -> tuple[Any, Any]:
+    def ring_slots(selected: Any, n_slots: int) -> tuple[Any, Any]:
         """Return the slot of each selected run, and True where its contents must be loaded first."""
-        anew = () if weights_go_on else tuple(np.searchsorted(group[of], np.arange(1, group[-1] + 1)).tolist())
-        return held_longest(n_slots, tuple(block[of].tolist()), anew)
+        anew = () if weights_go_on else tuple(np.searchsorted(group[selected], np.arange(1, group[-1] + 1)).tolist())
+        return belady(n_slots, tuple(block[selected].tolist()), anew)
 
     resident = _listed(plan, plan.policy.resident_blocks)
     streams = (_listed(plan, range(1, plan.workload.n_layers + 1)) & ~resident)[block]
     is_fresh = ~resident[block]
     is_fresh[np.unique(block, return_index=True)[1]] = True
-    weights, state, source = (_numbers(plan, of)[block] for of in (plan.weights_slot, plan.state_slot, plan.source_slot))
-    index, is_fresh[streams] = in_turn(streams, plan.n_streaming)
+    weights, state, source = (_numbers(plan, slot_of)[block] for slot_of in (plan.weights_slot, plan.state_slot, plan.source_slot))
+    index, is_fresh[streams] = ring_slots(streams, plan.n_streaming)
     weights[streams] = slots("weights", index)
     used = np.full((2, len(step.first)), NONE)
     used[:, runs] = weights, np.where(_listed(plan, filter(plan.is_apart, plan.policy.device_blocks))[block], state, NONE)
     sheet.use(np.arange(len(step.first)), weights=used[0, step.first], trained=used[1, step.first])
-    tied = np.where(_listed(plan, [b for b, of in enumerate(blocks) if b and of.tied])[block], slots("state", 0), NONE)
+    tied = np.where(_listed(plan, [b for b in range(1, len(blocks)) if blocks[b].tied])[block], slots("state", 0), NONE)
     unpacks = _listed(plan, filter(plan.unpacks, range(len(blocks))))[block]
-    loaded, to = is_fresh & ~unpacks, weights
+    loaded, target = is_fresh & ~unpacks, weights
     if unpacks.any():
-        comes, packed, is_new = is_fresh & unpacks, np.full(len(runs), NONE), np.zeros(len(runs), bool)
-        index, is_new[comes] = in_turn(comes, plan.packed_slots)
-        packed[comes] = slots("packed", index)
-        loaded, to = loaded | is_new, np.where(unpacks, packed, weights)
-        sheet.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=comes, packed=packed, weights=weights)
+        is_uploaded, packed, is_new = is_fresh & unpacks, np.full(len(runs), NONE), np.zeros(len(runs), bool)
+        index, is_new[is_uploaded] = ring_slots(is_uploaded, plan.packed_slots)
+        packed[is_uploaded] = slots("packed", index)
+        loaded, target = loaded | is_new, np.where(unpacks, packed, weights)
+        sheet.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=is_uploaded, packed=packed, weights=weights)
     frozen = np.full(len(runs), NONE)
     if plan.policy.disk_blocks:
         from_disk, is_read = loaded & _listed(plan, plan.policy.disk_blocks)[block], np.zeros(len(runs), bool)
-        index, is_read[from_disk] = in_turn(from_disk, N_READ_SLOTS)
+        index, is_read[from_disk] = ring_slots(from_disk, N_READ_SLOTS)
         frozen[from_disk] = slots("frozen", index)
         sheet.add(Kind.READ, runs, READ, block, where=is_read, frozen=frozen)
-    sheet.add(Kind.LOAD, runs, LOADED, block, where=loaded, state=source, frozen=frozen, tied=tied, weights=to)
+    sheet.add(Kind.LOAD, runs, LOADED, block, where=loaded, state=source, frozen=frozen, tied=tied, weights=target)
     if plan.semantics.ranks > 1:  # each rank has loaded its shard
-        shared = _listed(plan, [b for b, of in enumerate(blocks) if of.trained])[block]
+        shared = _listed(plan, [b for b in range(len(blocks)) if blocks[b].trained])[block]
         if not plan.workload.tied:
             tied = np.full(len(runs), NONE)
         sheet.add(Kind.GATHER, runs, GATHERED, block, where=is_fresh & shared, state=state, tied=tied, weights=weights)
 
 
 @lru_cache(maxsize=64)
-def held_longest(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> tuple[Column, Any]:
+def belady(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> tuple[Column, Any]:
     """Return the slot of each use of a block, and True where the block must be loaded first.
 
     A load replaces the block with the most distant next use (Belady's algorithm). All slots are emptied before the uses in `anew`.
-    Example: `held_longest(2, (1, 2, 3, 3, 2, 1), ())` assigns slots 0 1 0 0 1 0 and loads at uses 0, 1, 2 and 5.
+    Example: `belady(2, (1, 2, 3, 3, 2, 1), ())` assigns slots 0 1 0 0 1 0 and loads at uses 0, 1, 2 and 5.
     """
     n, next_use, later = len(uses), [0] * len(uses), dict[int, int]()
-    for at in range(n - 1, -1, -1):
-        next_use[at] = later.get(uses[at], n)
-        later[uses[at]] = at
+    for use in range(n - 1, -1, -1):
+        next_use[use] = later.get(uses[use], n)
+        later[uses[use]] = use
     chosen, is_fresh = list[int](), list[bool]()
-    for at, block in enumerate(uses):
-        if at == 0 or at in anew:
+    for use, block in enumerate(uses):
+        if use == 0 or use in anew:
             held, needed, last = [NONE] * n_slots, [n] * n_slots, [NONE] * n_slots
         is_fresh.append(block not in held)
         i = max(range(n_slots), key=lambda i: (needed[i], -last[i], -i)) if is_fresh[-1] else held.index(block)
-        held[i], needed[i], last[i] = block, next_use[at], at
+        held[i], needed[i], last[i] = block, next_use[use], use
         chosen.append(i)
     return np.array(chosen, dtype=np.int64), np.array(is_fresh, dtype=bool)
 
@@ -185,111 +185,112 @@ def with_activations(step: Step) -> None:
     """Assign activation slots to outputs: a dedicated one, one that is shared until recompute, or (offload) a ring buffer's."""
     plan, sheet, b, m = step.plan, step.sheet, step.blocks, step.micro_batches
     group, stride, n_blocks = plan.policy.accumulation_group, plan.policy.boundary_stride, len(plan.workload.blocks)
-    stays = staying(plan)
-    place, spilled = len(stays) + np.arange(n_blocks) % stride - 1, _places(plan, plan.policy.spill_blocks)
-    place[stays] = np.arange(len(stays))
-    forward, backward = step.of(Kind.FORWARD), step.of(Kind.BACKWARD)
-    leaves, comes = forward & (spilled[b] != NONE), backward & (b > 0) & (spilled[b - 1] != NONE)
-    ring = len(stays) * group + step.turns(leaves | comes, spill_ring_slots(group))
+    stationary = blocks_with_output_slots(plan)
+    place, spilled = len(stationary) + np.arange(n_blocks) % stride - 1, _places(plan, plan.policy.spill_blocks)
+    place[stationary] = np.arange(len(stationary))
+    forward, backward = step.is_kind(Kind.FORWARD), step.is_kind(Kind.BACKWARD)
+    is_offloaded, is_fetched = forward & (spilled[b] != NONE), backward & (b > 0) & (spilled[b - 1] != NONE)
+    ring = len(stationary) * group + step.turns(is_offloaded | is_fetched, spill_ring_slots(group))
     passing = np.full((2, n_blocks, plan.semantics.n_micro_batches), NONE)  # in forward and in backward
-    passing[0, b[leaves], m[leaves]] = ring[leaves]
-    passing[1, b[comes] - 1, m[comes]] = ring[comes]
+    passing[0, b[is_offloaded], m[is_offloaded]] = ring[is_offloaded]
+    passing[1, b[is_fetched] - 1, m[is_fetched]] = ring[is_fetched]
 
-    def at(block: Column) -> Any:
-        own = np.where(spilled[block] == NONE, place[block] * group + m % group, passing[backward.astype(np.int64), block, m])
-        return slots("activations", np.where(block < 0, NONE, own))
+    def activation_slot(block: Column) -> Any:
+        index = np.where(spilled[block] == NONE, place[block] * group + m % group, passing[backward.astype(np.int64), block, m])
+        return slots("activations", np.where(block < 0, NONE, index))
 
     def on_host(block: Column) -> Any:
         return slots("spilled", spilled[block] * group + m % group)
 
-    numbers, y = np.arange(len(b)), at(b)
-    sheet.use(numbers, x=at(b - 1), y=np.where(step.of(Kind.LOSS), NONE, y))
-    sheet.add(Kind.OFFLOAD_ACTIVATION, numbers, ACTIVATION_LEFT, b, m, where=leaves, y=y, spilled=on_host(b))
-    sheet.add(Kind.FETCH_ACTIVATION, step.first, ACTIVATION_FETCHED, b - 1, m, where=comes, spilled=on_host(b - 1), y=at(b - 1))
+    numbers, y = np.arange(len(b)), activation_slot(b)
+    sheet.use(numbers, x=activation_slot(b - 1), y=np.where(step.is_kind(Kind.LOSS), NONE, y))
+    sheet.add(Kind.OFFLOAD_ACTIVATION, numbers, ACTIVATION_LEFT, b, m, where=is_offloaded, y=y, spilled=on_host(b))
+    x = activation_slot(b - 1)
+    sheet.add(Kind.FETCH_ACTIVATION, step.first, ACTIVATION_FETCHED, b - 1, m, where=is_fetched, spilled=on_host(b - 1), y=x)
 
 
 def with_saved(step: Step) -> None:
     """Offload the saved tensors of layers after forward and prefetch them before backward, through shared ring buffers."""
     policy, place = step.plan.policy, _places(step.plan, step.plan.policy.offload_blocks)
-    b, m, numbers, forward = step.blocks, step.micro_batches, np.arange(len(step.blocks)), step.of(Kind.FORWARD)
-    uses = (forward | step.of(Kind.BACKWARD)) & (place[b] != NONE)
+    b, m, numbers, forward = step.blocks, step.micro_batches, np.arange(len(step.blocks)), step.is_kind(Kind.FORWARD)
+    uses = (forward | step.is_kind(Kind.BACKWARD)) & (place[b] != NONE)
     index = np.full(len(b), NONE)
-    for i, blocks in enumerate(leaving_alike(policy)):
-        alike = uses & _listed(step.plan, blocks)[b]
-        index[alike] = (i * policy.saved_slots + step.turns(alike, policy.saved_slots))[alike]
+    for i, blocks in enumerate(offload_groups(policy)):
+        group_uses = uses & _listed(step.plan, blocks)[b]
+        index[group_uses] = (i * policy.saved_slots + step.turns(group_uses, policy.saved_slots))[group_uses]
     group = policy.accumulation_group
     saved, offloaded = slots("saved", index), slots("offloaded", place[b] * group + m % group)
     step.sheet.use(numbers, saved=saved)
-    for kind, turn, of in ((Kind.OFFLOAD_SAVED, SAVED_LEFT, forward), (Kind.FETCH_SAVED, SAVED_FETCHED, ~forward)):
-        step.sheet.add(kind, numbers, turn, b, m, where=uses & of, saved=saved, offloaded=offloaded)
+    for kind, turn, direction in ((Kind.OFFLOAD_SAVED, SAVED_LEFT, forward), (Kind.FETCH_SAVED, SAVED_FETCHED, ~forward)):
+        step.sheet.add(kind, numbers, turn, b, m, where=uses & direction, saved=saved, offloaded=offloaded)
 
 
-def with_gradients(step: Step) -> Whole:
+def with_gradients(step: Step) -> CompleteGradients:
     """Assign slots to the gradients of micro-batches and their sums, and offload them unless the device updates the block."""
-    plan, sheet, of = step.plan, step.sheet, step.plan.semantics
-    last, head, n_slots = of.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
-    own = _places(plan, plan.policy.device_blocks)
-    apart = _listed(plan, filter(plan.is_apart, plan.policy.device_blocks))
+    plan, sheet, semantics = step.plan, step.sheet, step.plan.semantics
+    last, head, n_slots = semantics.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
+    device_index = _places(plan, plan.policy.device_blocks)
+    is_separate = _listed(plan, filter(plan.is_apart, plan.policy.device_blocks))
     trained = _listed(plan, [b for b, block in enumerate(plan.workload.blocks) if block.trained])
-    ends = (step.of(Kind.LOSS) | step.of(Kind.BACKWARD)) & trained[step.blocks]
+    ends = (step.is_kind(Kind.LOSS) | step.is_kind(Kind.BACKWARD)) & trained[step.blocks]
     numbers, b, m = ends.nonzero()[0], step.blocks[ends], step.micro_batches[ends]
     is_layer, is_last = (b > 0) & (b < head), m == last
-    begins = ends & (step.blocks > 0) & (step.blocks < head) & (own[step.blocks] == NONE)
+    begins = ends & (step.blocks > 0) & (step.blocks < head) & (device_index[step.blocks] == NONE)
     begins &= (step.micro_batches == 0) | (not plan.reduced)
     ring = np.full((head + 1, last + 1), NONE)
     ring[step.blocks[begins], step.micro_batches[begins]] = step.turns(begins, n_slots)[begins]
     out = np.where(is_layer, ring[b, 0 if plan.reduced else m], n_slots)
-    out = slots("gradients", np.where(own[b] == NONE, out, n_slots + 1 + own[b]))
+    out = slots("gradients", np.where(device_index[b] == NONE, out, n_slots + 1 + device_index[b]))
     is_its_own = ~is_layer & vocab_slot_is_sum(plan)
-    has_sum = plan.reduced & ((last > 0) | (b == head) | is_its_own | (of.ranks > 1)) & ~apart[b]
-    makes_gradient = ((not plan.reduced) | (is_last & ~is_its_own & (of.ranks == 1))) & ~apart[b]
-    levels, n_joined = (np.array([tell(m) for m in range(last + 1)])[m] for tell in (of.sum_level, of.n_joined))
+    has_sum = plan.reduced & ((last > 0) | (b == head) | is_its_own | (semantics.ranks > 1)) & ~is_separate[b]
+    makes_gradient = ((not plan.reduced) | (is_last & ~is_its_own & (semantics.ranks == 1))) & ~is_separate[b]
+    levels, n_joined = (np.array([tell(m) for m in range(last + 1)])[m] for tell in (semantics.sum_level, semantics.n_joined))
     sums = _sums(plan)
-    sheet.use(numbers, sum=np.where(apart[b], out, np.where(has_sum, sums(b, levels), NONE)))
+    sheet.use(numbers, sum=np.where(is_separate[b], out, np.where(has_sum, sums(b, levels), NONE)))
     sheet.use(numbers, gradient=np.where(makes_gradient, out, NONE))
-    for more in range(1, max(n_joined, default=0) + 1):
-        sheet.use(numbers, into=np.where(has_sum & (n_joined >= more), sums(b, levels - more), NONE))
-    arrived = np.where(own[b] == NONE, _on_host(plan, b, is_layer & is_last), NONE)
-    whole = Whole(b, numbers, np.full(len(b), WHOLE), out, arrived, numbers)
+    for depth in range(1, max(n_joined, default=0) + 1):
+        sheet.use(numbers, into=np.where(has_sum & (n_joined >= depth), sums(b, levels - depth), NONE))
+    arrived = np.where(device_index[b] == NONE, _on_host(plan, b, is_layer & is_last), NONE)
+    grads = CompleteGradients(b, numbers, np.full(len(b), COMPLETE), out, arrived, numbers)
     if not plan.reduced:
-        _with_additions(step, whole, levels, n_joined)
-        return whole.those(is_last)
-    whole = whole.those(is_last)
-    if of.ranks > 1:
-        whole = _with_exchanges(step, whole, sums(b, levels - n_joined)[is_last])
-    b, place, turn, gradient, arrived, _ = whole
-    left = sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + LEFT, b, where=arrived != NONE, gradient=gradient, arrived=arrived)
-    return whole._replace(op=left)
+        _with_additions(step, grads, levels, n_joined)
+        return grads.select(is_last)
+    grads = grads.select(is_last)
+    if semantics.ranks > 1:
+        grads = _with_exchanges(step, grads, sums(b, levels - n_joined)[is_last])
+    b, place, turn, gradient, arrived, _ = grads
+    op = sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, where=arrived != NONE, gradient=gradient, arrived=arrived)
+    return grads._replace(op=op)
 
 
-def _with_additions(step: Step, gradients: Whole, levels: Column, n_joined: Column) -> None:
+def _with_additions(step: Step, gradients: CompleteGradients, levels: Column, n_joined: Column) -> None:
     """Offload the gradient of each micro-batch and accumulate it on the host."""
     n_blocks, head = len(step.plan.workload.blocks), step.plan.workload.n_layers + 1
     b, place, turn, gradient, arrived, _ = gradients
-    leaves, m, is_of_layer = arrived != NONE, step.micro_batches[place], np.zeros(len(step.blocks), bool)
-    is_of_layer[place] = leaves & (b > 0) & (b < head)
+    is_offloaded, m, is_of_layer = arrived != NONE, step.micro_batches[place], np.zeros(len(step.blocks), bool)
+    is_of_layer[place] = is_offloaded & (b > 0) & (b < head)
     staged = slots("staging", np.where(is_of_layer[place], step.turns(is_of_layer, N_STAGING_SLOTS)[place], N_STAGING_SLOTS))
-    step.sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + LEFT, b, m, where=leaves, gradient=gradient, arrived=staged)
+    step.sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, m, where=is_offloaded, gradient=gradient, arrived=staged)
     of_sum = slots("host_gradients", levels * n_blocks + b)
-    added = step.sheet.add(Kind.ACCUMULATE, place, turn + ADDED, b, m, where=leaves, staged=staged, arrived=of_sum)
-    for more in range(1, max(n_joined, default=0) + 1):
-        step.sheet.use(added, into=np.where(n_joined >= more, of_sum - more * n_blocks, NONE))
+    added = step.sheet.add(Kind.ACCUMULATE, place, turn + ADDED, b, m, where=is_offloaded, staged=staged, arrived=of_sum)
+    for depth in range(1, max(n_joined, default=0) + 1):
+        step.sheet.use(added, into=np.where(n_joined >= depth, of_sum - depth * n_blocks, NONE))
 
 
-def _with_exchanges(step: Step, whole: Whole, sums: Column) -> Whole:
+def _with_exchanges(step: Step, grads: CompleteGradients, sums: Column) -> CompleteGradients:
     """Exchange (reduce-scatter) each gradient sum, before the backward that reuses its slot and after the gather for that op."""
     of_block = np.full(len(step.plan.workload.blocks), NONE)
-    is_first = step.of(Kind.BACKWARD) & (step.micro_batches == 0)
+    is_first = step.is_kind(Kind.BACKWARD) & (step.micro_batches == 0)
     of_block[step.blocks[is_first]] = is_first.nonzero()[0]
-    later, first = whole.block - n_whole_sums(step.plan), step.plan.workload.first_trained
+    later, first = grads.block - n_whole_sums(step.plan), step.plan.workload.first_trained
     place = np.where(later < first, len(step.blocks) - 1 + first - later, of_block[later])
-    whole = whole._replace(place=place, turn=np.full(len(place), SHARED))
-    step.sheet.add(Kind.EXCHANGE, place, SHARED, whole.block, sum=sums, received=slots("received", 0), gradient=whole.gradient)
-    return whole
+    grads = grads._replace(place=place, turn=np.full(len(place), SHARED))
+    step.sheet.add(Kind.EXCHANGE, place, SHARED, grads.block, sum=sums, received=slots("received", 0), gradient=grads.gradient)
+    return grads
 
 
 def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
-    """Return a function from blocks and tree levels to device slots for gradient sums. Order of the arena: complete sums of layers
+    """Return a function from blocks and tree levels to device slots for gradient sums. Order of the arena: grads sums of layers
     (used in turn), their partial sums, sums of embedding and head."""
     n_sums, n_whole, head = plan.semantics.n_sums, n_whole_sums(plan), plan.workload.n_layers + 1
     n_of_layers = (n_sums - 1 + n_whole) * sums_layers(plan)
@@ -297,9 +298,9 @@ def _sums(plan: Setup) -> Callable[[Column, Column], Any]:
 
     def sums(block: Column, level: Column) -> Any:
         of_layers = np.where(level == 0, block % n_whole, n_whole - 1 + level)
-        found = slots("sums", np.where((block > 0) & (block < head), of_layers, n_of_layers + level - in_its_own))
+        arena_slots = slots("sums", np.where((block > 0) & (block < head), of_layers, n_of_layers + level - in_its_own))
         is_own = in_its_own & (level == 0) & ((block == 0) | (block == head))
-        return np.where(is_own, slots("gradients", plan.policy.gradient_slots), found)
+        return np.where(is_own, slots("gradients", plan.policy.gradient_slots), arena_slots)
 
     return sums
 
@@ -312,42 +313,42 @@ def _on_host(plan: Setup, block: Column, takes_turns: Any) -> Any:
     return slots("host_gradients", np.where(takes_turns, 1 + (np.cumsum(takes_turns) - 1) % n, np.where(block == 0, 0, n + 1)))
 
 
-def with_squares(step: Step, whole: Whole) -> None:
+def with_squares(step: Step, grads: CompleteGradients) -> None:
     """Compute sums of squares on the device; offload them with the gradient, or alone if the gradient is not offloaded."""
-    b, at, turn, gradient, arrived, left = whole
+    b, place, turn, gradient, arrived, op = grads
     squares, norm = slots("squares", _places(step.plan, step.plan.squared)[b]), slots("norm", b)
-    is_squared, stays = squares != NONE, arrived == NONE
-    step.sheet.add(Kind.SQUARE, at, turn + SQUARED, b, where=is_squared, gradient=gradient, squares=squares)
-    step.sheet.add(Kind.OFFLOAD_SQUARES, at, turn + LEFT, b, where=is_squared & stays, squares=squares, norm=norm)
-    step.sheet.use(np.where(stays, NONE, left), squares=squares, norm=np.where(is_squared, norm, NONE))
+    is_squared, is_on_device = squares != NONE, arrived == NONE
+    step.sheet.add(Kind.SQUARE, place, turn + SQUARED, b, where=is_squared, gradient=gradient, squares=squares)
+    step.sheet.add(Kind.OFFLOAD_SQUARES, place, turn + OFFLOADED, b, where=is_squared & is_on_device, squares=squares, norm=norm)
+    step.sheet.use(np.where(is_on_device, NONE, op), squares=squares, norm=np.where(is_squared, norm, NONE))
 
 
-def with_updates(step: Step, whole: Whole) -> None:
-    """Add partial norms of complete gradients, the global norm (`clip`), and updates: eager, speculative, or after the norm."""
+def with_updates(step: Step, grads: CompleteGradients) -> None:
+    """Add partial norms of gradients, the global norm (`clip`), and updates: eager, speculative, or after the norm."""
     plan, sheet, n_blocks = step.plan, step.sheet, len(step.plan.workload.blocks)
     early = _places(plan, plan.policy.speculate_blocks)
 
-    def asked(of: Whole) -> dict[str, Any]:
+    def update_operands(g: CompleteGradients) -> dict[str, Any]:
         """Operands of an update; a tied weight also has the gradient from the head."""
-        arrived = whole.arrived[whole.block == n_blocks - 1] if plan.workload.tied else NONE
-        return {"arrived": of.arrived, "tied": np.where(of.block == 0, arrived, NONE), "state": slots("state", of.block)}
+        arrived = grads.arrived[grads.block == n_blocks - 1] if plan.workload.tied else NONE
+        return {"arrived": g.arrived, "tied": np.where(g.block == 0, arrived, NONE), "state": slots("state", g.block)}
 
-    b, at, turn, *_ = whole
-    clip, norm, of_all = slots("norm", n_blocks), slots("norm", b), asked(whole)
+    b, place, turn, *_ = grads
+    clip, norm, operands = slots("norm", n_blocks), slots("norm", b), update_operands(grads)
     shadow = slots("state", np.where(early == NONE, NONE, n_blocks + early))
-    sheet.add(Kind.NORM, at, turn + NORMED, b, where=~_listed(plan, plan.squared)[b], norm=norm, **of_all | {"state": NONE})
-    clips = sheet.add(Kind.CLIP, at, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # the last gradient to be complete
+    sheet.add(Kind.NORM, place, turn + NORMED, b, where=~_listed(plan, plan.squared)[b], norm=norm, **operands | {"state": NONE})
+    clips = sheet.add(Kind.CLIP, place, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # the last gradient
     sheet.use(np.repeat(max(clips), len(b)), norm=np.sort(norm))
     if plan.policy.update is Update.EAGER:
-        sheet.add(Kind.UPDATE, at, turn + UPDATED, b, norm=norm, **of_all)
+        sheet.add(Kind.UPDATE, place, turn + UPDATED, b, norm=norm, **operands)
         return
-    sheet.add(Kind.SPECULATE, at, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **of_all)
-    last = whole.those(np.argsort(b))  # in forward order of the next step
-    b, end, stays = last.block, np.full(len(last.block), len(step.blocks) + 2), last.arrived == NONE  # after the last exchanges
+    sheet.add(Kind.SPECULATE, place, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **operands)
+    last = grads.select(np.argsort(b))  # in forward order of the next step; `end` is after the last exchanges
+    b, end, is_on_device = last.block, np.full(len(last.block), len(step.blocks) + 2), last.arrived == NONE
     state = _numbers(plan, plan.state_slot)[b]
-    sheet.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=stays, gradient=last.gradient, clip=clip, state=state)
+    sheet.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=is_on_device, gradient=last.gradient, clip=clip, state=state)
     kinds = np.where(early[b] == NONE, NUMBER[Kind.UPDATE], NUMBER[Kind.SETTLE])
-    sheet.add(kinds, end, 1, b, where=~stays, clip=clip, shadow=shadow[b], **asked(last))
+    sheet.add(kinds, end, 1, b, where=~is_on_device, clip=clip, shadow=shadow[b], **update_operands(last))
 
 
 def _listed(plan: Setup, blocks: Iterable[int]) -> Any:
@@ -357,11 +358,11 @@ def _listed(plan: Setup, blocks: Iterable[int]) -> Any:
 
 def _places(plan: Setup, blocks: Sequence[int]) -> Column:
     """Index of every block in the list; NONE if absent."""
-    found = np.full(len(plan.workload.blocks), NONE)
-    found[list(blocks)] = np.arange(len(blocks))
-    return found
+    places = np.full(len(plan.workload.blocks), NONE)
+    places[list(blocks)] = np.arange(len(blocks))
+    return places
 
 
-def _numbers(plan: Setup, of: Callable[[int], Slot]) -> Column:
+def _numbers(plan: Setup, slot_of: Callable[[int], Slot]) -> Column:
     """Evaluate a slot function for every block, as slot numbers."""
-    return np.array([number_of(of(b)) for b in range(len(plan.workload.blocks))])
+    return np.array([number_of(slot_of(b)) for b in range(len(plan.workload.blocks))])

@@ -50,10 +50,10 @@ class Sheet:
         self, kind: Any, place: Column, turn: Any, block: Any, micro_batch: Any = NONE, where: Any = True, **operands: Any
     ) -> Column:
         """Add ops of this kind (or kind numbers) where the mask is True; return op numbers, else NONE. `operands` are slots."""
-        found, is_there = np.empty((4, len(place)), np.int64), np.broadcast_to(where, len(place))
-        found[0], found[1] = place * MOST_TURNS + turn, NUMBER[kind] if isinstance(kind, Kind) else kind
-        found[2], found[3] = block, micro_batch
-        self.ops.append(found[:, is_there])
+        rows, is_there = np.empty((4, len(place)), np.int64), np.broadcast_to(where, len(place))
+        rows[0], rows[1] = place * MOST_TURNS + turn, NUMBER[kind] if isinstance(kind, Kind) else kind
+        rows[2], rows[3] = block, micro_batch
+        self.ops.append(rows[:, is_there])
         ops = np.full(len(place), NONE)
         ops[is_there] = np.arange(self.n_ops, self.n_ops + np.count_nonzero(is_there))
         self.n_ops = int(ops.max(initial=self.n_ops - 1)) + 1
@@ -62,23 +62,23 @@ class Sheet:
 
     def use(self, ops: Column, **operands: Any) -> None:
         """Add operands (slot numbers by name) to ops; entries with op or slot NONE are skipped."""
-        for name, of in operands.items():
-            found = np.empty((3, len(ops)), np.int64)
-            found[0], found[1], found[2] = ops, NAMES.index(name), of
-            self.operands.append(found[:, (found[0] != NONE) & (found[2] != NONE)])
+        for name, slot_numbers in operands.items():
+            rows = np.empty((3, len(ops)), np.int64)
+            rows[0], rows[1], rows[2] = ops, NAMES.index(name), slot_numbers
+            self.operands.append(rows[:, (rows[0] != NONE) & (rows[2] != NONE)])
 
-    def outline(self, n_steps: int = 2, after: Callable[["Outline"], Mapping[int, Wait]] = lambda ops: {}) -> "Outline":
+    def outline(self, n_steps: int = 2, extra_waits: Callable[["Outline"], Mapping[int, Wait]] = lambda ops: {}) -> "Outline":
         """Sort the ops and derive their waits. `after` returns additional waits by op number."""
         place, *ops = np.concatenate(self.ops, axis=1)
         order = np.argsort(place, kind="stable")
         kinds, blocks, micro_batches = (column[order] for column in ops)
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
-        of, names, used = np.concatenate(self.operands, axis=1)
-        of = number[of]
-        operands = np.stack([of, names, used])[:, np.argsort(of * len(NAMES) + PLACES[kinds[of], names], kind="stable")]
-        found = Outline(kinds, blocks, micro_batches, operands, NOTHING)
-        return found.ordered(after(found), n_steps)
+        op, names, used = np.concatenate(self.operands, axis=1)
+        op = number[op]
+        operands = np.stack([op, names, used])[:, np.argsort(op * len(NAMES) + PLACES[kinds[op], names], kind="stable")]
+        table = Outline(kinds, blocks, micro_batches, operands, NOTHING)
+        return table.ordered(extra_waits(table), n_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,42 +93,42 @@ class Outline:
     repeat: Repeat | None = None
 
     @staticmethod
-    def of(plan: Plan) -> "Outline":
+    def from_plan(plan: Plan) -> "Outline":
         """Convert a plan for timing: operands are omitted."""
         numbers = [(NUMBER[op.kind], op.block, NONE if op.micro_batch is None else op.micro_batch) for op in plan.ops]
         kinds, blocks, micro_batches = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
         waits = [(i, wait.distance, wait.back, wait.op) for i, op in enumerate(plan.ops) for wait in op.waits]
         return Outline(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
 
-    def ordered(self, after: Mapping[int, Wait], n_steps: int = 2) -> "Outline":
+    def ordered(self, extra_waits: Mapping[int, Wait], n_steps: int = 2) -> "Outline":
         """Return a copy with the minimal waits that preserve program order. `after` holds additional waits by op number."""
-        return replace(self, waits=waits_of(LANE_NUMBERS[self.kinds], *self.uses(), after, n_steps))
+        return replace(self, waits=waits_of(LANE_NUMBERS[self.kinds], *self.uses(), extra_waits, n_steps))
 
     def op(self, i: int) -> Op:
         """Return op number i without operands and waits."""
         return _op(int(self.kinds[i]), int(self.blocks[i]), int(self.micro_batches[i]))
 
-    def first(self, of: Column) -> Column:
+    def first(self, table: Column) -> Column:
         """Offsets of each op's entries in the operand or wait table (CSR row pointers)."""
-        return np.searchsorted(of[0], np.arange(len(self.kinds) + 1))
+        return np.searchsorted(table[0], np.arange(len(self.kinds) + 1))
 
     def uses(self) -> tuple[Column, Column]:
         """Return dense slot numbers, and offsets: entry 2 * i begins the slots that op i reads, 2 * i + 1 those it writes."""
-        of, names, used = self.operands
-        slot, kinds = np.unique(used, return_inverse=True)[1], self.kinds[of]
-        reads, writes = (does[kinds, names].nonzero()[0] for does in (READS, WRITES))
-        of = np.concatenate([2 * of[reads], 2 * of[writes] + 1])
-        order = np.argsort(of, kind="stable")
-        return slot[np.concatenate([reads, writes])[order]], np.searchsorted(of[order], np.arange(2 * len(self.kinds) + 1))
+        op, names, used = self.operands
+        slot, kinds = np.unique(used, return_inverse=True)[1], self.kinds[op]
+        reads, writes = (table[kinds, names].nonzero()[0] for table in (READS, WRITES))
+        keys = np.concatenate([2 * op[reads], 2 * op[writes] + 1])
+        order = np.argsort(keys, kind="stable")
+        return slot[np.concatenate([reads, writes])[order]], np.searchsorted(keys[order], np.arange(2 * len(self.kinds) + 1))
 
     def ops(self) -> tuple[Op, ...]:
-        used, of = np.unique(self.operands[2], return_inverse=True)
+        used, index = np.unique(self.operands[2], return_inverse=True)
         known = [Slot(ARENAS[number // MOST_SLOTS], number % MOST_SLOTS) for number in used.tolist()]
-        operands = [(NAMES[name], known[i]) for name, i in zip(self.operands[1].tolist(), of.tolist(), strict=True)]
+        operands = [(NAMES[name], known[i]) for name, i in zip(self.operands[1].tolist(), index.tolist(), strict=True)]
         waits = [Wait(op, distance, back) for distance, back, op in self.waits[1:].T.tolist()]
         of_ops = (
-            [tuple(found[i:j]) for i, j in pairwise(self.first(of).tolist())]
-            for found, of in ((operands, self.operands), (waits, self.waits))
+            [tuple(entries[i:j]) for i, j in pairwise(self.first(table).tolist())]
+            for entries, table in ((operands, self.operands), (waits, self.waits))
         )
         return tuple(map(_op, self.kinds.tolist(), self.blocks.tolist(), self.micro_batches.tolist(), *of_ops))
 

@@ -12,7 +12,7 @@ NONE = -1
 Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def waits_of(lanes: Column, uses: Column, first: Column, after: Mapping[int, Wait], n_steps: int = 2) -> Column:
+def waits_of(lanes: Column, uses: Column, first: Column, extra_waits: Mapping[int, Wait], n_steps: int = 2) -> Column:
     """Return the minimal waits that preserve program order for conflicting slot accesses (read-write, write-read, write-write).
 
     Rows of the result: waiting op, distance, back, op waited for. Op i reads the slots `uses[first[2 * i]:first[2 * i + 1]]` and
@@ -20,15 +20,15 @@ def waits_of(lanes: Column, uses: Column, first: Column, after: Mapping[int, Wai
     waits of the second step hold for every later one (tests walk a third).
     """
     n, extra = len(lanes), np.full((2, len(lanes)), NONE)
-    for i, wait in after.items():
+    for i, wait in extra_waits.items():
         extra[:, i] = wait.op, wait.distance
-    asked = (integers(of) for of in (lanes, uses, first, *extra))
-    targets, ends = map(np.array, _targets(n_steps, int(max(uses, default=0)) + 1, len(Lane), *asked))
-    here = (n_steps - 1) * n
-    assert np.all(targets >= here - n), "an op depends on a step before the previous one"
-    distance = (targets < here).astype(np.int64)
-    of = np.repeat(np.arange(n), np.diff(ends, prepend=0))
-    return in_order(np.stack([of, distance, np.zeros_like(of), targets.astype(np.int64) - here + n * distance]))
+    arrays = (integers(values) for values in (lanes, uses, first, *extra))
+    targets, ends = map(np.array, _targets(n_steps, int(max(uses, default=0)) + 1, len(Lane), *arrays))
+    begin = (n_steps - 1) * n
+    assert np.all(targets >= begin - n), "an op depends on a step before the previous one"
+    distance = (targets < begin).astype(np.int64)
+    waiting = np.repeat(np.arange(n), np.diff(ends, prepend=0))
+    return in_order(np.stack([waiting, distance, np.zeros_like(waiting), targets.astype(np.int64) - begin + n * distance]))
 
 
 def in_order(columns: Column) -> Column:
@@ -47,37 +47,37 @@ def _targets(
     known = [NONE] * (n_steps * n * n_lanes)  # by op and lane: latest op that is done once the op is
     last_on_lane, needed = [NONE] * n_lanes, [NONE] * n_lanes  # the latest op of a lane implies earlier ones
     targets, ends = [0] * 0, [0] * 0
-    for at in range(n_steps * n):
-        step, i = at // n, at % n
+    for position in range(n_steps * n):
+        step, i = position // n, position % n
         for use in range(first[2 * i], first[2 * i + 2]):
-            slot, of = uses[use], uses[use] * n_lanes
+            slot, row = uses[use], uses[use] * n_lanes
             if writer[slot] != NONE:
                 needed[lanes[writer[slot] % n]] = max(needed[lanes[writer[slot] % n]], writer[slot])
             if use < first[2 * i + 1]:
-                reader[of + lanes[i]] = at
+                reader[row + lanes[i]] = position
                 continue
             for lane in range(n_lanes):
-                needed[lane] = max(needed[lane], reader[of + lane])
-                reader[of + lane] = NONE
-            writer[slot] = at
+                needed[lane] = max(needed[lane], reader[row + lane])
+                reader[row + lane] = NONE
+            writer[slot] = position
         if extra[i] != NONE and step >= distance[i]:
             target = (step - distance[i]) * n + extra[i]
             needed[lanes[target % n]] = max(needed[lanes[target % n]], target)
-        before = last_on_lane[lanes[i]]
-        if before != NONE:
+        predecessor = last_on_lane[lanes[i]]
+        if predecessor != NONE:
             for lane in range(n_lanes):
-                known[at * n_lanes + lane] = known[before * n_lanes + lane]
+                known[position * n_lanes + lane] = known[predecessor * n_lanes + lane]
         needed[lanes[i]] = NONE  # a lane is in order anyway
         while max(needed) != NONE:  # latest first: only a later op can imply an earlier one
             target = max(needed)
             needed[lanes[target % n]] = NONE
-            if known[at * n_lanes + lanes[target % n]] < target:
+            if known[position * n_lanes + lanes[target % n]] < target:
                 if step == n_steps - 1:
                     targets.append(target)
                 for lane in range(n_lanes):
-                    known[at * n_lanes + lane] = max(known[at * n_lanes + lane], known[target * n_lanes + lane])
-        known[at * n_lanes + lanes[i]] = at
-        last_on_lane[lanes[i]] = at
+                    known[position * n_lanes + lane] = max(known[position * n_lanes + lane], known[target * n_lanes + lane])
+        known[position * n_lanes + lanes[i]] = position
+        last_on_lane[lanes[i]] = position
         if step == n_steps - 1:
             ends.append(len(targets))
     return targets, ends

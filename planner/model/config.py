@@ -30,7 +30,7 @@ MAX_LAYERS = 10_000  # beyond any model; limits the ops of a plan
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-_BESIDE = {
+_IGNORED_KEYS = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "return_dict", "auto_map", "quantization_config"),
 }
@@ -96,22 +96,22 @@ def published(model: Model) -> Base | None:
 
 def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
     """Return a note on published quantised weights; None if weights are bf16 or `base` keeps the published format."""
-    form, of = published(model), f"the weights of {model.name or 'this model'} are published"
+    form, subject = published(model), f"the weights of {model.name or 'this model'} are published"
     if form in ("bf16", base):
         return None
     if base == "bf16" and form in DEQUANTISED:
-        return f"{of} in {form.upper()}; `run` reads them, and saves its own, in bf16"
+        return f"{subject} in {form.upper()}; `run` reads them, and saves its own, in bf16"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    beside = f"plan adapters beside them with --train lora --base {form}, or " if form else ""
+    alternative = f"plan adapters beside them with --train lora --base {form}, or " if form else ""
     stored = str(form or method or "quantised")[:40]
-    return f"{of} as {stored}, which `run` does not read with --base {base}; {beside}make a bf16 copy first"
+    return f"{subject} as {stored}, which `run` does not read with --base {base}; {alternative}make a bf16 copy first"
 
 
 def download(model: Model) -> str:
     """Return the download command of a shipped model, as the end of a sentence; an empty string for other models."""
-    there = hub_name(model.name)
-    return f", once it is there: hf download {there} --local-dir {there.partition('/')[2]}" if there is not None else ""
+    repository = hub_name(model.name)
+    return "" if repository is None else f", once it is there: hf download {repository} --local-dir {repository.partition('/')[2]}"
 
 
 def _read_path(file: Path) -> Model:
@@ -146,15 +146,15 @@ def outlines(
     Raise WorkloadError if the model cannot be split into layers."""
     key = key_of(model)
     how = How(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
-    found = _at_size(key, how, n_sequences, seq_len)
-    return _recorder().outlines(key, how, n_sequences, seq_len) if found is None else found
+    traces = _at_size(key, how, n_sequences, seq_len)
+    return _recorder().outlines(key, how, n_sequences, seq_len) if traces is None else traces
 
 
 def refuse_another(model: Model, n_layers: int) -> None:
     """Raise WorkloadError unless the model has `n_layers` layers, because building another may need unbounded memory."""
-    found = len(outlines(model, supported_attention(model)[0], 1, 16)["layers"])
-    if found != n_layers:
-        raise WorkloadError(f"{model.name or 'the model'} has {found} layers, and the plan {n_layers}; make the plan again")
+    n_found = len(outlines(model, supported_attention(model)[0], 1, 16)["layers"])
+    if n_found != n_layers:
+        raise WorkloadError(f"{model.name or 'the model'} has {n_found} layers, and the plan {n_layers}; make the plan again")
 
 
 @lru_cache(maxsize=256)
@@ -180,9 +180,10 @@ def _at_size(key: str, how: How, n_sequences: int, seq_len: int) -> dict[str, An
 def essence_of(config: dict[str, Any]) -> dict[str, Any]:
     """Reduce a configuration to the keys that affect the computation; equal results mean equal models."""
     unused = () if config.get("use_sliding_window", False) else ("use_sliding_window", "max_window_layers", "sliding_window")
-    beside = _BESIDE | {*(unused if "use_sliding_window" in config else ())}
-    of = {key: value for key, value in config.items() if key not in beside and (key, value) != ("rope_scaling", None)}
-    return {k: {n: v for n, v in part.items() if n not in _BESIDE} if isinstance(part, dict) else part for k, part in of.items()}
+    ignored = _IGNORED_KEYS | {*(unused if "use_sliding_window" in config else ())}
+    relevant = {key: value for key, value in config.items() if key not in ignored and (key, value) != ("rope_scaling", None)}
+    sub = {key: part for key, part in relevant.items() if isinstance(part, dict)}
+    return relevant | {key: {k: v for k, v in part.items() if k not in _IGNORED_KEYS} for key, part in sub.items()}
 
 
 @cache
@@ -211,9 +212,9 @@ def key_of(model: Model) -> str:
 def _refuse_endless(config: dict[str, Any], where: str) -> None:
     """Raise WorkloadError for a dimension beyond any real model."""
     for key, value in config.items():
-        most = MAX_LAYERS if key in LAYERS else MAX_DIMENSION
-        if isinstance(value, int) and abs(value) > most:
-            raise WorkloadError(f"{where}: `{key}` is {value}; at most {most}")
+        limit = MAX_LAYERS if key in LAYERS else MAX_DIMENSION
+        if isinstance(value, int) and abs(value) > limit:
+            raise WorkloadError(f"{where}: `{key}` is {value}; at most {limit}")
         if isinstance(value, dict):
             _refuse_endless(value, where)
 
@@ -234,8 +235,8 @@ def _checked(model: Model, where: str) -> Model:
         *(["ForConditionalGeneration"] if has_towers(model.config) else []),
     )
     if named and not (isinstance(named, list) and any(str(n).endswith(heads) for n in named)):
-        said = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
-        raise WorkloadError(f"{where}: {said}")
+        message = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
+        raise WorkloadError(f"{where}: {message}")
     if model.config.get("use_bidirectional_attention"):
         raise WorkloadError(f"{where}: `use_bidirectional_attention` is set; only causal attention is trained here")
     _refuse_endless(model.config, where)

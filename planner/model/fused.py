@@ -21,7 +21,7 @@ def norm(tape: Tape, x: Tensor, width: int, trains: bool) -> Tensor:
     n, rows = x.n_elements, x.n_elements // width
     scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # first: contiguous copy of a gradient
     return tape.step(
-        [x], n, call=Call.NORM, saves=[x], beside=[Tensor(rows, FP32)], n_weights=width, n_trained=width * trains,
+        [x], n, call=Call.NORM, saves=[x], extra_outputs=[Tensor(rows, FP32)], n_weights=width, n_trained=width * trains,
         scratch=scratch_bytes,
     )  # fmt: skip
 
@@ -46,7 +46,7 @@ def attention(tape: Tape, reads: Sequence[Tensor], shape: Sequence[int], kernel:
     n_sums = -(-MOST_PROCESSORS // (n_sequences * n_heads)) if kernel == "deterministic" else 1
     return tape.step(
         reads, prod(shape), call=Call.ATTENTION, saves=reads, saves_out=True, moved=0,
-        beside=[Tensor(n_sequences * n_heads * seq_len, FP32)],
+        extra_outputs=[Tensor(n_sequences * n_heads * seq_len, FP32)],
         scratch=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes),
     )  # fmt: skip
 
@@ -76,10 +76,10 @@ def delta_rule(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[in
     h = n * v_heads * -(-n_tokens // CHUNK) * width * v_width
     # Copies and norms; triangular matrices; state updates; states; output
     moved = (2 * (2 * qk + v) + 4 * qk) + (k + 2 * a) + (a + 2 * v + 2 * k) + (2 * k + 2 * v + h) + (2 * k + 2 * v + h)
-    kept = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
+    saved = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
     return tape.step(
-        reads, prod(shapes[2]), call=Call.FUSED, saves=[reads[-1]], beside=[Tensor(*each, differentiable=False) for each in kept],
-        moved=moved * item + 2 * rows * FP32, scratch=(5 * k + 4 * v + 2 * h) * item, n_calls=11,
+        reads, prod(shapes[2]), call=Call.FUSED, saves=[reads[-1]], moved=moved * item + 2 * rows * FP32, n_calls=11,
+        extra_outputs=[Tensor(*size, differentiable=False) for size in saved], scratch=(5 * k + 4 * v + 2 * h) * item,
     )  # fmt: skip
 
 

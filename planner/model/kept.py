@@ -21,31 +21,31 @@ _ROOMS = ("planner/model", "planner/lower", "training", "runtime")  # folders of
 OUTLINES = frozenset({"attention", "outlines"})  # as the files of `planner/outlines`
 
 
-def read(config: str, asked: str, keys: Set[str] = OUTLINES) -> dict[str, Any] | None:
+def read(config: str, request: str, keys: Set[str] = OUTLINES) -> dict[str, Any] | None:
     """Return the cached object for a configuration (JSON) and request, or None if it is absent, damaged or lacks one of `keys`."""
     with suppress(OSError, ValueError, PackageNotFoundError):
-        path = _file(config, asked)
-        found = None if path is None else json.loads(read_whole(path, MAX_BYTES))
-        if isinstance(found, dict) and found.keys() >= keys:
-            return found
+        path = _file(config, request)
+        cached = None if path is None else json.loads(read_whole(path, MAX_BYTES))
+        if isinstance(cached, dict) and cached.keys() >= keys:
+            return cached
     return None
 
 
-def write(config: str, asked: str, found: dict[str, Any]) -> None:
+def write(config: str, request: str, value: dict[str, Any]) -> None:
     """Write an object to the cache; do nothing if that is impossible."""
-    path = _file(config, asked)
+    path = _file(config, request)
     with suppress(OSError):
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(found, separators=(",", ":")))
+        write_whole(path, json.dumps(value, separators=(",", ":")))
 
 
-def _file(config: str, asked: str) -> Path | None:
-    if (own := folder.get()) is None:
+def _file(config: str, request: str) -> Path | None:
+    if (cache_folder := folder.get()) is None:
         return None
-    of = json.dumps([config, asked, *_versions()])
-    return own / f"{hashlib.blake2b(of.encode(), digest_size=16).hexdigest()}.json"
+    key = json.dumps([config, request, *_versions()])
+    return cache_folder / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 
 
 @cache

@@ -44,5 +44,5 @@ def _attention_kernel(
 
 def _takes(model: Model, seq_len: int) -> bool:
     """True if cuDNN supports the model's head widths and no layer has a sliding window, which would need a dense mask."""
-    found = attentions(model, seq_len)
-    return all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in found)
+    layers = attentions(model, seq_len)
+    return all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)

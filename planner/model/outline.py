@@ -28,17 +28,17 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A tensor, identified by its storage. `ours`: computed by the traced module."""
+class TensorInfo:
+    """A tensor, identified by its storage. `internal`: computed by the traced module."""
 
     n_elements: int
     item_bytes: int
-    ours: bool
+    internal: bool
     floating: bool
 
 
 @dataclass(slots=True)
-class Called:
+class LibraryCall:
     """A library call; tensors are numbers, weights are names. `shapes` are operand shapes of matrix products; `moved` is the memory
     traffic: elements of the compute dtype, and bytes of other dtypes.
 
@@ -68,25 +68,25 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class LayerTrace:
     """Trace of one forward pass; tensor 0 is its input."""
 
     parameters: dict[str, list[int]]
-    made: list[Made]
-    calls: list[Called]
+    tensors: list[TensorInfo]
+    calls: list[LibraryCall]
     groups: list[Group]
     attention: list[int | None] | None = None  # heads, key-value heads, head width, window
     sides: Sequence[int] = ()  # arguments that require grad, other than the hidden state
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> "Outline":
+    def from_json(cls, tree: Mapping[str, Any]) -> "LayerTrace":
         """Parse the JSON form; all polynomials must have been evaluated."""
-        made, calls = [Made(*each) for each in tree["made"]], [Called(*each) for each in tree["calls"]]
-        groups, sides = [Group(*each) for each in tree["groups"]], tree.get("sides", ())
-        return cls(tree["parameters"], made, calls, groups, tree["attention"], sides)
+        tensors, calls = [TensorInfo(*row) for row in tree["made"]], [LibraryCall(*row) for row in tree["calls"]]
+        groups, sides = [Group(*row) for row in tree["groups"]], tree.get("sides", ())
+        return cls(tree["parameters"], tensors, calls, groups, tree["attention"], sides)
 
 
-def mlp_of(outline: "Outline") -> Group | None:
+def mlp_of(outline: "LayerTrace") -> Group | None:
     """Return the MLP, down(act(gate(x)) * up(x)), if it can be tiled: only its norm and additions may follow."""
     mlp = next((group for group in outline.groups if group.kind in ("mlp", "gated") and group.name == "mlp"), None)
     if mlp is None:
@@ -115,7 +115,7 @@ class Part:
         return self.train.lora is not None and self.train.lora.dropout > 0
 
 
-def play(outline: Outline, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
+def play(outline: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
     """Replay a trace on a tape with the kernels of the semantics; tile the MLP over its `n_rows` rows if they ask for that."""
     player, tile, end = _Player(outline, tape, semantics, part), semantics.mlp_tile_tokens, len(outline.calls)
     mlp = mlp_of(outline)
@@ -125,13 +125,13 @@ def play(outline: Outline, tape: Tape, semantics: Semantics, part: Part, n_rows:
     player.play(0, mlp.first)
     # Inputs of a tile: existing tensors that the MLP and later row-wise calls read
     inputs = dict.fromkeys(
-        i for call in outline.calls[mlp.first :] for i in call.reads if i in player.there and outline.made[i].floating
+        i for call in outline.calls[mlp.first :] for i in call.reads if i in player.there and outline.tensors[i].floating
     )
 
     def of_tile(tape: Tape, cut: Sequence[Tensor], rows: int) -> None:
-        other = _Player(outline, tape, semantics, part, (rows, n_rows))
-        other.there |= dict(zip(inputs, cut, strict=True))
-        other.play(mlp.first, end)
+        tile_player = _Player(outline, tape, semantics, part, (rows, n_rows))
+        tile_player.there |= dict(zip(inputs, cut, strict=True))
+        tile_player.play(mlp.first, end)
 
     tape.tile([player.there[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
 
@@ -139,21 +139,21 @@ def play(outline: Outline, tape: Tape, semantics: Semantics, part: Part, n_rows:
 class _Player:
     """Replays the calls of a trace. `share` is (rows of this tile, rows of the trace)."""
 
-    def __init__(self, outline: Outline, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
+    def __init__(self, outline: LayerTrace, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
         self.outline, self.tape, self.semantics, self.part, self.share = outline, tape, semantics, part, share
         self.as_weight: dict[int, str] = {}  # tensors that are weights cast to another dtype
         self.there = {
-            i: self._tensor(made, i == 0 or i in outline.sides) for i, made in enumerate(outline.made) if not made.ours
+            i: self._tensor(info, i == 0 or i in outline.sides) for i, info in enumerate(outline.tensors) if not info.internal
         }  # fmt: skip
         self.groups = {group.first: group for group in outline.groups if self._at_once(group)}
         self.overwritten = {call.reads[0] for call in outline.calls if not call.makes and call.reads}
         self.spelled = {n for g in outline.groups if g.kind == "attention" for n in range(g.first, g.end)}
 
-    def _tensor(self, made: Made, differentiable: bool = False) -> Tensor:
-        return Tensor(made.n_elements, self._item_bytes(made), made.ours, differentiable)
+    def _tensor(self, info: TensorInfo, differentiable: bool = False) -> Tensor:
+        return Tensor(info.n_elements, self._item_bytes(info), info.internal, differentiable)
 
-    def _item_bytes(self, made: Made) -> int:
-        return self.tape.item_bytes if made.item_bytes == RECORDED_ITEM_BYTES else made.item_bytes
+    def _item_bytes(self, info: TensorInfo) -> int:
+        return self.tape.item_bytes if info.item_bytes == RECORDED_ITEM_BYTES else info.item_bytes
 
     def _at_once(self, group: Group) -> bool:
         """True if the group is replayed as a unit instead of call by call."""
@@ -163,7 +163,7 @@ class _Player:
             case "rotary" | "gated":
                 return self.semantics.pointwise == "fused"
             case "linear":
-                return self.outline.made[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
+                return self.outline.tensors[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
         return False
 
     def play(self, first: int, end: int) -> None:
@@ -177,21 +177,21 @@ class _Player:
                 n += 1
 
     def _play_group(self, group: Group) -> list[Tensor]:
-        operands, tape, name = [self._at(i) for i in group.operands], self.tape, group.name
+        operands, tape, name = [self._get(i) for i in group.operands], self.tape, group.name
         x = operands[0]
         match group.kind:
             case "norm":
                 weight = f"{name}.weight".removeprefix(".")
                 return [fused.norm(tape, x, self._elements([weight]), weight in self.part.trained)]
             case "rotary":
-                return [fused.rotation(tape, each, operands[-1]) for each in operands[:2]]
+                return [fused.rotation(tape, operand, operands[-1]) for operand in operands[:2]]
             case "gated":
                 gate, up = self._project(x, f"{name}.gate_proj", f"{name}.up_proj")
                 return self._project(fused.gate(tape, gate, up), f"{name}.down_proj")
         if group.results[0] not in self.there:  # else computed together with an earlier projection
-            alike = [other for other in self.groups.values() if other is group or self._are_partners(group, other)]
-            made = self._project(x, *(other.name for other in alike))
-            self.there |= {other.results[0]: y for other, y in zip(alike, made, strict=True)}
+            partners = [g for g in self.groups.values() if g is group or self._are_partners(group, g)]
+            outputs = self._project(x, *(g.name for g in partners))
+            self.there |= {g.results[0]: y for g, y in zip(partners, outputs, strict=True)}
         return [self.there[group.results[0]]]
 
     def _are_partners(self, *groups: Group) -> bool:
@@ -207,46 +207,47 @@ class _Player:
             return [y for name in names for y in self._project(x, name)]
         if rank:
             return self.tape.adapted(x, x.n_elements // k, k, widths, rank, drops_out)
-        learns = [of for of in (f"{names[0]}.weight", f"{names[0]}.bias") if of in self.part.trained]
+        learns = [weight for weight in (f"{names[0]}.weight", f"{names[0]}.bias") if weight in self.part.trained]
         frozen = f"{names[0]}.weight" not in learns
         return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen)]
 
-    def _play_call(self, n: int, call: Called) -> None:
+    def _play_call(self, n: int, call: LibraryCall) -> None:
         """Replay a single recorded call."""
         if call.name == "_to_copy" and self._is_idle(call):
             self._play_cast(call)
             return
-        reads = [self._at(i) for i in call.reads]
+        reads = [self._get(i) for i in call.reads]
         weights = [*call.weights, *(self.as_weight[i] for i in call.reads if i in self.as_weight)]
         learns = [weight for weight in weights if weight in self.part.trained]
         self.tape.held = tuple(self.there[i] for i in call.held if i in self.there)
         if call.name in fused.LIBRARY:
             n_weights, n_trained = map(self._elements, (weights, learns))
-            made = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
+            outputs = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
         elif call.name == FUSED_ATTENTION:
-            made = [fused.attention(self.tape, reads, call.shapes[0], self.semantics.attention_kernel)]
-            made += self.tape.steps[-1].made[1:]
+            outputs = [fused.attention(self.tape, reads, call.shapes[0], self.semantics.attention_kernel)]
+            outputs += self.tape.steps[-1].outputs[1:]
         else:
-            made = self._step(n, call, reads, weights, learns)
+            outputs = self._step(n, call, reads, weights, learns)
         self.tape.held = ()
-        self.there |= zip(call.makes, made, strict=False)
+        self.there |= zip(call.makes, outputs, strict=False)
 
-    def _play_cast(self, call: Called) -> None:
+    def _play_cast(self, call: LibraryCall) -> None:
         """Alias the result of a no-op cast to its source, a tensor or a weight."""
         i = call.makes[0]
         if call.reads:
-            self.there[i] = self._at(call.reads[0])
+            self.there[i] = self._get(call.reads[0])
         else:
-            self.there[i] = Tensor(self.outline.made[i].n_elements, self.tape.item_bytes, ours=False)
+            self.there[i] = Tensor(self.outline.tensors[i].n_elements, self.tape.item_bytes, internal=False)
             self.as_weight[i] = call.weights[0]
 
-    def _step(self, n: int, call: Called, reads: list[Tensor], weights: list[str], learns: list[str]) -> list[Tensor]:
+    def _step(self, n: int, call: LibraryCall, reads: list[Tensor], weights: list[str], learns: list[str]) -> list[Tensor]:
         """Add a matrix product or pointwise call to the tape; return its outputs."""
-        made, (rows, all_rows), frozen = [self.outline.made[i] for i in call.makes], self.share, not learns
+        outputs, (rows, all_rows), frozen = [self.outline.tensors[i] for i in call.makes], self.share, not learns
         requires = bool(learns) or any(map(self._requires, call.reads))
-        kept = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
-        out = made[0] if made else Made(0, RECORDED_ITEM_BYTES, True, False)
-        how: dict[str, Any] = {"saves": [self._at(i) for i in kept], "beside": [self._tensor(each) for each in made[1:]]}
+        saved = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
+        out = outputs[0] if outputs else TensorInfo(0, RECORDED_ITEM_BYTES, True, False)
+        extra_outputs = [self._tensor(info) for info in outputs[1:]]
+        how: dict[str, Any] = {"saves": [self._get(i) for i in saved], "extra_outputs": extra_outputs}
         how |= {"n_trained": self._elements(learns), "moved": 0, "scratch": 0}
         if call.name in _PRODUCTS and n in self.spelled:
             how |= {"call": Call.ATTENTION, "scratch": None}
@@ -265,11 +266,11 @@ class _Player:
             how |= {"n_calls": _CALLS.get(call.name, 1)}
         step = self.tape.step(
             reads, out.n_elements * rows // all_rows, item_bytes=self._item_bytes(out), differentiable=requires and out.floating,
-            saves_out=requires and bool(made) and call.makes[0] in call.saves, **how,
+            saves_out=requires and bool(outputs) and call.makes[0] in call.saves, **how,
         )  # fmt: skip
-        return [step, *how["beside"]]
+        return [step, *how["extra_outputs"]]
 
-    def _adapted(self, call: Called, rank: int, x: Tensor, how: dict[str, Any]) -> dict[str, Any]:
+    def _adapted(self, call: LibraryCall, rank: int, x: Tensor, how: dict[str, Any]) -> dict[str, Any]:
         """Return the step fields that change if a grouped product of experts has adapters (`runtime/layers/adapters.py`)."""
         (n_rows, k), (n_experts, *_, n_out) = call.shapes[:2]
         item = self.tape.item_bytes
@@ -277,7 +278,7 @@ class _Player:
         return {
             "n_trained": how["n_trained"] + n_experts * rank * (k + n_out), "n_calls": 5,
             "matmuls": how["matmuls"] + down + up,
-            "beside": [Tensor(n_rows * rank, item)], "saves": [x, *how["saves"]],
+            "extra_outputs": [Tensor(n_rows * rank, item)], "saves": [x, *how["saves"]],
             # B is permuted to have experts outermost; the second product is added to the experts' output
             "moved": (2 * n_experts * rank * n_out + 3 * n_rows * n_out) * item,
             "scratch": (n_rows * (rank + max(k, n_out)) + 2 * n_experts * rank * n_out) * item,
@@ -296,28 +297,28 @@ class _Player:
     def _elements(self, names: Iterable[str]) -> int:
         return sum(prod(self.outline.parameters[name]) for name in names)
 
-    def _at(self, i: int) -> Tensor:
+    def _get(self, i: int) -> Tensor:
         """Return a tensor by number; create it if a fused kernel replaced the calls that compute it."""
-        return self.there.setdefault(i, self._tensor(self.outline.made[i]))
+        return self.there.setdefault(i, self._tensor(self.outline.tensors[i]))
 
     def _requires(self, i: int) -> bool:
         """True if the tensor requires grad."""
-        return self.as_weight[i] in self.part.trained if i in self.as_weight else self._at(i).differentiable
+        return self.as_weight[i] in self.part.trained if i in self.as_weight else self._get(i).differentiable
 
-    def _is_idle(self, call: Called) -> bool:
+    def _is_idle(self, call: LibraryCall) -> bool:
         """True if a cast does not change the dtype."""
-        made = self.outline.made[call.makes[0]]
-        before = self.there[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
-        return made.floating and self._item_bytes(made) == before
+        info = self.outline.tensors[call.makes[0]]
+        item_bytes = self.there[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
+        return info.floating and self._item_bytes(info) == item_bytes
 
-    def _is_needed(self, call: Called, i: int, learns: Sequence[str]) -> bool:
+    def _is_needed(self, call: LibraryCall, i: int, learns: Sequence[str]) -> bool:
         """True unless the saved operand of a product serves only gradients that are not computed."""
-        if call.name not in _MULTIPLY or not self.outline.made[i].floating or call.reads.count(i) != 1:
+        if call.name not in _MULTIPLY or not self.outline.tensors[i].floating or call.reads.count(i) != 1:
             return True
         return bool(learns) or any(self._requires(j) for j in call.reads if j != i)
 
 
-def _matmuls(call: Called, frozen: bool) -> list[Matmul]:
+def _matmuls(call: LibraryCall, frozen: bool) -> list[Matmul]:
     (*batch, m, k), n = call.shapes[-2], call.shapes[-1][-1]
     return [Matmul(m, k, n, prod(batch), frozen and bool(call.weights))]
 
@@ -325,5 +326,5 @@ def _matmuls(call: Called, frozen: bool) -> list[Matmul]:
 def _grouped(shapes: Sequence[Sequence[int]], frozen: bool) -> list[Matmul]:
     """Matrix products of balanced experts: row counts differ by at most one; experts without rows compute nothing."""
     (n_rows, k), (n_experts, *_, n) = shapes[:2]
-    rows, left = divmod(n_rows, n_experts)
-    return [Matmul(m, k, n, count, frozen) for m, count in ((rows, n_experts - left), (rows + 1, left)) if m and count]
+    rows, remainder = divmod(n_rows, n_experts)
+    return [Matmul(m, k, n, count, frozen) for m, count in ((rows, n_experts - remainder), (rows + 1, remainder)) if m and count]

@@ -17,11 +17,11 @@ FP32, FP64, INT64 = 4, 8, 8  # bytes of an element
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """Size of a tensor. `ours`: computed by the block, not its input or shared by all layers (masks, rotary tables)."""
+    """Size of a tensor. `internal`: computed by the block, not its input or shared by all layers (masks, rotary tables)."""
 
     n_elements: int
     item_bytes: int
-    ours: bool = True
+    internal: bool = True
     differentiable: bool = True
 
     @property
@@ -50,7 +50,7 @@ class Step:
     call: Call = Call.POINTWISE
     saves: Sequence[Tensor] = ()  # inputs saved for backward
     saves_out: bool = False
-    beside: Sequence[Tensor] = ()  # additional outputs, all saved for backward
+    extra_outputs: Sequence[Tensor] = ()  # additional outputs, all saved for backward
     matmuls: Sequence[Matmul] = ()
     n_weights: int = 0  # elements of the weights that it uses
     n_trained: int = 0  # of these, trained
@@ -60,12 +60,12 @@ class Step:
     held: Sequence[Tensor] = ()  # other live tensors, neither read nor saved
 
     @property
-    def made(self) -> tuple[Tensor, ...]:
-        return self.out, *self.beside
+    def outputs(self) -> tuple[Tensor, ...]:
+        return self.out, *self.extra_outputs
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
-        return *self.saves, *self.beside, *([self.out] if self.saves_out else ())
+        return *self.saves, *self.extra_outputs, *([self.out] if self.saves_out else ())
 
     @property
     def moved_bytes(self) -> int:
@@ -79,17 +79,17 @@ class Step:
 
     @property
     def keeps(self) -> set[Tensor]:
-        return {t for t in self.saved if t.ours}
+        return {t for t in self.saved if t.internal}
 
     @property
     def uses(self) -> set[Tensor]:
         """Tensors of the block that must be in memory during the step."""
-        return {t for t in (*self.reads, self.out, *self.held) if t.ours}
+        return {t for t in (*self.reads, self.out, *self.held) if t.internal}
 
     @property
     def is_fused_attention(self) -> bool:
         """True for attention in one call, which also outputs the log-sum-exp."""
-        return self.call is Call.ATTENTION and len(self.made) > 1
+        return self.call is Call.ATTENTION and len(self.outputs) > 1
 
     def is_saved(self, saved: Saved | None) -> bool:
         """True if a forward under this tier saves the outputs of the step."""
@@ -116,12 +116,12 @@ class Work(NamedTuple):
     n_kernels: int
 
     @classmethod
-    def of(cls, run: Run) -> "Work":
+    def from_run(cls, run: Run) -> "Work":
         every = [(count, s) for count, steps in run for s in steps]
         fused = [(count, s) for count, s in every if s.call in (Call.FUSED, Call.NORM)]
         norms = [(count, s) for count, s in fused if s.call is Call.NORM]
-        of_all, of_fused, of_norms = (sum(count * s.moved_bytes for count, s in each) for each in (every, fused, norms))
-        return cls(of_all, of_fused, of_norms, sum(count * s.n_calls for count, s in every))
+        all_bytes, fused_bytes, norm_bytes = (sum(count * s.moved_bytes for count, s in part) for part in (every, fused, norms))
+        return cls(all_bytes, fused_bytes, norm_bytes, sum(count * s.n_calls for count, s in every))
 
 
 @dataclass(slots=True)
@@ -136,11 +136,11 @@ class Tape:
     held: tuple[Tensor, ...] = ()  # tensors that local variables of the module keep alive during the next step
 
     def step(
-        self, reads: Sequence[Tensor], n_elements: int, item_bytes: int | None = None, differentiable: bool = True, **of: Any
+        self, reads: Sequence[Tensor], n_elements: int, item_bytes: int | None = None, differentiable: bool = True, **fields: Any
     ) -> Tensor:
         """Append a `Step` with these fields; return its output, in the compute dtype unless `item_bytes` is passed."""
         out = Tensor(n_elements, item_bytes or self.item_bytes, differentiable=differentiable)
-        self.steps.append(Step(reads, out, held=self.held, **of))
+        self.steps.append(Step(reads, out, held=self.held, **fields))
         return out
 
     def linear(self, x: Tensor, m: int, k: int, n: int, n_trained: int, frozen: bool = False) -> Tensor:
@@ -152,14 +152,14 @@ class Tape:
         """Append frozen products (m, k) @ (k, n) with LoRA adapters, for each n in `widths`, in one call without `out=`
         (`runtime/layers/adapters.py`). The gradients of all factors count for the last step, where backward begins."""
         stack, reads, outs = rank * len(widths), [x], list[Tensor]()
-        narrow, n_trained = Tensor(m * stack, x.item_bytes), sum(rank * (k + n) for n in widths)
+        narrow, n_trained, is_stacked = Tensor(m * stack, x.item_bytes), sum(rank * (k + n) for n in widths), len(widths) > 1
         if dropout:
-            reads.append(self.step([x], m * k, beside=[Tensor(m * k, 1, differentiable=False)]))
+            reads.append(self.step([x], m * k, extra_outputs=[Tensor(m * k, 1, differentiable=False)]))
         for i, n in enumerate(widths):
             first, last = i == 0, i == len(widths) - 1
             outs.append(self.step(
-                reads, m * n, call=Call.GROUPED, saves=reads[-1:], beside=[narrow] * first, n_trained=n_trained * last, moved=0,
-                scratch=narrow.n_bytes + k * stack * x.item_bytes * (len(widths) > 1), n_calls=2 + first * (1 + (len(widths) > 1)),
+                reads, m * n, call=Call.GROUPED, saves=reads[-1:], extra_outputs=[narrow] * first, n_trained=n_trained * last,
+                moved=0, scratch=narrow.n_bytes + k * stack * x.item_bytes * is_stacked, n_calls=2 + first * (1 + is_stacked),
                 matmuls=[Matmul(m, k, stack)] * first + [Matmul(m, rank, n), Matmul(m, k, n, frozen=True)],
             ))  # fmt: skip
         return outs
@@ -171,7 +171,7 @@ class Tape:
         for count, rows in ((n_rows // tile_rows, tile_rows), (1, n_rows % tile_rows)):
             if rows:
                 part = Tape(self.item_bytes)
-                cut = [Tensor(t.n_elements // n_rows * rows, t.item_bytes, ours=False) for t in inputs]
+                cut = [Tensor(t.n_elements // n_rows * rows, t.item_bytes, internal=False) for t in inputs]
                 play(part, cut, rows)
                 self.tiles.append((count, part))
                 self.cuts = self.cuts or tuple(zip(inputs, cut, strict=True))
@@ -185,13 +185,13 @@ class Tape:
 
     @property
     def work(self) -> Work:
-        return Work.of(self.run())
+        return Work.from_run(self.run())
 
     def run(self, saved: Saved | None = None, early_stop: bool = False) -> Run:
         """Return the steps that run in forward or recompute, without those with saved outputs."""
         stop = self.stop if early_stop else len(self.steps)
-        own = [s for s in self.steps[:stop] if not s.is_saved(saved)]
-        return [(1, own), *((count, part.run(saved, early_stop)[0][1]) for count, part in self.tiles)]
+        steps = [s for s in self.steps[:stop] if not s.is_saved(saved)]
+        return [(1, steps), *((count, part.run(saved, early_stop)[0][1]) for count, part in self.tiles)]
 
     @property
     def stop(self) -> int:
@@ -200,7 +200,7 @@ class Tape:
             return len(self.steps)
         last = max(i for i, s in enumerate(self.steps) if s.saved)
         step = self.steps[last]
-        return last + (not step.out.n_elements or any(t in step.made for t in step.saved))  # no elements: it writes in place
+        return last + (not step.out.n_elements or any(t in step.outputs for t in step.saved))  # no elements: it writes in place
 
     @property
     def tile_sum_bytes(self) -> int:
@@ -220,8 +220,8 @@ class Tape:
         """Bytes that autograd saves from forward to backward, without weights, input and shared tensors. A tile of an input is a
         view, so the full input is saved."""
         saved = {t for _, part in self.tiles for s in part.steps for t in s.saved}
-        own = {t for s in self.steps for t in s.keeps} | {whole for whole, cut in self.cuts if cut in saved and whole.ours}
-        return sum(t.n_bytes for t in own) + sum(count * part.kept_bytes for count, part in self.tiles)
+        tensors = {t for s in self.steps for t in s.keeps} | {full for full, cut in self.cuts if cut in saved and full.internal}
+        return sum(t.n_bytes for t in tensors) + sum(count * part.kept_bytes for count, part in self.tiles)
 
     def tiers(self, shared_bytes: int) -> tuple[Tier, ...]:
         """Return all recompute tiers; `shared_bytes` are allocated in addition to the block's tensors."""
@@ -234,16 +234,16 @@ class Tape:
 
     def _tier(self, saved: Saved, shared_bytes: int) -> Tier:
         again = self.run(saved, early_stop=True)
-        kept = [(count, s) for count, steps in self.run(early_stop=True) for s in steps if s.is_saved(saved)]
-        sizes = [(s.call is Call.PRODUCT, count * sum(t.n_bytes for t in s.made)) for count, s in kept]
+        saved_steps = [(count, s) for count, steps in self.run(early_stop=True) for s in steps if s.is_saved(saved)]
+        sizes = [(s.call is Call.PRODUCT, count * sum(t.n_bytes for t in s.outputs)) for count, s in saved_steps]
         return Tier(
             saved,
             saved_bytes=sum(n_bytes for _, n_bytes in sizes),
             transient_bytes=self.backward_peak_bytes(saved, early_stop=True) + shared_bytes,
             n_matmuls=len(_matmuls(again)),
             attention=any(s.call is Call.ATTENTION for _, steps in again for s in steps),
-            **Work.of(again)._asdict(),
-            n_saved=sum(count * (s.n_calls if s.matmuls else len(s.made)) for count, s in kept),
+            **Work.from_run(again)._asdict(),
+            n_saved=sum(count * (s.n_calls if s.matmuls else len(s.outputs)) for count, s in saved_steps),
             copied_bytes=sum(n_bytes for is_product, n_bytes in sizes if not is_product),
         )
 
@@ -269,23 +269,23 @@ class Tape:
             return memory.peak_bytes
         _, part = self.tiles[0]
         run = {t for _, steps in part.run(early_stop=early_stop) for s in steps for t in s.reads}
-        held = {whole for whole, cut in self.cuts if cut in run} - memory.saved
-        held_bytes = sum(memory.size(t) for t in held if t.ours)
+        held = {full for full, cut in self.cuts if cut in run} - memory.saved
+        held_bytes = sum(memory.size(t) for t in held if t.internal)
         # The gradient of a residual is the output's gradient, until another is added to it
-        ends = [whole for whole, cut in self.cuts if cut in part.steps[-1].reads]
-        made_bytes = sum(whole.n_bytes for whole, _ in self.cuts if whole not in ends)
+        ends = [full for full, cut in self.cuts if cut in part.steps[-1].reads]
+        made_bytes = sum(full.n_bytes for full, _ in self.cuts if full not in ends)
         memory.live_bytes += held_bytes + self._tiled_elements * FP32 + made_bytes
         before_bytes = memory.live_bytes
         memory.recompute(part)
         memory.go_back(part, set())
         memory.live_bytes = before_bytes - held_bytes + sum(t.n_bytes for t in ends)
-        memory.go_back(self, {whole for whole, _ in self.cuts})
+        memory.go_back(self, {full for full, _ in self.cuts})
         return memory.peak_bytes
 
 
 def _matmuls(run: Run) -> list[Matmul]:
     first, *tiles = ([replace(m, count=count * m.count) for s in steps for m in s.matmuls] for count, steps in run)
-    return [*first, *(m for alike in zip(*tiles, strict=True) for m in alike)]
+    return [*first, *(m for products in zip(*tiles, strict=True) for m in products)]
 
 
 @dataclass(slots=True)
@@ -307,18 +307,18 @@ class _Memory:
         """Run the forward with grad enabled: tensors saved by autograd remain allocated."""
         stop = tape.stop if self.early_stop else len(tape.steps)
         last_use = {t: i for i, s in enumerate(tape.steps) for t in s.uses}
-        made: set[Tensor] = set()
+        used: set[Tensor] = set()
         waiting_bytes = tape.waiting_bytes
         for i, s in enumerate(tape.steps):
-            there = s.is_saved(self.tier)
-            if there and i < stop:
-                self.elsewhere |= {*s.made}
+            is_saved = s.is_saved(self.tier)
+            if is_saved and i < stop:
+                self.elsewhere |= {*s.outputs}
             self.live_bytes += sum(self.size(t) for t in s.keeps - self.saved)
             self.saved |= s.keeps
-            made |= s.uses
+            used |= s.uses
             if i < stop:
-                passing = {t for t in made if last_use[t] >= i} - self.saved
-                beside_bytes = max(0 if there else s.scratch_bytes, waiting_bytes)
+                passing = {t for t in used if last_use[t] >= i} - self.saved
+                beside_bytes = max(0 if is_saved else s.scratch_bytes, waiting_bytes)
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes + sum(map(self.size, passing)) + beside_bytes)
         if stop == len(tape.steps) and not tape.tiles:
             # Add the output, which the last calls may have modified in place; its gradient is in the boundary's slot

@@ -73,7 +73,7 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
 @contextmanager
 def _watched(config: str) -> Iterator[None]:
     """Suppress logs and warnings of model code on meta tensors, and convert its exceptions to WorkloadError."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -85,29 +85,29 @@ def _watched(config: str) -> Iterator[None]:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         raise WorkloadError(f"{json.loads(config)['model_type']} models cannot be recorded by layers ({words})") from error
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
 def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
     """Return the traces of a configuration (JSON) for a micro-batch, extrapolated from smaller recordings if possible."""
-    of_size, found = partial(recorded, config, how), None
+    of_size, traces = partial(recorded, config, how), None
     if seq_len > LONGEST_RECORDED and [*how.library_kernels] == about(config).get("library_kernels", []):
-        found = at_size(polynomials(config, how.attention), how, n_sequences, seq_len)
-    if found is None and n_sequences > MOST_RECORDED:
+        traces = at_size(polynomials(config, how.attention), how, n_sequences, seq_len)
+    if traces is None and n_sequences > MOST_RECORDED:
         with suppress(ValueError):
             fewer = (MOST_RECORDED, MOST_RECORDED + 1)  # not 1: a single sequence may be computed differently
-            found = evaluated(polynomial(of_size, fewer, (seq_len,), [(MOST_RECORDED + 2, seq_len)]), n_sequences, seq_len)
-    return of_size(n_sequences, seq_len) if found is None else found
+            traces = evaluated(polynomial(of_size, fewer, (seq_len,), [(MOST_RECORDED + 2, seq_len)]), n_sequences, seq_len)
+    return of_size(n_sequences, seq_len) if traces is None else traces
 
 
 @lru_cache(maxsize=64)
 def polynomials(config: str, attention: str) -> dict[str, Any]:
     """Return the traces with polynomial sizes, recorded with all library kernels that the layers support; cache them on disk."""
-    whole = about(config)
-    of_size = partial(recorded, config, How(attention, tuple(whole.get("library_kernels", ()))))
-    found = [whole | {"attention": attention} | of for of in of_any_size(of_size, window_of(json.loads(config)))]
-    kept.write(config, attention, whole | {"outlines": found})
-    return whole | {"outlines": found}
+    support = about(config)
+    of_size = partial(recorded, config, How(attention, tuple(support.get("library_kernels", ()))))
+    entries = [support | {"attention": attention} | entry for entry in of_any_size(of_size, window_of(json.loads(config)))]
+    kept.write(config, attention, support | {"outlines": entries})
+    return support | {"outlines": entries}
 
 
 @lru_cache(maxsize=256)
@@ -126,8 +126,8 @@ def recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str,
                 trees.append(_of_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
         norm = _of_norm(split, hidden)
-    beside = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
-    return about | beside | {
+    optional = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
+    return about | optional | {
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
         "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
     }  # fmt: skip
@@ -145,10 +145,10 @@ def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
             learns |= {*call[3]}
     calls = [call for call in tree["calls"] if learns & {*call[3]}]
     sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    made = tree["made"] if sides or "needed" in tree else []
-    more = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
+    tensors = tree["made"] if sides or "needed" in tree else []
+    optional = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
     parameters = {name: list(p.shape) for name, p in split.outside.items()}
-    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": made} | more
+    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": tensors} | optional
 
 
 def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
@@ -184,10 +184,10 @@ def _of_logits(split: Split, width: int) -> list[int]:
     products = [n for n, call in enumerate(tree["calls"]) if call[0] in ("mm", "addmm")]
     if len(products) != 1:
         raise WorkloadError("the head is no single product")
-    after = tree["calls"][products[0] + 1 :]
-    makes = {i for call in after for i in call[3]}
-    besides = [call for call in tree["calls"] if any(tree["made"][i][3] for i in call[3])]  # only calls with floating outputs
-    return [len(besides) - 1, len(makes & {i for call in after for i in call[4]})]
+    later_calls = tree["calls"][products[0] + 1 :]
+    makes = {i for call in later_calls for i in call[3]}
+    float_calls = [call for call in tree["calls"] if any(tree["made"][i][3] for i in call[3])]  # only calls with floating outputs
+    return [len(float_calls) - 1, len(makes & {i for call in later_calls for i in call[4]})]
 
 
 def _shared(calls: Sequence[Call]) -> list[list[int]]:

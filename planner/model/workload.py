@@ -31,7 +31,7 @@ from penstock.runtime.plan.workload import (
 )
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
-from .outline import RECORDED_ITEM_BYTES, Outline, Part, mlp_of, play
+from .outline import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, play
 from .tape import FP32, FP64, INT64, Tape
 
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
@@ -70,11 +70,11 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
     if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
         _fail(model, f"library_kernels: no layer of this model computes with {missing[0]}; leave it out")
-    found = _built(key_of(model), semantics)
-    _refuse_untrained(model, semantics.train, found)
-    if (semantics.objective.n_top or 0) > (n := found.blocks[-1].parameters[-1].shape[0]):
+    workload = _built(key_of(model), semantics)
+    _refuse_untrained(model, semantics.train, workload)
+    if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
         _fail(model, f"--loss distill: k is {semantics.objective.n_top}, and the model has {n} token ids; ask for at most as many")
-    return found
+    return workload
 
 
 @lru_cache(maxsize=128)
@@ -83,20 +83,20 @@ def _built(key: str, semantics: Semantics) -> Workload:
     return Workload(_blocks(model, semantics, semantics.micro_batch), _blocks(model, semantics, n_left) if n_left else ())
 
 
-def _fail(model: Model, what: str) -> NoReturn:
-    raise WorkloadError(f"{model.name or model.path or 'the model'}: {what}")
+def _fail(model: Model, message: str) -> NoReturn:
+    raise WorkloadError(f"{model.name or model.path or 'the model'}: {message}")
 
 
-def _refuse_untrained(model: Model, train: Train, found: Workload) -> None:
+def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
     """Raise WorkloadError if `train` selects parameters that the model does not have."""
     missing: list[str] = []
-    trained = [p.name for b in found.blocks for p in b.parameters if not p.frozen]
+    trained = [p.name for b in workload.blocks for p in b.parameters if not p.frozen]
     if train.lora is not None and train.lora.targets != TARGETS:  # TARGETS (all): missing ones are allowed
         missing = [t for t in train.lora.targets if not any(f".{t}.lora_A." in name for name in trained)]
     elif train.names:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
-    elif train.layers is not None and train.layers[1] >= found.n_layers:
-        _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {found.n_layers - 1}")
+    elif train.layers is not None and train.layers[1] >= workload.n_layers:
+        _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {workload.n_layers - 1}")
     if missing and train.lora is not None and _modules(model)["has_experts"]:
         but = "where they have adapters" if missing[0] == EXPERTS else "but experts, whose adapters are called experts"
         _fail(model, f"nothing is called {missing[0]} {but}; leave it out")
@@ -123,32 +123,32 @@ def fusible(model: Model) -> frozenset[str]:
 
 def can_tile_mlp(model: Model) -> bool:
     """True if the MLP of every layer can be tiled; experts cannot, because tiles would change their token counts."""
-    return all(mlp_of(Outline.of(kind)) is not None for kind in _modules(model)["kinds"])
+    return all(mlp_of(LayerTrace.from_json(kind)) is not None for kind in _modules(model)["kinds"])
 
 
 def attentions(model: Model, seq_len: int) -> list[Attention]:
     """Return the attention of each kind of layer, for one sequence; kinds without attention are skipped."""
     tree = outlines(model, supported_attention(model)[0], 1, seq_len)
-    return [found for kind in tree["kinds"] if (found := _attention(kind["attention"], 1, seq_len)) is not None]
+    return [a for kind in tree["kinds"] if (a := _attention(kind["attention"], 1, seq_len)) is not None]
 
 
-def _attention(said: list[Any] | None, n_sequences: int, seq_len: int) -> Attention | None:
-    if said is None:
+def _attention(fields: list[Any] | None, n_sequences: int, seq_len: int) -> Attention | None:
+    if fields is None:
         return None
-    n_heads, n_kv_heads, head_dim, window = said
+    n_heads, n_kv_heads, head_dim, window = fields
     return Attention(n_sequences, n_heads, head_dim, seq_len, window, n_kv_heads)
 
 
 def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block, ...]:
     """Return all blocks with FLOP and bytes of a micro-batch of `n_sequences`."""
-    tree, left, whole = (
+    tree, smaller, full = (
         outlines(model, semantics.attention, n, semantics.seq_len, semantics.library_kernels) if n else None
         for n in (n_sequences, semantics.n_left, semantics.micro_batch)
     )
     assert tree is not None
     item_bytes = ITEM_BYTES[semantics.compute_dtype]
     # Tables and masks that all layers share are also in memory, of full and of smaller micro-batches
-    shared_bytes = sum(_bytes_of(of["shared"], item_bytes) for of in (whole, left) if of)
+    shared_bytes = sum(_bytes_of(traces["shared"], item_bytes) for traces in (full, smaller) if traces)
     layout = _Layout(tree, semantics, n_sequences, item_bytes)
     # Layers with the same structure and trainable parameters differ only in their names
     kinds: dict[tuple[int, frozenset[str]], Block] = {}
@@ -157,14 +157,14 @@ def _blocks(model: Model, semantics: Semantics, n_sequences: int) -> tuple[Block
         name = f"{tree['names']['layers']}.{i}"
         trained = frozenset(p for p in tree["kinds"][kind]["parameters"] if semantics.train.trains(f"{name}.{p}"))
         if (kind, trained) not in kinds:
-            kinds[kind, trained] = layout.layer(Outline.of(tree["kinds"][kind]), trained, shared_bytes)
+            kinds[kind, trained] = layout.layer(LayerTrace.from_json(tree["kinds"][kind]), trained, shared_bytes)
         layers.append(_renamed(kinds[kind, trained], name))
     return layout.embedding(), *layers, layout.head()
 
 
 def _bytes_of(sizes: Iterable[tuple[int, int]], item_bytes: int) -> int:
     """Sum the bytes of tensors, recorded as (elements, element bytes), with elements of the compute dtype."""
-    return sum(n * (item_bytes if each == RECORDED_ITEM_BYTES else each) for n, each in sizes)
+    return sum(n * (item_bytes if n_bytes == RECORDED_ITEM_BYTES else n_bytes) for n, n_bytes in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class _Layout:
     def boundary_bytes(self) -> int:
         return self.n_tokens * self.tree["width"] * self.item_bytes  # type: ignore[no-any-return]
 
-    def layer(self, outline: Outline, trained: frozenset[str], shared_bytes: int) -> Block:
+    def layer(self, outline: LayerTrace, trained: frozenset[str], shared_bytes: int) -> Block:
         """Build a decoder layer with a placeholder name."""
         part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
         play(outline, tape, self.semantics, part, self.n_tokens)
@@ -203,7 +203,7 @@ class _Layout:
         )
         return self._balanced(block, outline) if self.semantics.router_loss else block
 
-    def _balanced(self, block: Block, outline: Outline) -> Block:
+    def _balanced(self, block: Block, outline: LayerTrace) -> Block:
         """Add the router loss of an expert layer (`runtime/compute/balance.py`): logits are saved, and their softmax is computed in
         forward (to count expert choices) and again in backward."""
         grouped = next((call for call in outline.calls if call.name == "_grouped_mm"), None)
@@ -212,25 +212,25 @@ class _Layout:
         (n_rows, _), (n_experts, *_) = grouped.shapes[:2]
         n_logits = self.n_tokens * n_experts
         moved_bytes, n_kernels = n_logits * (4 * self.item_bytes + 2 * FP32), 8
-        beside_bytes = n_logits * (4 * self.item_bytes + FP32) + n_rows * (self.item_bytes + FP32 + INT64)
+        extra_bytes = n_logits * (4 * self.item_bytes + FP32) + n_rows * (self.item_bytes + FP32 + INT64)
 
         kept_bytes = block.kept_bytes + n_logits * self.item_bytes
 
-        def more(of: Any, again: bool = True) -> Any:
-            of = replace(of, transient_bytes=of.transient_bytes + beside_bytes)
-            computed = {"pointwise_bytes": of.pointwise_bytes + moved_bytes, "n_kernels": of.n_kernels + n_kernels}
-            return replace(of, **computed) if again else of
+        def add_cost(work: Any, again: bool = True) -> Any:
+            work = replace(work, transient_bytes=work.transient_bytes + extra_bytes)
+            computed = {"pointwise_bytes": work.pointwise_bytes + moved_bytes, "n_kernels": work.n_kernels + n_kernels}
+            return replace(work, **computed) if again else work
 
-        tiers = (replace(more(t, False), saved_bytes=kept_bytes) if t.saved is Saved.ALL else more(t) for t in block.tiers)
-        return replace(more(block), kept_bytes=kept_bytes, tiers=tuple(tiers))  # type: ignore[no-any-return]
+        tiers = (replace(add_cost(t, False), saved_bytes=kept_bytes) if t.saved is Saved.ALL else add_cost(t) for t in block.tiers)
+        return replace(add_cost(block), kept_bytes=kept_bytes, tiers=tuple(tiers))  # type: ignore[no-any-return]
 
     def embedding(self) -> Block:
         """Build the embedding: a table lookup per token and later calls; backward computes a dense gradient per table."""
-        tree, outline = self.tree["embedding"], Outline.of(self.tree["embedding"])
+        tree, outline = self.tree["embedding"], LayerTrace.from_json(self.tree["embedding"])
         parameters = tuple(self._parameters(outline.parameters))
         tape, ids_bytes = Tape(self.item_bytes), self.n_tokens * INT64
         handed_bytes = side_bytes = peak_bytes = 0
-        if outline.made:
+        if outline.tensors:
             play(outline, tape, self.semantics, Part(frozenset(p.name for p in parameters if not p.frozen)), self.n_tokens)
             handed_bytes, peak_bytes = _bytes_of(tree.get("handed", ()), self.item_bytes), tape.backward_peak_bytes()
             needed = sum(p.n_elements for p in parameters if p.name in tree.get("needed", ()))
@@ -241,7 +241,7 @@ class _Layout:
             parameters=parameters,
             matmuls=tuple(tape.matmuls),
             side_bytes=side_bytes,
-            pointwise_bytes=sum(n * self.item_bytes + others for n, others in (call.moved for call in outline.calls)),
+            pointwise_bytes=sum(n * self.item_bytes + other_bytes for n, other_bytes in (call.moved for call in outline.calls)),
             n_kernels=len(outline.calls),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=ids_bytes,
@@ -260,21 +260,21 @@ class _Layout:
 
     def head(self) -> Block:
         """Build the head: final norm, output matrix and loss; each tile of tokens runs forward and backward."""
-        of, tree, tokens = self.semantics, self.tree, self.n_tokens
+        semantics, tree, tokens = self.semantics, self.tree, self.n_tokens
         width = tree["width"] - tree.get("carried", 0)
         names, vocab, tied_to, bias_name = tree["names"], tree["vocab"], tree["tied"], tree["names"].get("bias")
         name = names["head"]
-        if of.objective.n_labels is not None:  # cost as if every token were scored
-            name, vocab, tied_to, bias_name = SCORE.removesuffix(".weight"), of.objective.n_labels, None, None
-        tape, norm = Tape(self.item_bytes), Outline.of(tree["norm"])
+        if semantics.objective.n_labels is not None:  # cost as if every token were scored
+            name, vocab, tied_to, bias_name = SCORE.removesuffix(".weight"), semantics.objective.n_labels, None, None
+        tape, norm = Tape(self.item_bytes), LayerTrace.from_json(tree["norm"])
         of_norm = [*self._parameters({f"{names['norm']}.{n}": shape for n, shape in norm.parameters.items()})]
         trained = (n for n, p in zip(norm.parameters, of_norm, strict=True) if not p.frozen)
-        play(norm, tape, of, Part(frozenset(trained)), tokens)
+        play(norm, tape, semantics, Part(frozenset(trained)), tokens)
         bias, (weight,) = (
             [*self._parameters({bias_name: (vocab,)} if bias_name else {})],
             self._parameters({f"{name}.weight": (vocab, width)}, tied_to),
         )
-        trains, tile = not weight.frozen, min(of.loss_tile_tokens, tokens)
+        trains, tile = not weight.frozen, min(semantics.loss_tile_tokens, tokens)
         n_tiles, rest = divmod(tokens, tile)
         tiles = (Matmul(m, width, vocab, count, not trains) for m, count in ((tile, n_tiles), (rest, 1)) if m)
         logit_bytes, moved_bytes, softmax_bytes, n_calls = self._loss(vocab)
@@ -282,9 +282,9 @@ class _Layout:
             moved_bytes, n_calls = moved_bytes + tokens * vocab * self.item_bytes, n_calls + 2
         # Weight gradient of a tile, its rows and their gradient; `loss: online` accumulates the first and has the rest in place
         scratch_bytes = (vocab * trains + 2 * tile) * width * self.item_bytes
-        if of.loss == "online":
+        if semantics.loss == "online":
             scratch_bytes = self._online_scratch_bytes(tile, vocab, width)
-        own_sum_bytes = vocab * width * FP32 if of.n_micro_batches > 1 and trains else 0
+        own_sum_bytes = vocab * width * FP32 if semantics.n_micro_batches > 1 and trains else 0
         pointwise_bytes, fused_bytes, norm_bytes, n_kernels = tape.work
         return Block(
             name=name,
@@ -310,18 +310,18 @@ class _Layout:
 
     def _loss(self, vocab: int) -> tuple[int, int, int, int]:
         """Return the cost of the loss: peak bytes per logit, memory traffic of forward, fused share of it, and calls per tile."""
-        of, tokens, narrow, item = self.semantics, self.n_tokens, self.item_bytes < FP32, self.item_bytes
-        if of.loss == "online":
+        semantics, tokens, narrow, item = self.semantics, self.n_tokens, self.item_bytes < FP32, self.item_bytes
+        if semantics.loss == "online":
             # Logits are overwritten by their gradient. Values are a third of forward and backward together: traffic is two reads
             # and a write; calls are the product, the kernel, its sum and two products
             return item, tokens * vocab * item, tokens * vocab * item, 2
-        n_after, n_kept = self.tree["logits"] if of.objective.n_labels is None else (0, 0)
-        more, softmax_bytes = of.objective.wide - CROSS_ENTROPY.wide, log_softmax_bytes(tokens, vocab)
+        n_after, n_kept = self.tree["logits"] if semantics.objective.n_labels is None else (0, 0)
+        n_extra, softmax_bytes = semantics.objective.wide - CROSS_ENTROPY.wide, log_softmax_bytes(tokens, vocab)
         # Live in a tile's backward: logits, tensors saved by soft-capping, log-probabilities, two gradients, extras of the loss.
         # Traffic: calls on logits, conversion to fp32, log-softmax. Calls: those, product, log-softmax, sum, extras of the loss
-        each_bytes = 2 * item * n_after + (item + FP32 if narrow else 0) + 2 * more * FP32
-        logit_bytes = item * (1 + n_kept) + of.objective.wide * FP32
-        return logit_bytes, tokens * vocab * each_bytes + softmax_bytes, softmax_bytes, n_after + narrow + 3 + more
+        each_bytes = 2 * item * n_after + (item + FP32 if narrow else 0) + 2 * n_extra * FP32
+        logit_bytes = item * (1 + n_kept) + semantics.objective.wide * FP32
+        return logit_bytes, tokens * vocab * each_bytes + softmax_bytes, softmax_bytes, n_after + narrow + 3 + n_extra
 
     def _online_scratch_bytes(self, tile: int, vocab: int, width: int) -> int:
         """Temporaries of `loss: online` on a CPU, which has no kernel for it: a chunk of logits in fp32; then, for a bf16 weight
@@ -333,28 +333,28 @@ class _Layout:
 
     def _bytes_of_tokens(self, tile: int) -> int:
         """Bytes of a loss's per-token inputs and intermediates, in addition to logits."""
-        of, objective, tokens = self.semantics, self.semantics.objective, self.n_tokens
+        semantics, objective, tokens = self.semantics, self.semantics.objective, self.n_tokens
         if objective.has_first_pass:  # log-probability, its slope in fp32 and fp64, temporary of the sums
             return tokens * (3 * FP32 + FP64)
         if (k := objective.n_top) is not None:  # packed top-k of two steps; temporaries of a tile
-            return 2 * of.batch_size * of.seq_len * objective.teacher_bytes + tile * (k + 1) * TEACHER_COPIES * FP32
+            return 2 * semantics.batch_size * semantics.seq_len * objective.teacher_bytes + tile * (k + 1) * TEACHER_COPIES * FP32
         n_extras = len(objective.extras) + (objective.per is not objective.of)
         return 2 * tokens * FP64 * n_extras  # as uploaded, and in order
 
 
-def _with_adapters(outline: Outline, of: Part) -> Iterator[Parameter]:
+def _with_adapters(outline: LayerTrace, part: Part) -> Iterator[Parameter]:
     """Yield a layer's weights, frozen or trained, then the two LoRA factors of each weight with an adapter."""
     parameters = [Parameter(n, tuple(s)) for n, s in outline.parameters.items()]
-    yield from (replace(p, frozen=p.name not in of.trained) for p in parameters)
+    yield from (replace(p, frozen=p.name not in part.trained) for p in parameters)
     for call in outline.calls:
-        if call.name == "_grouped_mm" and call.weights and (rank := of.rank(name := call.weights[0])):
+        if call.name == "_grouped_mm" and call.weights and (rank := part.rank(name := call.weights[0])):
             n_experts, n_in, n_out = call.shapes[1]
-            at = name.rpartition(".")[0] + ("" if name.endswith(".down_proj") else ".base_layer")  # as PEFT nests them
-            yield Parameter(f"{at}.lora_A.weight", (n_experts * rank, n_in))
-            yield Parameter(f"{at}.lora_B.weight", (n_out, rank * n_experts))
+            prefix = name.rpartition(".")[0] + ("" if name.endswith(".down_proj") else ".base_layer")  # as PEFT nests them
+            yield Parameter(f"{prefix}.lora_A.weight", (n_experts * rank, n_in))
+            yield Parameter(f"{prefix}.lora_B.weight", (n_out, rank * n_experts))
     for p in parameters:
         name, _, last = p.name.rpartition(".")
-        if last == "weight" and len(p.shape) == 2 and (rank := of.rank(name)):
+        if last == "weight" and len(p.shape) == 2 and (rank := part.rank(name)):
             n_out, n_in = p.shape
             yield Parameter(f"{name}.lora_A.weight", (rank, n_in))
             yield Parameter(f"{name}.lora_B.weight", (n_out, rank))

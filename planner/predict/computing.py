@@ -43,9 +43,10 @@ def backward_matmuls(m: Matmul) -> int:
     return BACKWARD_MATMULS - m.frozen
 
 
-def attention_call(of: Attention, dtype: Dtype) -> AttentionCall:
+def attention_call(attention: Attention, dtype: Dtype) -> AttentionCall:
     """Convert a layer's attention to the key of a profile's attention rates."""
-    return AttentionCall(dtype, of.seq_len, of.head_dim, (of.n_kv_heads or of.n_heads) < of.n_heads)
+    n_kv_heads = attention.n_kv_heads or attention.n_heads
+    return AttentionCall(dtype, attention.seq_len, attention.head_dim, n_kv_heads < attention.n_heads)
 
 
 @dataclass(slots=True)
@@ -58,42 +59,44 @@ class Computing:
     _matmul_s: dict[tuple[Dtype, Matmul], float] = field(default_factory=dict)
     _attention_s: dict[tuple[Dtype, Attention, AttentionKernel, bool], float] = field(default_factory=dict)
 
-    def forward_s(self, block: Block, of: Semantics) -> float:
+    def forward_s(self, block: Block, semantics: Semantics) -> float:
         """Seconds of a block's forward on one micro-batch."""
-        return self._once_s(block, block, block.matmuls, block.attention, of)
+        return self._once_s(block, block, block.matmuls, block.attention, semantics)
 
-    def recompute_s(self, block: Block, again: Tier, of: Semantics) -> float:
+    def recompute_s(self, block: Block, again: Tier, semantics: Semantics) -> float:
         """Seconds of recompute in one backward of a block."""
-        return self._once_s(block, again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, of)
+        return self._once_s(block, again, block.matmuls[: again.n_matmuls], block.attention if again.attention else None, semantics)
 
     def _once_s(
-        self, block: Block, work: Block | Tier, matmuls: Sequence[Matmul], attention: Attention | None, of: Semantics
+        self, block: Block, work: Block | Tier, matmuls: Sequence[Matmul], attention: Attention | None, semantics: Semantics
     ) -> float:
         return (
-            sum(self._matmul(of.compute_dtype, m) for m in matmuls)
-            + self._attention(of, attention, backward=False)
-            + self._pointwise_s(work, of)
-            + self._calls_s(work.n_kernels, block, of)
+            sum(self._matmul(semantics.compute_dtype, m) for m in matmuls)
+            + self._attention(semantics, attention, backward=False)
+            + self._pointwise_s(work, semantics)
+            + self._calls_s(work.n_kernels, block, semantics)
         )
 
-    def backward_s(self, block: Block, of: Semantics) -> float:
+    def backward_s(self, block: Block, semantics: Semantics) -> float:
         """Seconds of a block's backward on one micro-batch, without recompute and gradient accumulation."""
         return (
-            sum(backward_matmuls(m) * self._matmul(of.compute_dtype, m) for m in block.matmuls)
-            + self._attention(of, block.attention, backward=True)
-            + self._pointwise_s(block, of, backward=True)
+            sum(backward_matmuls(m) * self._matmul(semantics.compute_dtype, m) for m in block.matmuls)
+            + self._attention(semantics, block.attention, backward=True)
+            + self._pointwise_s(block, semantics, backward=True)
             + block.tile_sum_bytes / self._memory_bytes_per_s
-            + self._calls_s(BACKWARD_MATMULS * block.n_kernels, block, of)
+            + self._calls_s(BACKWARD_MATMULS * block.n_kernels, block, semantics)
         )
 
-    def _calls_s(self, n_calls: int, block: Block, of: Semantics) -> float:
+    def _calls_s(self, n_calls: int, block: Block, semantics: Semantics) -> float:
         """Seconds of kernel launches. A CPU's are reported as uncertain if they matter compared with the block's products."""
         calls_s = n_calls * self.profile.device.kernel_overhead_s.value
         if self.profile.device.kind != "cpu":
             return calls_s
-        products_s = sum(self._matmul(of.compute_dtype, m) for m in block.matmuls)
+        products_s = sum(self._matmul(semantics.compute_dtype, m) for m in block.matmuls)
         return (
-            self._off(CALLS, CALLS_OFF_BY, calls_s) if 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s else calls_s
+            self._extrapolated(CALLS, CALLS_OFF_BY, calls_s)
+            if 0 < CALLS_MATTER_FRACTION * products_s < CALLS_OFF_BY * calls_s
+            else calls_s
         )
 
     def square_s(self, block: Block, n_bytes: int) -> float:
@@ -113,21 +116,21 @@ class Computing:
         is_cpu = self.profile.device.kind == "cpu"
         return self.profile.host.reduce_bytes_per_s.value if is_cpu else self._memory_bytes_per_s
 
-    def loss_s(self, head: Block, of: Semantics) -> float:
+    def loss_s(self, head: Block, semantics: Semantics) -> float:
         """Seconds of the head on one micro-batch, forward and backward, without gradient accumulation. A first pass for sums over
         sequences counts as another forward, which overestimates it by one norm."""
-        first_s = self.forward_s(head, of) if of.objective.has_first_pass else 0.0
+        first_s = self.forward_s(head, semantics) if semantics.objective.has_first_pass else 0.0
         return (
             first_s
-            + sum((1 + backward_matmuls(m)) * self._matmul(of.compute_dtype, m) for m in head.matmuls)
-            + self._pointwise_s(head, of)
-            + self._pointwise_s(head, of, backward=True)
-            + self._tile_sum_bytes(head, of) / self._memory_bytes_per_s
-            + self._faults_s(head, of)
-            + self._calls_s((1 + BACKWARD_MATMULS) * head.n_kernels, head, of)
+            + sum((1 + backward_matmuls(m)) * self._matmul(semantics.compute_dtype, m) for m in head.matmuls)
+            + self._pointwise_s(head, semantics)
+            + self._pointwise_s(head, semantics, backward=True)
+            + self._tile_sum_bytes(head, semantics) / self._memory_bytes_per_s
+            + self._faults_s(head, semantics)
+            + self._calls_s((1 + BACKWARD_MATMULS) * head.n_kernels, head, semantics)
         )
 
-    def _faults_s(self, head: Block, of: Semantics) -> float:
+    def _faults_s(self, head: Block, semantics: Semantics) -> float:
         """Seconds of page faults for large logits on a CPU."""
         logits = max(head.matmuls, key=lambda m: m.n)
         tile_bytes = logits.m * logits.n * FP32_BYTES
@@ -135,32 +138,32 @@ class Computing:
             return 0.0
         as_moved_bytes = logits.count * logits.m * logits.n * BYTES_OF_LOGIT * FAULTED_AS_MOVED
         name = f"new pages for logits of {show_bytes(tile_bytes)}"
-        return self._off(name, FAULTS_OFF_BY, as_moved_bytes / self._memory_bytes_per_s)
+        return self._extrapolated(name, FAULTS_OFF_BY, as_moved_bytes / self._memory_bytes_per_s)
 
-    def _off(self, name: str, by: tuple[float, float] | float | None, seconds: float) -> float:
+    def _extrapolated(self, name: str, factor: tuple[float, float] | float | None, seconds: float) -> float:
         """Register an extrapolation, off `by` a factor (or m and width of a product); return the seconds times `longer_outside`."""
-        self.outside[name] = by
+        self.outside[name] = factor
         return seconds * self.longer_outside.get(name, 1.0)
 
-    def _tile_sum_bytes(self, head: Block, of: Semantics) -> int:
+    def _tile_sum_bytes(self, head: Block, semantics: Semantics) -> int:
         """Memory traffic of accumulating the head's weight gradient over tiles: each tile's gradient is read and added to an fp32
         sum. In `loss: online` the product itself accumulates into the sum and writes no bf16 gradient."""
-        item = ITEM_BYTES[of.compute_dtype]
-        bytes_each = 2 * FP32_BYTES + (-item if of.loss == "online" else item)
+        item = ITEM_BYTES[semantics.compute_dtype]
+        bytes_each = 2 * FP32_BYTES + (-item if semantics.loss == "online" else item)
         return sum(m.count * m.k * m.n for m in head.matmuls if not m.frozen) * bytes_each
 
-    def _pointwise_s(self, work: Block | Tier, of: Semantics, backward: bool = False) -> float:
+    def _pointwise_s(self, work: Block | Tier, semantics: Semantics, backward: bool = False) -> float:
         """Seconds of pointwise work in forward or backward: eager modules, fused kernels, fused norms."""
         device = self.profile.device
         eager, norms = device.eager_bytes_per_s or device.memory_bytes_per_s, device.norms.get("torch-fused")
         norm = device.memory_bytes_per_s if norms is None else norms.backward_bytes_per_s if backward else norms.forward_bytes_per_s
         is_head = isinstance(work, Block) and work.kind is BlockKind.HEAD
-        is_compiled = of.pointwise == "fused" and not is_head
-        own = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_head and of.loss == "online" else None
-        fused_s = (work.fused_bytes - work.norm_bytes) / (own or device.memory_bytes_per_s).value
-        fused_s *= ONLINE_TIMES_OF_A_CPU if is_head and of.loss == "online" and device.kind == "cpu" else 1
-        if fused_s and is_compiled and own is None and device.kind != "cpu":
-            fused_s = self._off(ACTIVATIONS, ACTIVATIONS_OFF_BY, fused_s)
+        is_compiled, is_online = semantics.pointwise == "fused" and not is_head, is_head and semantics.loss == "online"
+        kernel_rate = device.fused_bytes_per_s if is_compiled else device.loss_bytes_per_s if is_online else None
+        fused_s = (work.fused_bytes - work.norm_bytes) / (kernel_rate or device.memory_bytes_per_s).value
+        fused_s *= ONLINE_TIMES_OF_A_CPU if is_online and device.kind == "cpu" else 1
+        if fused_s and is_compiled and kernel_rate is None and device.kind != "cpu":
+            fused_s = self._extrapolated(ACTIVATIONS, ACTIVATIONS_OFF_BY, fused_s)
         once_s = (work.pointwise_bytes - work.fused_bytes) / eager.value + fused_s + work.norm_bytes / norm.value
         return BACKWARD_POINTWISE * once_s if backward else once_s
 
@@ -169,30 +172,31 @@ class Computing:
         return self.profile.device.memory_bytes_per_s.value
 
     def _matmul(self, dtype: Dtype, m: Matmul) -> float:
-        if (found := self._matmul_s.get((dtype, m))) is None:
+        if (seconds := self._matmul_s.get((dtype, m))) is None:
             rate, sustained = self.profile.matmul_rate(dtype, m.m, m.k, m.n), self.profile.device.sustained_fraction
-            found = m.flop / (rate.value * (1.0 if sustained is None else sustained.value))
+            seconds = m.flop / (rate.value * (1.0 if sustained is None else sustained.value))
             if not rate.inside_measured:
-                found = self._off(f"{dtype} matmul ({m.m}, {m.k}) @ ({m.k}, {m.n})", (m.m, math.sqrt(m.k * m.n)), found)
+                name = f"{dtype} matmul ({m.m}, {m.k}) @ ({m.k}, {m.n})"
+                seconds = self._extrapolated(name, (m.m, math.sqrt(m.k * m.n)), seconds)
             if min(m.k, m.n) < NARROW:
                 narrow = self.profile.device.narrow_bytes_per_s or self.profile.device.memory_bytes_per_s
-                found = max(found, moved_bytes(m, ITEM_BYTES[dtype]) / narrow.value)
-            self._matmul_s[dtype, m] = found
-        return found
+                seconds = max(seconds, moved_bytes(m, ITEM_BYTES[dtype]) / narrow.value)
+            self._matmul_s[dtype, m] = seconds
+        return seconds
 
-    def _attention(self, of: Semantics, attention: Attention | None, backward: bool) -> float:
+    def _attention(self, semantics: Semantics, attention: Attention | None, backward: bool) -> float:
         if attention is None:
             return 0.0
-        kernel, dtype = of.attention_kernel, of.compute_dtype
+        kernel, dtype = semantics.attention_kernel, semantics.compute_dtype
         key = (dtype, attention, kernel, backward)
-        if (found := self._attention_s.get(key)) is None:
+        if (seconds := self._attention_s.get(key)) is None:
             measured: Literal["flash", "cudnn"] = "cudnn" if kernel == "cudnn" else "flash"
             rate = self.profile.attention_rate(attention_call(attention, dtype), backward, measured)
             ordered = kernel == "deterministic" and backward
             fraction = self.profile.deterministic_fraction(measured, dtype) if ordered else 1.0
-            found = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * fraction)
+            seconds = attention.flop * (BACKWARD_ATTENTION if backward else 1.0) / (rate.value * fraction)
             if not rate.inside_measured:
                 name = f"{dtype} attention over {attention.seq_len} tokens, head width {attention.head_dim}"
-                found = self._off(name, None, found)
-            self._attention_s[key] = found
-        return found
+                seconds = self._extrapolated(name, None, seconds)
+            self._attention_s[key] = seconds
+        return seconds

@@ -43,17 +43,17 @@ def update_bytes_per_param(plan: Setup, block: int) -> float:
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
-def update_params_per_s(profile: Profile, of: Semantics) -> float:
+def update_params_per_s(profile: Profile, semantics: Semantics) -> float:
     """Parameters that all host cores update per second. Only AdamW is measured. Other optimizers scale it by their single-core
     (compute-bound) ratio, and are limited by the memory traffic per second that AdamW reaches on all cores."""
     n, measured = profile.host.n_cores, profile.optimizer_params_per_s
-    if not of.is_lean:
+    if not semantics.is_lean:
         return measured(n)
-    usual, own = (
-        Optimizer.ADAMW.update_bytes("fp32", of.gradient_dtype),
-        of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype),
+    usual, actual = (
+        Optimizer.ADAMW.update_bytes("fp32", semantics.gradient_dtype),
+        semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype),
     )
-    return min(n * measured(1) / of.update_ratio, measured(n) * usual / own)
+    return min(n * measured(1) / semantics.update_ratio, measured(n) * usual / actual)
 
 
 def loaded_bytes(plan: Setup, block: int) -> int:
@@ -61,13 +61,13 @@ def loaded_bytes(plan: Setup, block: int) -> int:
     return sum(n_bytes for *_, n_bytes in plan.loaded(block))
 
 
-_OfMicroBatch = tuple[bool, int, bool]
+_MicroBatchKey = tuple[bool, int, bool]
 
 
-def _of_micro_batch(plan: Setup, m: int | None) -> _OfMicroBatch:
+def _micro_batch_key(plan: Setup, m: int | None) -> _MicroBatchKey:
     """Key for equal costs: (begins a sum, sums joined, is the last micro-batch)."""
-    of = plan.semantics
-    return (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
+    semantics = plan.semantics
+    return (False, 0, False) if m is None else (semantics.begins_sum(m), semantics.n_joined(m), m == semantics.n_micro_batches - 1)
 
 
 @dataclass(slots=True)
@@ -87,21 +87,21 @@ class CostModel(Computing):
 
     def demands(self, plan: Plan) -> list[Demand]:
         """Return the demand of each op, in plan order."""
-        return self.demands_of(plan, Outline.of(plan))
+        return self.demands_of(plan, Outline.from_plan(plan))
 
     def demands_of(self, plan: Setup, ops: Outline) -> list[Demand]:
         """Return the demands of an op table; equal ops share one `Demand` object."""
-        blocks, micro_batches = plan.workload.blocks, dict[_OfMicroBatch, int]()  # key -> its number
+        blocks, micro_batches = plan.workload.blocks, dict[_MicroBatchKey, int]()  # key -> its number
         block = np.empty(len(blocks), np.int64)
-        for b, alike in plan.blocks_alike.items():
-            block[alike] = b
-        there, of_op = np.unique(ops.micro_batches, return_inverse=True)
-        asked = [None if m == NONE else m for m in there.tolist()]
-        micro_batch = [micro_batches.setdefault(_of_micro_batch(plan, m), len(micro_batches)) for m in asked]
-        sorts = (ops.kinds * len(blocks) + block[ops.blocks]) * len(there) + np.array(micro_batch)[of_op]
-        _, first, of_op = np.unique(sorts, return_index=True, return_inverse=True)
+        for b, equal_blocks in plan.blocks_alike.items():
+            block[equal_blocks] = b
+        numbers, op_index = np.unique(ops.micro_batches, return_inverse=True)
+        distinct = [None if m == NONE else m for m in numbers.tolist()]
+        micro_batch = [micro_batches.setdefault(_micro_batch_key(plan, m), len(micro_batches)) for m in distinct]
+        sorts = (ops.kinds * len(blocks) + block[ops.blocks]) * len(numbers) + np.array(micro_batch)[op_index]
+        _, first, op_index = np.unique(sorts, return_index=True, return_inverse=True)
         known = [self.demand(plan, ops.op(i)) for i in first.tolist()]
-        return [known[i] for i in of_op.tolist()]
+        return [known[i] for i in op_index.tolist()]
 
     def demand(self, plan: Setup, op: Op) -> Demand:
         """Return the demand of one op, cached: for one workload and semantics, the key determines it."""
@@ -109,16 +109,16 @@ class CostModel(Computing):
         if known_for is None or known_for[0] is not plan.workload or known_for[1] is not plan.semantics:
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
-        of_all = plan.reduced, plan.policy.square_on_device
-        key = op.kind, plan.treatments[op.block], _of_micro_batch(plan, op.micro_batch), of_all
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._demand_of(plan, op)
-        return found
+        plan_key = plan.reduced, plan.policy.square_on_device
+        key = op.kind, plan.treatments[op.block], _micro_batch_key(plan, op.micro_batch), plan_key
+        demand = self._known.get(key)
+        if demand is None:
+            demand = self._known[key] = self._demand_of(plan, op)
+        return demand
 
     def _demand_of(self, plan: Setup, op: Op) -> Demand:
         block = plan.blocks_of(op.micro_batch)[op.block]
-        item, of = ITEM_BYTES[plan.semantics.compute_dtype], plan.semantics
+        item, semantics = ITEM_BYTES[plan.semantics.compute_dtype], plan.semantics
         match op.kind:
             case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
                 return self._demand(0.0, 0.0, {})
@@ -133,21 +133,21 @@ class CostModel(Computing):
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels, self.profile.device.unpack_bytes_per_s), n_bytes)
             case Kind.GATHER:
-                return self._gathered(of.ranks, plan.gradient_elements(op.block) * item)
+                return self._gathered(semantics.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
                 return self._exchange(plan, op.block)
-            case Kind.CLIP if of.ranks == 1:
+            case Kind.CLIP if semantics.ranks == 1:
                 return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
             case Kind.CLIP:
-                shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
-                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of.ranks)))
+                shared_bytes = plan.shared_numbers() * semantics.ranks * SQUARE_BYTES
+                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._local_ranks(semantics.ranks)))
                 return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
                 return self._move(*self._updated_on_device(plan, block))
             case Kind.OFFLOAD_GRADIENT:
-                n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_bytes = plan.gradient_elements(op.block) // semantics.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
             case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
                 return self._copy("d2h" if op.lane is Lane.D2H else "h2d", block.boundary_bytes)
@@ -156,13 +156,13 @@ class CostModel(Computing):
             case Kind.FORWARD | Kind.RECOMPUTE:
                 leaving = op.block in plan.policy.offload_blocks
                 copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
-                seconds = self.forward_s(block, of) + copied_bytes / self._memory_bytes_per_s
+                seconds = self.forward_s(block, semantics) + copied_bytes / self._memory_bytes_per_s
                 return self._compute(seconds, block.pointwise_bytes + copied_bytes)
             case Kind.LOSS | Kind.BACKWARD:
                 return self._going_back(plan, op, block)
             case Kind.ACCUMULATE:
                 # Read the staged gradient and the sum, write the sum
-                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], of.n_joined(op.micro_batch or 0)
+                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], semantics.n_joined(op.micro_batch or 0)
                 return self._reduce(block.trained_elements * (staged + 2 * FP32_BYTES + joined * JOINED_BYTES))
             case Kind.SQUARE:
                 n_bytes = block.trained_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
@@ -175,9 +175,9 @@ class CostModel(Computing):
             case Kind.SETTLE if not self.clipped:
                 return self._demand(0.0, 0.0, {})  # swaps shadow and state
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
-                rate = update_params_per_s(self.profile, of)
+                rate = update_params_per_s(self.profile, semantics)
                 uses = {Resource.DRAM: self._update_draw(rate * update_bytes_per_param(plan, op.block))}
-                return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses | self._all_cores)
+                return self._demand(0.0, -(-block.n_trained // semantics.ranks) / rate, uses | self._all_cores)
             case _:
                 assert_never(op.kind)
 
@@ -194,38 +194,38 @@ class CostModel(Computing):
             return counted_bytes_per_s
         uploads = profile.copy_bytes_per_s("h2d", math.inf) * profile.link.dram_bytes_per_byte
         measured = profile.optimizer_params_per_s(n_cores) * Optimizer.ADAMW.update_bytes("fp32", "bf16")
-        more = (capacity / fraction - uploads) / measured
-        return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * more))
+        ratio = (capacity / fraction - uploads) / measured
+        return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * ratio))
 
     def _going_back(self, plan: Setup, op: Op, block: Block) -> Demand:
         """Demand of a backward or loss op, including recompute and gradient accumulation."""
-        of, summed_bytes = plan.semantics, self._gradient_bytes(plan, op)
+        semantics, summed_bytes = plan.semantics, self._gradient_bytes(plan, op)
         summed_s = summed_bytes / self._memory_bytes_per_s
         if op.kind is Kind.LOSS:  # forward and backward of norm and softmax, weight gradient, sums
-            n_times = BACKWARD_POINTWISE + (2 if of.objective.has_first_pass else 1)
-            n_bytes = n_times * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
-            return self._compute(self.loss_s(block, of) + summed_s, n_bytes)
-        seconds, n_bytes = self.backward_s(block, of) + summed_s, BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
+            n_times = BACKWARD_POINTWISE + (2 if semantics.objective.has_first_pass else 1)
+            n_bytes = n_times * block.pointwise_bytes + self._tile_sum_bytes(block, semantics) + summed_bytes
+            return self._compute(self.loss_s(block, semantics) + summed_s, n_bytes)
+        seconds, n_bytes = self.backward_s(block, semantics) + summed_s, BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
         if op.block != 0:
             again = block.recompute(plan.policy.saved(op.block))
             assert again is not None, "lower refuses what a block cannot save"
-            seconds, n_bytes = seconds + self.recompute_s(block, again, of), n_bytes + again.pointwise_bytes
+            seconds, n_bytes = seconds + self.recompute_s(block, again, semantics), n_bytes + again.pointwise_bytes
         return self._compute(seconds, n_bytes)
 
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
         """Device memory traffic of accumulating one micro-batch's gradient into its slot."""
-        m, of, block = op.micro_batch or 0, plan.semantics, plan.workload.blocks[op.block]
+        m, semantics, block = op.micro_batch or 0, plan.semantics, plan.workload.blocks[op.block]
         elements = plan.gradient_elements(op.block)
-        item, out = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
-        first, last = of.begins_sum(m), m == of.n_micro_batches - 1
+        item, out = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
+        first, last = semantics.begins_sum(m), m == semantics.n_micro_batches - 1
         dense = item if block.kind is BlockKind.EMBEDDING else 0  # zero fill of a dense gradient
         if plan.is_apart(op.block):
             return elements * (item + (1 if first else 2) * FP32_BYTES)
-        if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
+        if not plan.reduced or (semantics.n_micro_batches == 1 and semantics.ranks == 1):
             return elements * (dense + item + out)
-        read_sum, write_out = (0 if first else FP32_BYTES), (out if last and of.ranks == 1 else 0)
+        read_sum, write_out = (0 if first else FP32_BYTES), (out if last and semantics.ranks == 1 else 0)
         write_sum = ITEM_BYTES[plan.sum_dtype(op.block)]
-        return elements * (dense + item + read_sum + write_sum + of.n_joined(m) * JOINED_BYTES + write_out)
+        return elements * (dense + item + read_sum + write_sum + semantics.n_joined(m) * JOINED_BYTES + write_out)
 
     def _unpacked(self, plan: Setup, block: int) -> tuple[int, int]:
         """Return memory traffic and kernel count of dequantising a block's weights."""
@@ -270,11 +270,11 @@ class CostModel(Computing):
         copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
         return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
 
-    def together(self, ranks: int, n_bytes: int, of: Collective) -> Demand:
+    def together(self, ranks: int, n_bytes: int, collective: Collective) -> Demand:
         """Demand of an all-gather or reduce-scatter of the library: a ring, as fast as its slowest link. Each rank receives
         (ranks - 1) / ranks of the bytes; each host forwards them once for all of its devices."""
-        at_least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
-        return self._moved(of, ranks, n_bytes, 1, self._here(ranks), at_least_s=at_least_s)
+        least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
+        return self._moved(collective, ranks, n_bytes, 1, self._local_ranks(ranks), least_s=least_s)
 
     def _exchange(self, plan: Setup, block: int) -> Demand:
         """Demand of a gradient exchange: all-to-all of shards and local sum within a host, then an exchange of the fp32 sums
@@ -286,11 +286,11 @@ class CostModel(Computing):
         n_times = -(-n_elements // ranks // plan.exchanged_elements())
         if self.profile.meets_on_host:
             return self._exchanged_in_memory(ranks, sum_bytes, moved_bytes, n_times)
-        here, n_hosts = self._here(ranks), self.profile.n_hosts
-        sent = n_elements // here * FP32_BYTES  # by each device to other hosts
-        between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
+        local_ranks, n_hosts = self._local_ranks(ranks), self.profile.n_hosts
+        sent = n_elements // local_ranks * FP32_BYTES  # by each device to other hosts
+        between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(local_ranks) if n_hosts > 1 else 0.0
         moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self._memory_bytes_per_s
-        return self._moved("alltoall", here, sum_bytes, n_times, here, moved_s + between_s)
+        return self._moved("alltoall", local_ranks, sum_bytes, n_times, local_ranks, moved_s + between_s)
 
     def _exchanged_in_memory(self, ranks: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
         """Demand of an exchange through host memory: each device downloads its gradients, then uploads its shard of the others'."""
@@ -304,32 +304,32 @@ class CostModel(Computing):
         return self._demand(overhead_s, copying_s, uses | self._copying((sum_bytes + up_bytes) / copying_s))
 
     def _moved(
-        self, of: Collective, ranks: int, n_bytes: int, n_times: int, here: int, overhead_s: float = 0.0, at_least_s: float = 0.0
+        self, kind: Collective, ranks: int, n_bytes: int, n_times: int, n_local: int, overhead_s: float = 0.0, least_s: float = 0.0
     ) -> Demand:
-        """Demand of a collective in `n_times` pieces, with `here` ranks on each host. Through the host, received bytes cross two
+        """Demand of a collective in `n_times` pieces, with `n_local` on each host. Through the host, received bytes cross two
         links and host memory twice."""
         peers, link = self.profile.peers, self.profile.link
         n_crossing = n_bytes * (ranks - 1) // ranks
         overhead_s += n_times * self._hops_s
-        law = None if peers is None or ranks == 1 else peers.collectives.get(of)
+        law = None if peers is None or ranks == 1 else peers.collectives.get(kind)
         if law is None:
             rate = min(self.profile.copy_bytes_per_s(direction, n_crossing) for direction in ("h2d", "d2h"))
             overhead_s, alone_s = overhead_s + n_times * self._meeting_s, n_crossing / rate
         else:
-            overhead_s += n_times * law.latency_of(here)
-            alone_s = n_times * law.moving_s(here, n_bytes / n_times, ranks)
-        alone_s = max(alone_s, at_least_s)
+            overhead_s += n_times * law.latency_of(n_local)
+            alone_s = n_times * law.moving_s(n_local, n_bytes / n_times, ranks)
+        alone_s = max(alone_s, least_s)
         if (peers is not None and not peers.through_host) or alone_s == 0.0:
             return self._demand(overhead_s, alone_s, {})
-        drawn = 2 * n_crossing / alone_s
-        return self._demand(overhead_s, alone_s, {Resource.DUPLEX: drawn, Resource.DRAM: drawn * link.dram_bytes_per_byte})
+        per_s = 2 * n_crossing / alone_s
+        return self._demand(overhead_s, alone_s, {Resource.DUPLEX: per_s, Resource.DRAM: per_s * link.dram_bytes_per_byte})
 
-    def _network_rate(self, here: int) -> float:
+    def _network_rate(self, local_ranks: int) -> float:
         """Network rate per device of a host; infinite for a single host."""
         network = self.profile.network
-        return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / here
+        return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / local_ranks
 
-    def _here(self, ranks: int) -> int:
+    def _local_ranks(self, ranks: int) -> int:
         """Ranks per host."""
         return max(1, ranks // self.profile.n_hosts)
 
@@ -360,13 +360,14 @@ class CostModel(Computing):
 
     def _updated_on_device(self, plan: Setup, block: Block) -> tuple[int, int]:
         """Return memory traffic and kernel count of an update on the device."""
-        of = plan.semantics
-        return round(block.n_trained * of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype)), len(block.trained)
+        semantics = plan.semantics
+        bytes_per_param = semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype)
+        return round(block.n_trained * bytes_per_param), len(block.trained)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
         """Build a demand; stretch an op that would exceed a capacity. DUPLEX is exempt: it was measured with both directions busy,
         and may be below the rate of one direction alone."""
         over = max((per_s / self.capacity[r] for r, per_s in uses.items() if r is not Resource.DUPLEX), default=0.0)
         slower = max(1.0, over)
-        drawn: Uses = tuple((r, per_s / slower) for r, per_s in uses.items() if per_s > 0)
-        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s * slower, drawn)
+        slowed: Uses = tuple((r, per_s / slower) for r, per_s in uses.items() if per_s > 0)
+        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s * slower, slowed)

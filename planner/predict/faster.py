@@ -46,9 +46,9 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "device memory": (Group.DEVICE_MEMORY, ("device.memory_bytes_per_s",)),
     "kernels' overhead": (Group.LAUNCH, ("device.kernel_overhead_s",)),
     "ops' overhead": (Group.LAUNCH, ("device.op_overhead_s",)),
-    "rate of uploads": (Group.UPLOAD, tuple(f"link.h2d.{of}bytes_per_s" for of in ("", "pageable_", "under_optimizer_"))),
+    "rate of uploads": (Group.UPLOAD, tuple(f"link.h2d.{mode}bytes_per_s" for mode in ("", "pageable_", "under_optimizer_"))),
     "latency of uploads": (Group.LAUNCH, ("link.h2d.latency_s",)),
-    "rate of downloads": (Group.DOWNLOAD, tuple(f"link.d2h.{of}bytes_per_s" for of in ("", "pageable_", "under_optimizer_"))),
+    "rate of downloads": (Group.DOWNLOAD, tuple(f"link.d2h.{mode}bytes_per_s" for mode in ("", "pageable_", "under_optimizer_"))),
     "latency of downloads": (Group.LAUNCH, ("link.d2h.latency_s",)),
     "both directions at once": (Group.DUPLEX, tuple(f"link.{way}duplex_bytes_per_s" for way in ("", "h2d.", "d2h."))),
     "host DRAM": (Group.DRAM, ("host.dram_bytes_per_s",)),
@@ -59,7 +59,7 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "latency between devices": (Group.LAUNCH, ("peers.latency_s",)),
     "exchange between hosts": (Group.NETWORK, ("network.bytes_per_s",)),
     "latency between hosts": (Group.LAUNCH, ("network.latency_s",)),
-    "reads from a disk": (Group.DISK, tuple(f"disk.{of}_bytes_per_s" for of in ("read", "under_copies", "write"))),
+    "reads from a disk": (Group.DISK, tuple(f"disk.{mode}_bytes_per_s" for mode in ("read", "under_copies", "write"))),
 }
 
 
@@ -79,13 +79,13 @@ def group_of(place: str) -> Group | None:
 
 def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
     """Return the profile of a machine with these groups faster by their factors."""
-    of_places = ((place, group_of(place)) for place, _ in profile.quantities())
-    return scaled(profile, {place: factors[group] for place, group in of_places if group is not None and group in factors})
+    groups = ((place, group_of(place)) for place, _ in profile.quantities())
+    return scaled(profile, {place: factors[group] for place, group in groups if group is not None and group in factors})
 
 
 def scaled(profile: Profile, factors: Mapping[str, float]) -> Profile:
     """Return the profile of a machine with the speeds at these paths faster by their factors."""
-    return with_quantities(profile, lambda place, of: sped_up(place, of, factors[place]) if place in factors else of)
+    return with_quantities(profile, lambda place, q: sped_up(place, q, factors[place]) if place in factors else q)
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:
@@ -110,5 +110,5 @@ def with_quantities(profile: Profile, change: Callable[[str, Quantity], Quantity
                 return tuple(changed(f"{place}.{i}", item) for i, item in enumerate(part))
         return part
 
-    made: Profile = changed("", profile)
-    return made
+    result: Profile = changed("", profile)
+    return result

@@ -48,9 +48,9 @@ def frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy
 
 def footprint(plan: Setup, profile: Profile) -> Footprint:
     """Compute peak bytes: arenas, saved tensors, temporaries of the current block, and the process itself."""
-    of = profile.device
-    device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
-    device |= {"context": round(of.context_bytes.value)}
+    hardware = profile.device
+    device = device_needs(plan, hardware.kind == "cuda", hardware.workspace_bytes.value if hardware.workspace_bytes else None)
+    device |= {"context": round(hardware.context_bytes.value)}
     host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": round(profile.host.runtime_bytes.value)}
     return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
 

@@ -107,19 +107,19 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     profile = Profile.from_json(plan.profile, "the plan's profile")
     measured = settled(plan, timeline)
     machine = _Machine(plan, profile, measured)
-    found_logs, deviations = fit_factors(*_rows(plan, measured), len(machine.resources), lambda x: np.log(machine.times_s(x)))
-    logs, before_s, after_s = machine.no_worse([float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in found_logs])
+    fitted_logs, deviations = fit_factors(*_rows(plan, measured), len(machine.resources), lambda x: np.log(machine.times_s(x)))
+    logs, before_s, after_s = machine.no_worse([float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in fitted_logs])
     spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in deviations]
-    found = list(zip(machine.resources, logs, spreads, strict=True))
-    changes = tuple(Change(name, math.exp(log), spread) for name, log, spread in found if log)
+    fits = list(zip(machine.resources, logs, spreads, strict=True))
+    changes = tuple(Change(name, math.exp(log), spread) for name, log, spread in fits if log)
     steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
     detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
     source = Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
     return Recalibration(
         _corrected(profile, machine.resources, changes, source) if changes else profile,
         changes,
-        tuple(name for name, log, spread in found if not log and spread < TOLD_SPREAD),
-        tuple(name for name, log, spread in found if not log and spread >= TOLD_SPREAD),
+        tuple(name for name, log, spread in fits if not log and spread < TOLD_SPREAD),
+        tuple(name for name, log, spread in fits if not log and spread >= TOLD_SPREAD),
         before_s,
         after_s,
         measured.step_s,
@@ -130,14 +130,14 @@ class _Machine:
     """Simulates the plan on the profile's machine with each resource scaled by a factor."""
 
     def __init__(self, plan: Plan, profile: Profile, measured: Settled) -> None:
-        of, self.plan, self.profile, self.measured = plan.semantics, plan, profile, measured
+        semantics, self.plan, self.profile, self.measured = plan.semantics, plan, profile, measured
         # True if gradients of steady-state steps were clipped, so that speculative updates were recomputed
         settles = [i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE]
-        asked = (CostModel(profile, clipped=clips).demands(plan) for clips in (False, True))
-        free_s, clipped_s = (sum(demands[i].uncontended_s for i in settles) for demands in asked)
+        demand_lists = (CostModel(profile, clipped=clips).demands(plan) for clips in (False, True))
+        free_s, clipped_s = (sum(demands[i].uncontended_s for i in settles) for demands in demand_lists)
         self.clips = sum(measured.ops_s[i] for i in settles) > math.sqrt(free_s * clipped_s)
-        attention = "cudnn" if of.attention_kernel == "cudnn" and "cudnn" in profile.device.attention else "flash"
-        names, everywhere = {"dtype": of.compute_dtype, "attention": attention}, [place for place, _ in profile.quantities()]
+        attention = "cudnn" if semantics.attention_kernel == "cudnn" and "cudnn" in profile.device.attention else "flash"
+        names, everywhere = {"dtype": semantics.compute_dtype, "attention": attention}, [place for place, _ in profile.quantities()]
         self.resources: dict[str, list[str]] = {}  # resource -> paths of its quantities
         for name, begins in RESOURCES.items():
             with_names = tuple(begin.format(**names) for begin in begins)
@@ -145,8 +145,8 @@ class _Machine:
 
     def times_s(self, logs: Sequence[float]) -> list[float]:
         """Simulate with these log factors; return the seconds of each op, then of the step."""
-        found = predicted_of(self.plan, self.simulated(logs, MAX_STEPS))
-        return [*found.ops_s, found.step_s]
+        steady = predicted_of(self.plan, self.simulated(logs, MAX_STEPS))
+        return [*steady.ops_s, steady.step_s]
 
     def simulated(self, logs: Sequence[float], max_steps: int = 32) -> Prediction:
         factors = {p: math.exp(log) for log, places in zip(logs, self.resources.values(), strict=True) for p in places if log}

@@ -32,46 +32,46 @@ def fit_factors(
     predicted log times.
     """
 
-    def left(logs: Floats) -> Floats:
+    def residuals(logs: Floats) -> Floats:
         return measured - np.asarray(model([*logs]))
 
     widths, logs = np.full(len(measured), TRUSTED), np.zeros(n_factors)
     for probe in PROBES:
-        near = _Near(weights, widths, left, logs, probe)
+        near = _Linearisation(weights, widths, residuals, logs, probe)
         logs = logs + np.clip(near.fewest() - logs, -LARGEST_MOVE, LARGEST_MOVE)
         # Backward elimination: a later factor may have made an earlier one superfluous
         for k in sorted(np.flatnonzero(logs), key=np.abs(logs).__getitem__):
-            without = np.where(np.arange(n_factors) == k, 0.0, logs)
-            if near.unexplained(left(without), without) - near.unexplained(left(logs), logs) < LEAST_GAIN:
-                logs = without
-    sizes = np.abs(left(logs))
+            reduced = np.where(np.arange(n_factors) == k, 0.0, logs)
+            if near.unexplained(residuals(reduced), reduced) - near.unexplained(residuals(logs), logs) < LEAST_GAIN:
+                logs = reduced
+    sizes = np.abs(residuals(logs))
     for kind in np.unique(kinds):  # residual scale per kind: weighted median, robust to outliers
-        of = np.flatnonzero(kinds == kind)
-        of = of[np.argsort(sizes[of], kind="stable")]
-        passed = np.cumsum(weights[of])
-        widths[of] = max(LEAST_SCALE, MEDIAN_TO_DEVIATION * sizes[of[np.searchsorted(passed, passed[-1] / 2)]])
-    near = _Near(weights, widths, left, logs, PROBES[-1])
+        rows = np.flatnonzero(kinds == kind)
+        rows = rows[np.argsort(sizes[rows], kind="stable")]
+        passed = np.cumsum(weights[rows])
+        widths[rows] = max(LEAST_SCALE, MEDIAN_TO_DEVIATION * sizes[rows[np.searchsorted(passed, passed[-1] / 2)]])
+    near = _Linearisation(weights, widths, residuals, logs, PROBES[-1])
     _, logs = near.solved(np.flatnonzero(logs).tolist())
     # Include unselected factors, because an alternative cause increases the uncertainty of the selected ones
     return logs, np.sqrt(np.diag(np.linalg.inv(near.normal(logs)[0])))
 
 
-class _Near:
+class _Linearisation:
     """Linearisation of the model at some log factors, by central differences.
 
     Slopes are clipped to [-1, 1], because a change in which ops contend causes a jump, which is no slope."""
 
-    def __init__(self, weights: Floats, widths: Floats, left: Callable[[Floats], Floats], logs: Floats, probe: float) -> None:
-        falls = [left(logs - move) - left(logs + move) for move in probe * np.eye(len(logs))]
+    def __init__(self, weights: Floats, widths: Floats, residuals: Callable[[Floats], Floats], logs: Floats, probe: float) -> None:
+        falls = [residuals(logs - move) - residuals(logs + move) for move in probe * np.eye(len(logs))]
         self.slopes: Floats = np.clip(np.stack(falls, axis=1) / (2 * probe), -1.0, 1.0)
-        self.wanted: Floats = left(logs) + self.slopes @ logs
+        self.wanted: Floats = residuals(logs) + self.slopes @ logs
         self.weights, self.widths = weights * LOSS_WIDTH**2, widths * LOSS_WIDTH
 
     def fewest(self) -> Floats:
         """Forward selection of factors; return their log factors."""
         chosen, (least, logs) = list[int](), self.solved([])
-        while others := [k for k in range(len(logs)) if k not in chosen]:
-            tried, k = min((self.solved([*chosen, k])[0], k) for k in others)
+        while candidates := [k for k in range(len(logs)) if k not in chosen]:
+            tried, k = min((self.solved([*chosen, k])[0], k) for k in candidates)
             if least - tried < LEAST_GAIN:
                 break
             chosen.append(k)
@@ -91,6 +91,6 @@ class _Near:
         trust = self.weights / (self.widths**2 + (self.wanted - self.slopes @ logs) ** 2)
         return self.slopes.T @ (trust[:, None] * self.slopes) + np.eye(len(logs)) / BELIEF**2, trust
 
-    def unexplained(self, left: Floats, logs: Floats) -> float:
+    def unexplained(self, residuals: Floats, logs: Floats) -> float:
         """Objective: Cauchy loss of the residuals plus the prior's penalty."""
-        return float((self.weights * np.log1p((left / self.widths) ** 2)).sum() + ((logs / BELIEF) ** 2).sum())
+        return float((self.weights * np.log1p((residuals / self.widths) ** 2)).sum() + ((logs / BELIEF) ** 2).sum())

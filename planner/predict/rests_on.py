@@ -54,17 +54,17 @@ class RestsOn:
 def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:
     """Return the provenance of the device's seconds in a step, and of all other lanes' seconds (None if these are zero)."""
     base = CostModel(profile)
-    alike: dict[int, tuple[int, Op]] = {}  # cached demand -> (count, first op)
+    groups: dict[int, tuple[int, Op]] = {}  # cached demand -> (count, first op)
     for i, op in enumerate(plan.ops):
-        n, first = alike.get(same := id(base.demand(plan, op)), (0, op))
-        alike[same] = n + plan.often(i), first
+        n, first = groups.get(same := id(base.demand(plan, op)), (0, op))
+        groups[same] = n + plan.often(i), first
 
     def seconds(on_device: bool) -> Callable[[CostModel], float]:
-        own = [(n, op) for n, op in alike.values() if (op.lane is Lane.GPU) is on_device]
-        return lambda cost: float(sum(n * cost.demand(plan, op).uncontended_s for n, op in own))
+        counted = [(n, op) for n, op in groups.values() if (op.lane is Lane.GPU) is on_device]
+        return lambda cost: float(sum(n * cost.demand(plan, op).uncontended_s for n, op in counted))
 
-    others = seconds(on_device=False)
-    return shares(profile, seconds(on_device=True)), shares(profile, others) if others(base) > 0 else None
+    other_seconds = seconds(on_device=False)
+    return shares(profile, seconds(on_device=True)), shares(profile, other_seconds) if other_seconds(base) > 0 else None
 
 
 def standard(profile: Profile) -> RestsOn:
@@ -88,16 +88,16 @@ def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
         if (name := speed_of(place)) is not None:
             places.setdefault((name, quantity.source), set()).add(place)
     whole_s = seconds(CostModel(profile))
-    found = Counter[tuple[str, Basis]]()
-    for (name, source), some in places.items():
-        faster_s = seconds(CostModel(scaled(profile, dict.fromkeys(some, FASTER))))
-        found[name, profile.sources[source].basis] += (whole_s - faster_s) / (whole_s * (1 - 1 / FASTER))  # type: ignore[assignment]
+    fractions = Counter[tuple[str, Basis]]()
+    for (name, source), paths in places.items():
+        faster_s = seconds(CostModel(scaled(profile, dict.fromkeys(paths, FASTER))))
+        fractions[name, profile.sources[source].basis] += (whole_s - faster_s) / (whole_s * (1 - 1 / FASTER))  # type: ignore[assignment]
     if (sustained := profile.device.sustained_fraction) is not None:
         # All products scale with the sustained fraction, but it accounts only for the slowdown that it causes
-        taken = abs(1 - sustained.value)
-        for name, basis in found:
+        slowdown = abs(1 - sustained.value)
+        for name, basis in fractions:
             if name in (Group.MATMUL, Group.SUSTAINED):
-                found[name, basis] *= taken if name == Group.SUSTAINED else 1 - taken  # type: ignore[assignment]
-    total = sum(found.values())
-    parts = (Part(name, basis, fraction / total) for (name, basis), fraction in found.items() if fraction > 0)
+                fractions[name, basis] *= slowdown if name == Group.SUSTAINED else 1 - slowdown  # type: ignore[assignment]
+    total = sum(fractions.values())
+    parts = (Part(name, basis, fraction / total) for (name, basis), fraction in fractions.items() if fraction > 0)
     return RestsOn(tuple(sorted(parts, key=lambda part: -part.fraction)))

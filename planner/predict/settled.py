@@ -35,11 +35,11 @@ class Settled:
 def predicted_of(plan: Plan, prediction: Prediction) -> Settled:
     """Return the steady state of a simulation."""
     steps = sorted({span.step for span in prediction.timeline.spans})[-prediction.n_cycle_steps :]
-    taken: list[list[float]] = [[] for _ in plan.ops]
+    durations_s: list[list[float]] = [[] for _ in plan.ops]
     for span in prediction.timeline.spans:
         if span.step >= steps[0]:
-            taken[span.op].append(span.end_s - span.start_s)
-    return Settled(tuple(median(of_op) for of_op in taken), prediction.step_s, len(steps))
+            durations_s[span.op].append(span.end_s - span.start_s)
+    return Settled(tuple(median(of_op) for of_op in durations_s), prediction.step_s, len(steps))
 
 
 def settled(plan: Plan, timeline: Timeline) -> Settled:
@@ -48,9 +48,9 @@ def settled(plan: Plan, timeline: Timeline) -> Settled:
     Raise PlanError if the timeline has fewer than two steps.
     """
     if plan.repeat is not None:
-        of = short_plan(plan)
-        short = settled(unrolled(of), abridged(plan, timeline))
-        ops_s = tuple(median(short.ops_s[of.number(i, k)] for k in range(of.often(i))) for i in range(len(plan.ops)))
+        repeated = short_plan(plan)
+        short = settled(unrolled(repeated), abridged(plan, timeline))
+        ops_s = tuple(median(short.ops_s[repeated.number(i, k)] for k in range(repeated.often(i))) for i in range(len(plan.ops)))
         return Settled(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
     by_step: dict[int, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.op):
@@ -59,10 +59,10 @@ def settled(plan: Plan, timeline: Timeline) -> Settled:
         raise PlanError(f"a timeline of a single step shows no settled one; run {LEAST_STEPS} or more at a stretch")
     first, *later = sorted(by_step)
     warm = [step for step in later if step >= first + WARM_UP_STEPS] or later
-    taken = [_occupied_s(plan, by_step, step) for step in warm]
+    durations_s = [_occupied_s(plan, by_step, step) for step in warm]
     ends_s = {step: max(span.end_s for span in spans) for step, spans in by_step.items()}
     step_s = median(ends_s[step] - ends_s[step - 1] for step in warm)
-    return Settled(tuple(median(of_op) for of_op in zip(*taken, strict=True)), step_s, len(warm))
+    return Settled(tuple(median(of_op) for of_op in zip(*durations_s, strict=True)), step_s, len(warm))
 
 
 def _occupied_s(plan: Plan, by_step: dict[int, list[Span]], step: int) -> list[float]:
@@ -97,9 +97,9 @@ def abridged(plan: Plan, timeline: Timeline) -> Timeline:
         k = span.repetition
         if not is_kept(k, repeat.times) or not 0 <= k < (repeat.times if span.op in repeat else 1):
             raise PlanError(f"the timeline is of another plan: it has a repetition {k} of op {span.op}")
-        kept = k if k < FIRST_KEPT else k - max(repeat.times - N_KEPT, 0)
+        index = k if k < FIRST_KEPT else k - max(repeat.times - N_KEPT, 0)
         cut_s = sum(s for step, s in cuts_s.items() if step < span.step + _is_later(span, repeat))
-        spans.append(Span(short.number(span.op, kept), span.step, span.start_s - cut_s, span.end_s - cut_s))
+        spans.append(Span(short.number(span.op, index), span.step, span.start_s - cut_s, span.end_s - cut_s))
     return Timeline(tuple(spans))
 
 
@@ -117,17 +117,18 @@ def _cuts_s(plan: Plan, repeat: Repeat, timeline: Timeline) -> dict[int, float]:
         if span.op in repeat:
             key = span.step, plan.ops[span.op].lane, span.repetition
             began_s[key], ended_s[key] = min(began_s[key], span.start_s), max(ended_s[key], span.end_s)
-    before, after = FIRST_KEPT - 1, repeat.times - LAST_KEPT
+    last_before, first_after = FIRST_KEPT - 1, repeat.times - LAST_KEPT
     cuts_s = dict.fromkeys(sorted({span.step for span in timeline.spans}), 0.0)
     for step in cuts_s if repeat.times > N_KEPT else ():
         shifts_s = []
         for lane in Lane:
-            of = [span for span in timeline.spans if plan.ops[span.op].lane is lane and span.step >= step]
-            first = [span.end_s for span in of if span.step == step and not _is_later(span, repeat)]
-            later = [span.start_s for span in of if span.step > step or _is_later(span, repeat)]
-            if {(step, lane, k) for k in (before, after, after + 1)} <= began_s.keys():
-                began, turn_s = began_s[step, lane, before], began_s[step, lane, after + 1] - began_s[step, lane, after]
-                shifts_s.append(began_s[step, lane, after] - max(ended_s[step, lane, before], began + turn_s))
+            spans = [span for span in timeline.spans if plan.ops[span.op].lane is lane and span.step >= step]
+            first = [span.end_s for span in spans if span.step == step and not _is_later(span, repeat)]
+            later = [span.start_s for span in spans if span.step > step or _is_later(span, repeat)]
+            if {(step, lane, k) for k in (last_before, first_after, first_after + 1)} <= began_s.keys():
+                period_s = began_s[step, lane, first_after + 1] - began_s[step, lane, first_after]
+                earliest_s = max(ended_s[step, lane, last_before], began_s[step, lane, last_before] + period_s)
+                shifts_s.append(began_s[step, lane, first_after] - earliest_s)
             elif first and later:  # a disk lane may have ops in few repetitions
                 shifts_s.append(min(later) - max(first))
         cuts_s[step] = max(0.0, min(shifts_s, default=0.0))

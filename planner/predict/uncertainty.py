@@ -43,19 +43,19 @@ class Interval:
 
 def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
     """Return P10, P50 and P90 of the step time over `n_draws` sampled machines (None: 8 to 32, fewer for large plans)."""
-    ops = Outline.of(plan)
+    ops = Outline.from_plan(plan)
     if n_draws is None:
         n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, ops.n_simulated)))  # fewer for large plans
     assert n_draws > 0, "an interval needs a draw"
     nearest = CostModel(profile)
     nearest.demands_of(plan, ops)
     dtype = plan.semantics.compute_dtype
-    off = {name: of if isinstance(of, float) else off_by(profile, dtype, of) for name, of in nearest.outside.items()}
+    off = {name: x if isinstance(x, float) else off_by(profile, dtype, x) for name, x in nearest.outside.items()}
     simulator, steps_s = Simulator(ops), list[float]()
     wider = {Group.OPTIMIZER: DERIVED} if plan.semantics.is_lean else {}
     spreads = [
-        (place, 1 + of.spread_fraction * wider.get(group, 1), group)
-        for place, of in profile.quantities()
+        (place, 1 + quantity.spread_fraction * wider.get(group, 1), group)
+        for place, quantity in profile.quantities()
         if (group := group_of(place)) is not None
     ]
     # Standard normal deviations by group (None: extrapolations) and sample: midpoints of equally likely strata
@@ -65,10 +65,10 @@ def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int
     for i in range(n_draws):
         deviations = {group: of_draws[i] for group, of_draws in of_groups.items()}
         # Log-normal: a factor and its inverse are equally likely
-        drawn = scaled(profile, {place: f ** (deviations[group] / P10_P90_DEVIATIONS) for place, f, group in spreads})
+        machine = scaled(profile, {place: f ** (deviations[group] / P10_P90_DEVIATIONS) for place, f, group in spreads})
         longer = {name: factor ** (deviations[None] / P10_P90_DEVIATIONS) for name, factor in off.items()}
-        demands = CostModel(drawn, longer_outside=longer).demands_of(plan, ops)
-        steps_s.append(simulator.run(demands, region_of(drawn), MAX_STEPS).step_s)
+        demands = CostModel(machine, longer_outside=longer).demands_of(plan, ops)
+        steps_s.append(simulator.run(demands, region_of(machine), MAX_STEPS).step_s)
     # A sample is the midpoint of its stratum
     p10_step_s, p50_step_s, p90_step_s = np.quantile(steps_s, (0.1, 0.5, 0.9), method="hazen").tolist()
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)

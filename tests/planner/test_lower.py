@@ -89,7 +89,7 @@ def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
         whole = one_pass(step, *([whole] if whole else [])) or whole
         assert {KINDS[kind] for part in sheet.ops[n_parts:] for kind in part[1]} <= kinds
         assert {NAMES[name] for of, name, _ in np.concatenate(sheet.operands[n_uses:], axis=1).T if of < n_ops} <= names
-    assert sheet.outline(after=partial(barrier, case.plan)).ops() == case.plan.ops
+    assert sheet.outline(extra_waits=partial(barrier, case.plan)).ops() == case.plan.ops
 
 
 @pytest.mark.drawn

@@ -91,7 +91,7 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
     """Linear attention in torch's own way loops over parts of a sequence; more sequences follow from fewer all the same."""
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
-    with pytest.raises(ValueError, match="sizes have other"):
+    with pytest.raises(ValueError, match="sizes have different"):
         fitted({size: traced.recorded(key, How("sdpa"), *size) for size in sizes})
     for n_sequences, seq_len in ((5, 80), (1, 300), (2, 520)):
         assert traced.outlines(key, How("sdpa"), n_sequences, seq_len) == traced.recorded(key, How("sdpa"), n_sequences, seq_len)
@@ -125,7 +125,7 @@ def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
     assert tape.work.pointwise_bytes == tape.work.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
     scales_bytes = 2 * 4 * n * n_tokens * heads
     kept_bytes = 2 * sum(size[of] for of in ("q", "q", "v", "g", "A")) + scales_bytes
-    assert sum(t.n_bytes for t in tape.steps[0].made[1:]) == kept_bytes
+    assert sum(t.n_bytes for t in tape.steps[0].outputs[1:]) == kept_bytes
 
 
 def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
