@@ -8,8 +8,8 @@ from penstock.planner.lower.lower import FEWEST_FOLDED, is_long, lower_ops
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.faster import Group, faster
 from penstock.planner.predict.memory import frame
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.search.space import leanest
 from penstock.runtime.plan import Kind, Op, Policy, Semantics
 from penstock.runtime.plan.train import parse_train

@@ -12,7 +12,7 @@ from penstock.hwprofiles.laws import AttentionLaw
 from penstock.hwprofiles.quantity import Dtype
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
 from penstock.planner.model.kernels import FUSED
-from penstock.planner.model.tape import FP32, Call, Tape, Tensor
+from penstock.planner.model.memory_replay import FP32, Call, Tape, Tensor
 from penstock.planner.model.workload import build_workload, log_softmax_bytes, read_model
 from penstock.planner.predict.cost import CostModel
 from penstock.runtime.errors import PenstockError

@@ -190,7 +190,7 @@ def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
 
 def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
     """Products of adapters on two projections, (width, inner) and (inner, width): down to the rank, and up. Bytes as
-    `planner.predict.computing.moved_bytes` counts them."""
+    `planner.predict.compute_time.moved_bytes` counts them."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
         def random(m: int, n: int) -> torch.Tensor:

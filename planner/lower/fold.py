@@ -11,13 +11,13 @@ import numpy as np
 
 from penstock.runtime.plan import Repeat
 
-from .sheet import Outline
+from .op_table import OpTable
 from .waits import NONE, Column, in_order
 
 N_SHOWN = 3  # repetitions that are compared: the first may wait for earlier ops, the others wait for one another
 
 
-def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int) -> Outline | None:
+def fold(short: OpTable, start: int, n_ops: int, times: int, micro_batches: int) -> OpTable | None:
     """Return the ops of a step with `times` repetitions, one of them written out; None if the repetitions differ.
 
     `short` is a step with three repetitions of `n_ops` ops each, starting at op `start`. Micro-batch numbers grow by
@@ -36,7 +36,7 @@ def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int)
     moved = np.where(is_shared | (np.arange(len(is_shared)) < end), 0, (times - N_SHOWN) * micro_batches)
     remaining = short.operands[:, (short.operands[0] < start + n_ops) | (short.operands[0] >= end)]
     remaining[0] -= np.where(remaining[0] < end, 0, (N_SHOWN - 1) * n_ops)
-    return Outline(short.kinds[rest], short.blocks[rest], (short.micro_batches + moved)[rest], remaining, waits, repeat)
+    return OpTable(short.kinds[rest], short.blocks[rest], (short.micro_batches + moved)[rest], remaining, waits, repeat)
 
 
 def _waits(waits: Column, repeat: Repeat) -> Column | None:

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.runtime.plan import Kind, Op, Plan, Slot
 
 from .arenas import N_READ_SLOTS
-from .sheet import NAMES, Outline, number_of
+from .op_table import NAMES, OpTable, number_of
 
 
 def most_micro_batches(plan: Plan) -> int:
@@ -36,7 +36,7 @@ def forward_plan(plan: Plan, n_micro_batches: int, seq_len: int | None = None) -
     ops = tuple(_program(plan, n_micro_batches, group))
     forward = replace(plan, semantics=semantics, workload=workload, policy=policy, ops=ops, repeat=None)
     operands = [(i, NAMES.index(name), number_of(slot)) for i, op in enumerate(ops) for name, slot in op.operands]
-    return replace(forward, ops=replace(Outline.from_plan(forward), operands=np.array(operands).T).ordered({}).ops())
+    return replace(forward, ops=replace(OpTable.from_plan(forward), operands=np.array(operands).T).ordered({}).ops())
 
 
 def _program(plan: Plan, n_micro_batches: int, group: int) -> Iterator[Op]:

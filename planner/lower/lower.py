@@ -19,8 +19,8 @@ from penstock.runtime.plan.workload import Model, Workload
 
 from .arenas import arenas_of
 from .fold import N_SHOWN, fold
+from .op_table import NUMBER, OpTable
 from .passes import written
-from .sheet import NUMBER, Outline
 
 FEWEST_FOLDED_GROUPS = 8  # groups of micro-batches; a shorter step is hardly longer than its folded form
 FEWEST_FOLDED = 1000  # micro-batches x blocks, at least four ops each; a plan of this size simulates in about 0.1 s
@@ -37,12 +37,12 @@ def lower(model: Model, workload: Workload, semantics: Semantics, policy: Policy
     return build_plan(setup, lower_ops(setup), profile)
 
 
-def build_plan(setup: Setup, ops: Outline, profile: dict[str, Any]) -> Plan:
+def build_plan(setup: Setup, ops: OpTable, profile: dict[str, Any]) -> Plan:
     fields = setup.semantics, setup.policy, setup.model, setup.workload, tuple(arenas_of(setup))
     return Plan(*fields, profile, ops.ops(), repeat=ops.repeat)
 
 
-def lower_ops(setup: Setup) -> Outline:
+def lower_ops(setup: Setup) -> OpTable:
     """Return the ops that perform the policy, folded if the step is long. Raise PlanError if the policy is illegal."""
     refuse_illegal(setup.workload, setup.semantics, setup.policy)
     folded = folded_ops(setup) if is_long(setup.workload, setup.semantics, setup.policy) else None
@@ -70,12 +70,12 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: 
     return n_ops
 
 
-def unfolded_ops(setup: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Outline:
+def unfolded_ops(setup: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> OpTable:
     """Return all ops of a step in a valid sequential order, with the waits that preserve it."""
-    return written(setup, rings_go_on, weights_go_on).outline(extra_waits=partial(barrier, setup))
+    return written(setup, rings_go_on, weights_go_on).build(extra_waits=partial(barrier, setup))
 
 
-def folded_ops(setup: Setup) -> Outline | None:
+def folded_ops(setup: Setup) -> OpTable | None:
     """Return the ops with equal groups of micro-batches folded; None if the step has too few groups.
 
     If the lowest layers have no backward, weights are used cyclically, and the slot contents that Belady's algorithm leaves for the
@@ -99,7 +99,7 @@ def folded_ops(setup: Setup) -> Outline | None:
     return None
 
 
-def barrier(setup: Setup, ops: Outline) -> dict[int, Wait]:
+def barrier(setup: Setup, ops: OpTable) -> dict[int, Wait]:
     """Extra waits of `update: barrier`: first load for the previous step's last update, last update for the last on the device."""
     if setup.policy.update is not Update.BARRIER:
         return {}

@@ -24,7 +24,7 @@ from .arenas import (
     sums_layers,
     vocab_slot_is_sum,
 )
-from .sheet import NUMBER, Sheet, number_of, slots
+from .op_table import NUMBER, OpTableBuilder, number_of, slots
 from .waits import NONE, Column
 
 # Order of the ops around a compute op: before it, and after it
@@ -35,10 +35,10 @@ SQUARED, OFFLOADED, ADDED, NORMED, CLIPPED, UPDATED = range(6)
 
 
 class Step(NamedTuple):
-    """Compute ops of a step as columns, and the sheet that collects all ops."""
+    """Compute ops of a step as columns, and the builder that collects all ops."""
 
     plan: Setup
-    sheet: Sheet
+    builder: OpTableBuilder
     kinds: Column
     blocks: Column
     micro_batches: Column
@@ -72,7 +72,7 @@ class CompleteGradients(NamedTuple):
         return CompleteGradients(*(column[mask] for column in self))
 
 
-def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> Sheet:
+def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> OpTableBuilder:
     """Emit all ops of one step. The flags carry ring positions, and loaded weights, from one group of micro-batches to the next;
     False: each group starts anew, so that all groups use the same slots."""
     step = computed(plan, rings_go_on)
@@ -82,7 +82,7 @@ def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -
     gradients = with_gradients(step)
     with_squares(step, gradients)
     with_updates(step, gradients)
-    return step.sheet
+    return step.builder
 
 
 def computed(plan: Setup, rings_go_on: bool = True) -> Step:
@@ -99,9 +99,9 @@ def computed(plan: Setup, rings_go_on: bool = True) -> Step:
     kinds, blocks, micro_batches, groups = (np.broadcast_to(x, shape)[is_there] for x in (kinds, blocks, micro_batches, groups))
     is_first = micro_batches == groups * size
     first = is_first.nonzero()[0][np.cumsum(is_first) - 1]
-    sheet = Sheet()
-    sheet.add(kinds, np.arange(len(kinds)), COMPUTED, blocks, micro_batches)
-    return Step(plan, sheet, kinds, blocks, micro_batches, groups, first, rings_go_on)
+    builder = OpTableBuilder()
+    builder.add(kinds, np.arange(len(kinds)), COMPUTED, blocks, micro_batches)
+    return Step(plan, builder, kinds, blocks, micro_batches, groups, first, rings_go_on)
 
 
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
@@ -116,7 +116,7 @@ def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
 
 def with_weights(step: Step, weights_go_on: bool = True) -> None:
     """Add a load before each use of weights that are in no slot; precede it with a read if they are on disk."""
-    plan, sheet, blocks = step.plan, step.sheet, step.plan.workload.blocks
+    plan, builder, blocks = step.plan, step.builder, step.plan.workload.blocks
     runs = np.unique(step.first)
     runs = runs[(step.blocks[runs] > 0) | step.is_kind(Kind.FORWARD)[runs]]  # the embedding's backward needs no weights
     block, group = step.blocks[runs], step.groups[runs]
@@ -135,7 +135,7 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
     weights[streams] = slots("weights", index)
     used = np.full((2, len(step.first)), NONE)
     used[:, runs] = weights, np.where(_listed(plan, filter(plan.is_apart, plan.policy.device_blocks))[block], state, NONE)
-    sheet.use(np.arange(len(step.first)), weights=used[0, step.first], trained=used[1, step.first])
+    builder.use(np.arange(len(step.first)), weights=used[0, step.first], trained=used[1, step.first])
     tied = np.where(_listed(plan, [b for b in range(1, len(blocks)) if blocks[b].tied])[block], slots("state", 0), NONE)
     unpacks = _listed(plan, filter(plan.unpacks, range(len(blocks))))[block]
     loaded, target = is_fresh & ~unpacks, weights
@@ -144,19 +144,19 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
         index, is_new[is_uploaded] = ring_slots(is_uploaded, plan.packed_slots)
         packed[is_uploaded] = slots("packed", index)
         loaded, target = loaded | is_new, np.where(unpacks, packed, weights)
-        sheet.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=is_uploaded, packed=packed, weights=weights)
+        builder.add(Kind.DEQUANTISE, runs, UNPACKED, block, where=is_uploaded, packed=packed, weights=weights)
     frozen = np.full(len(runs), NONE)
     if plan.policy.disk_blocks:
         from_disk, is_read = loaded & _listed(plan, plan.policy.disk_blocks)[block], np.zeros(len(runs), bool)
         index, is_read[from_disk] = ring_slots(from_disk, N_READ_SLOTS)
         frozen[from_disk] = slots("frozen", index)
-        sheet.add(Kind.READ, runs, READ, block, where=is_read, frozen=frozen)
-    sheet.add(Kind.LOAD, runs, LOADED, block, where=loaded, state=source, frozen=frozen, tied=tied, weights=target)
+        builder.add(Kind.READ, runs, READ, block, where=is_read, frozen=frozen)
+    builder.add(Kind.LOAD, runs, LOADED, block, where=loaded, state=source, frozen=frozen, tied=tied, weights=target)
     if plan.semantics.ranks > 1:  # each rank has loaded its shard
         shared = _listed(plan, [b for b in range(len(blocks)) if blocks[b].trained])[block]
         if not plan.workload.tied:
             tied = np.full(len(runs), NONE)
-        sheet.add(Kind.GATHER, runs, GATHERED, block, where=is_fresh & shared, state=state, tied=tied, weights=weights)
+        builder.add(Kind.GATHER, runs, GATHERED, block, where=is_fresh & shared, state=state, tied=tied, weights=weights)
 
 
 @lru_cache(maxsize=64)
@@ -183,7 +183,7 @@ def belady(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> tuple[
 
 def with_activations(step: Step) -> None:
     """Assign activation slots to outputs: a dedicated one, one that is shared until recompute, or (offload) a ring buffer's."""
-    plan, sheet, b, m = step.plan, step.sheet, step.blocks, step.micro_batches
+    plan, builder, b, m = step.plan, step.builder, step.blocks, step.micro_batches
     group, stride, n_blocks = plan.policy.accumulation_group, plan.policy.boundary_stride, len(plan.workload.blocks)
     stationary = blocks_with_output_slots(plan)
     place, spilled = len(stationary) + np.arange(n_blocks) % stride - 1, _places(plan, plan.policy.spill_blocks)
@@ -203,10 +203,10 @@ def with_activations(step: Step) -> None:
         return slots("spilled", spilled[block] * group + m % group)
 
     numbers, y = np.arange(len(b)), activation_slot(b)
-    sheet.use(numbers, x=activation_slot(b - 1), y=np.where(step.is_kind(Kind.LOSS), NONE, y))
-    sheet.add(Kind.OFFLOAD_ACTIVATION, numbers, ACTIVATION_LEFT, b, m, where=is_offloaded, y=y, spilled=on_host(b))
+    builder.use(numbers, x=activation_slot(b - 1), y=np.where(step.is_kind(Kind.LOSS), NONE, y))
+    builder.add(Kind.OFFLOAD_ACTIVATION, numbers, ACTIVATION_LEFT, b, m, where=is_offloaded, y=y, spilled=on_host(b))
     x = activation_slot(b - 1)
-    sheet.add(Kind.FETCH_ACTIVATION, step.first, ACTIVATION_FETCHED, b - 1, m, where=is_fetched, spilled=on_host(b - 1), y=x)
+    builder.add(Kind.FETCH_ACTIVATION, step.first, ACTIVATION_FETCHED, b - 1, m, where=is_fetched, spilled=on_host(b - 1), y=x)
 
 
 def with_saved(step: Step) -> None:
@@ -220,14 +220,14 @@ def with_saved(step: Step) -> None:
         index[group_uses] = (i * policy.saved_slots + step.turns(group_uses, policy.saved_slots))[group_uses]
     group = policy.accumulation_group
     saved, offloaded = slots("saved", index), slots("offloaded", place[b] * group + m % group)
-    step.sheet.use(numbers, saved=saved)
+    step.builder.use(numbers, saved=saved)
     for kind, turn, direction in ((Kind.OFFLOAD_SAVED, SAVED_LEFT, forward), (Kind.FETCH_SAVED, SAVED_FETCHED, ~forward)):
-        step.sheet.add(kind, numbers, turn, b, m, where=uses & direction, saved=saved, offloaded=offloaded)
+        step.builder.add(kind, numbers, turn, b, m, where=uses & direction, saved=saved, offloaded=offloaded)
 
 
 def with_gradients(step: Step) -> CompleteGradients:
     """Assign slots to the gradients of micro-batches and their sums, and offload them unless the device updates the block."""
-    plan, sheet, semantics = step.plan, step.sheet, step.plan.semantics
+    plan, builder, semantics = step.plan, step.builder, step.plan.semantics
     last, head, n_slots = semantics.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
     device_index = _places(plan, plan.policy.device_blocks)
     is_separate = _listed(plan, filter(plan.is_apart, plan.policy.device_blocks))
@@ -246,10 +246,10 @@ def with_gradients(step: Step) -> CompleteGradients:
     makes_gradient = ((not plan.reduced) | (is_last & ~is_its_own & (semantics.ranks == 1))) & ~is_separate[b]
     levels, n_joined = (np.array([tell(m) for m in range(last + 1)])[m] for tell in (semantics.sum_level, semantics.n_joined))
     sums = _sums(plan)
-    sheet.use(numbers, sum=np.where(is_separate[b], out, np.where(has_sum, sums(b, levels), NONE)))
-    sheet.use(numbers, gradient=np.where(makes_gradient, out, NONE))
+    builder.use(numbers, sum=np.where(is_separate[b], out, np.where(has_sum, sums(b, levels), NONE)))
+    builder.use(numbers, gradient=np.where(makes_gradient, out, NONE))
     for depth in range(1, max(n_joined, default=0) + 1):
-        sheet.use(numbers, into=np.where(has_sum & (n_joined >= depth), sums(b, levels - depth), NONE))
+        builder.use(numbers, into=np.where(has_sum & (n_joined >= depth), sums(b, levels - depth), NONE))
     arrived = np.where(device_index[b] == NONE, _on_host(plan, b, is_layer & is_last), NONE)
     grads = CompleteGradients(b, numbers, np.full(len(b), COMPLETE), out, arrived, numbers)
     if not plan.reduced:
@@ -259,7 +259,7 @@ def with_gradients(step: Step) -> CompleteGradients:
     if semantics.ranks > 1:
         grads = _with_exchanges(step, grads, sums(b, levels - n_joined)[is_last])
     b, place, turn, gradient, arrived, _ = grads
-    op = sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, where=arrived != NONE, gradient=gradient, arrived=arrived)
+    op = builder.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, where=arrived != NONE, gradient=gradient, arrived=arrived)
     return grads._replace(op=op)
 
 
@@ -270,11 +270,11 @@ def _with_additions(step: Step, gradients: CompleteGradients, levels: Column, n_
     is_offloaded, m, is_of_layer = arrived != NONE, step.micro_batches[place], np.zeros(len(step.blocks), bool)
     is_of_layer[place] = is_offloaded & (b > 0) & (b < head)
     staged = slots("staging", np.where(is_of_layer[place], step.turns(is_of_layer, N_STAGING_SLOTS)[place], N_STAGING_SLOTS))
-    step.sheet.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, m, where=is_offloaded, gradient=gradient, arrived=staged)
+    step.builder.add(Kind.OFFLOAD_GRADIENT, place, turn + OFFLOADED, b, m, where=is_offloaded, gradient=gradient, arrived=staged)
     of_sum = slots("host_gradients", levels * n_blocks + b)
-    added = step.sheet.add(Kind.ACCUMULATE, place, turn + ADDED, b, m, where=is_offloaded, staged=staged, arrived=of_sum)
+    added = step.builder.add(Kind.ACCUMULATE, place, turn + ADDED, b, m, where=is_offloaded, staged=staged, arrived=of_sum)
     for depth in range(1, max(n_joined, default=0) + 1):
-        step.sheet.use(added, into=np.where(n_joined >= depth, of_sum - depth * n_blocks, NONE))
+        step.builder.use(added, into=np.where(n_joined >= depth, of_sum - depth * n_blocks, NONE))
 
 
 def _with_exchanges(step: Step, grads: CompleteGradients, sums: Column) -> CompleteGradients:
@@ -285,7 +285,7 @@ def _with_exchanges(step: Step, grads: CompleteGradients, sums: Column) -> Compl
     later, first = grads.block - n_whole_sums(step.plan), step.plan.workload.first_trained
     place = np.where(later < first, len(step.blocks) - 1 + first - later, of_block[later])
     grads = grads._replace(place=place, turn=np.full(len(place), SHARED))
-    step.sheet.add(Kind.EXCHANGE, place, SHARED, grads.block, sum=sums, received=slots("received", 0), gradient=grads.gradient)
+    step.builder.add(Kind.EXCHANGE, place, SHARED, grads.block, sum=sums, received=slots("received", 0), gradient=grads.gradient)
     return grads
 
 
@@ -318,14 +318,14 @@ def with_squares(step: Step, grads: CompleteGradients) -> None:
     b, place, turn, gradient, arrived, op = grads
     squares, norm = slots("squares", _places(step.plan, step.plan.squared)[b]), slots("norm", b)
     is_squared, is_on_device = squares != NONE, arrived == NONE
-    step.sheet.add(Kind.SQUARE, place, turn + SQUARED, b, where=is_squared, gradient=gradient, squares=squares)
-    step.sheet.add(Kind.OFFLOAD_SQUARES, place, turn + OFFLOADED, b, where=is_squared & is_on_device, squares=squares, norm=norm)
-    step.sheet.use(np.where(is_on_device, NONE, op), squares=squares, norm=np.where(is_squared, norm, NONE))
+    step.builder.add(Kind.SQUARE, place, turn + SQUARED, b, where=is_squared, gradient=gradient, squares=squares)
+    step.builder.add(Kind.OFFLOAD_SQUARES, place, turn + OFFLOADED, b, where=is_squared & is_on_device, squares=squares, norm=norm)
+    step.builder.use(np.where(is_on_device, NONE, op), squares=squares, norm=np.where(is_squared, norm, NONE))
 
 
 def with_updates(step: Step, grads: CompleteGradients) -> None:
     """Add partial norms of gradients, the global norm (`clip`), and updates: eager, speculative, or after the norm."""
-    plan, sheet, n_blocks = step.plan, step.sheet, len(step.plan.workload.blocks)
+    plan, builder, n_blocks = step.plan, step.builder, len(step.plan.workload.blocks)
     early = _places(plan, plan.policy.speculate_blocks)
 
     def update_operands(g: CompleteGradients) -> dict[str, Any]:
@@ -336,19 +336,19 @@ def with_updates(step: Step, grads: CompleteGradients) -> None:
     b, place, turn, *_ = grads
     clip, norm, operands = slots("norm", n_blocks), slots("norm", b), update_operands(grads)
     shadow = slots("state", np.where(early == NONE, NONE, n_blocks + early))
-    sheet.add(Kind.NORM, place, turn + NORMED, b, where=~_listed(plan, plan.squared)[b], norm=norm, **operands | {"state": NONE})
-    clips = sheet.add(Kind.CLIP, place, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # the last gradient
-    sheet.use(np.repeat(max(clips), len(b)), norm=np.sort(norm))
+    builder.add(Kind.NORM, place, turn + NORMED, b, where=~_listed(plan, plan.squared)[b], norm=norm, **operands | {"state": NONE})
+    clips = builder.add(Kind.CLIP, place, turn + CLIPPED, 0, where=b == min(b), clip=clip)  # the last gradient
+    builder.use(np.repeat(max(clips), len(b)), norm=np.sort(norm))
     if plan.policy.update is Update.EAGER:
-        sheet.add(Kind.UPDATE, place, turn + UPDATED, b, norm=norm, **operands)
+        builder.add(Kind.UPDATE, place, turn + UPDATED, b, norm=norm, **operands)
         return
-    sheet.add(Kind.SPECULATE, place, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **operands)
+    builder.add(Kind.SPECULATE, place, turn + UPDATED, b, where=early[b] != NONE, shadow=shadow[b], **operands)
     last = grads.select(np.argsort(b))  # in forward order of the next step; `end` is after the last exchanges
     b, end, is_on_device = last.block, np.full(len(last.block), len(step.blocks) + 2), last.arrived == NONE
     state = _numbers(plan, plan.state_slot)[b]
-    sheet.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=is_on_device, gradient=last.gradient, clip=clip, state=state)
+    builder.add(Kind.UPDATE_ON_DEVICE, end, 0, b, where=is_on_device, gradient=last.gradient, clip=clip, state=state)
     kinds = np.where(early[b] == NONE, NUMBER[Kind.UPDATE], NUMBER[Kind.SETTLE])
-    sheet.add(kinds, end, 1, b, where=~is_on_device, clip=clip, shadow=shadow[b], **update_operands(last))
+    builder.add(kinds, end, 1, b, where=~is_on_device, clip=clip, shadow=shadow[b], **update_operands(last))
 
 
 def _listed(plan: Setup, blocks: Iterable[int]) -> Any:

@@ -21,7 +21,7 @@ from penstock.runtime.plan import LibraryKernel
 from penstock.runtime.plan.packed import DEQUANTISED, Base, published_as
 from penstock.runtime.plan.workload import Model, has_towers
 
-from . import kept
+from . import trace_cache
 from .sizes import How, at_size
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
@@ -168,7 +168,7 @@ def _shipped_as(key: str) -> str | None:
 def _known(key: str, attention: str) -> dict[str, Any] | None:
     """Return shipped or cached traces of a configuration (JSON), or None."""
     name = _shipped_as(key)
-    return kept.read(key, attention) if name is None else _shipped_outlines(name)
+    return trace_cache.read(key, attention) if name is None else _shipped_outlines(name)
 
 
 @lru_cache(maxsize=256)
@@ -198,9 +198,9 @@ def _shipped_outlines(name: str) -> dict[str, Any]:
 
 def _recorder() -> Any:
     """Import the trace recorder lazily, because it imports torch."""
-    from . import traced
+    from . import layer_traces
 
-    return traced
+    return layer_traces
 
 
 def key_of(model: Model) -> str:

@@ -5,7 +5,7 @@ from math import prod
 
 from penstock.runtime.plan import AttentionKernel, LibraryKernel
 
-from .tape import FP32, Call, Tape, Tensor
+from .memory_replay import FP32, Call, Tape, Tensor
 
 # Backward of the fused norm on a CPU holds NORM_ROWS rows in fp32: input, three intermediates, two gradients
 NORM_ROWS, NORM_SCRATCH = 1024, 6 * FP32

@@ -29,7 +29,7 @@ from penstock.runtime.layers.kernels import (
     turns_whole,
 )
 
-from .outline import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Group, LibraryCall, TensorInfo
+from .trace import FUSED_ATTENTION, OWN_FUNCTION, RECORDED_ITEM_BYTES, Group, LibraryCall, TensorInfo
 
 _SHAPED = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", FUSED_ATTENTION}
 

@@ -1,7 +1,7 @@
 """Build a workload: the blocks of a model with sizes and work of one micro-batch.
 
 Blocks are the embedding (all before the layers), the decoder layers, and the head (final norm, output matrix, loss). Their work is
-derived from layer traces of transformers' modules (`outline.py`). `Attention.flop` counts the causal half even for eager attention,
+derived from layer traces of transformers' modules (`trace.py`). `Attention.flop` counts the causal half even for eager attention,
 which computes the full square.
 """
 
@@ -31,8 +31,8 @@ from penstock.runtime.plan.workload import (
 )
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
-from .outline import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, play
-from .tape import FP32, FP64, INT64, Tape
+from .memory_replay import FP32, FP64, INT64, Tape
+from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, play
 
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
@@ -184,16 +184,16 @@ class _Layout:
     def boundary_bytes(self) -> int:
         return self.n_tokens * self.tree["width"] * self.item_bytes  # type: ignore[no-any-return]
 
-    def layer(self, outline: LayerTrace, trained: frozenset[str], shared_bytes: int) -> Block:
+    def layer(self, trace: LayerTrace, trained: frozenset[str], shared_bytes: int) -> Block:
         """Build a decoder layer with a placeholder name."""
         part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
-        play(outline, tape, self.semantics, part, self.n_tokens)
+        play(trace, tape, self.semantics, part, self.n_tokens)
         block = Block(
             name="layer",
             kind=BlockKind.LAYER,
-            parameters=tuple(_with_adapters(outline, part)),
+            parameters=tuple(_with_adapters(trace, part)),
             matmuls=tuple(tape.matmuls),
-            attention=_attention(outline.attention, self.n_sequences, self.semantics.seq_len),
+            attention=_attention(trace.attention, self.n_sequences, self.semantics.seq_len),
             **tape.work._asdict(),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=tape.kept_bytes,
@@ -201,12 +201,12 @@ class _Layout:
             tile_sum_bytes=tape.tile_sum_bytes,
             tiers=tape.tiers(shared_bytes),
         )
-        return self._balanced(block, outline) if self.semantics.router_loss else block
+        return self._balanced(block, trace) if self.semantics.router_loss else block
 
-    def _balanced(self, block: Block, outline: LayerTrace) -> Block:
+    def _balanced(self, block: Block, trace: LayerTrace) -> Block:
         """Add the router loss of an expert layer (`runtime/compute/balance.py`): logits are saved, and their softmax is computed in
         forward (to count expert choices) and again in backward."""
-        grouped = next((call for call in outline.calls if call.name == "_grouped_mm"), None)
+        grouped = next((call for call in trace.calls if call.name == "_grouped_mm"), None)
         if grouped is None:
             return block
         (n_rows, _), (n_experts, *_) = grouped.shapes[:2]
@@ -226,12 +226,12 @@ class _Layout:
 
     def embedding(self) -> Block:
         """Build the embedding: a table lookup per token and later calls; backward computes a dense gradient per table."""
-        tree, outline = self.tree["embedding"], LayerTrace.from_json(self.tree["embedding"])
-        parameters = tuple(self._parameters(outline.parameters))
+        tree, trace = self.tree["embedding"], LayerTrace.from_json(self.tree["embedding"])
+        parameters = tuple(self._parameters(trace.parameters))
         tape, ids_bytes = Tape(self.item_bytes), self.n_tokens * INT64
         handed_bytes = side_bytes = peak_bytes = 0
-        if outline.tensors:
-            play(outline, tape, self.semantics, Part(frozenset(p.name for p in parameters if not p.frozen)), self.n_tokens)
+        if trace.tensors:
+            play(trace, tape, self.semantics, Part(frozenset(p.name for p in parameters if not p.frozen)), self.n_tokens)
             handed_bytes, peak_bytes = _bytes_of(tree.get("handed", ()), self.item_bytes), tape.backward_peak_bytes()
             needed = sum(p.n_elements for p in parameters if p.name in tree.get("needed", ()))
             side_bytes = handed_bytes + tape.kept_bytes + needed * self.item_bytes
@@ -241,8 +241,8 @@ class _Layout:
             parameters=parameters,
             matmuls=tuple(tape.matmuls),
             side_bytes=side_bytes,
-            pointwise_bytes=sum(n * self.item_bytes + other_bytes for n, other_bytes in (call.moved for call in outline.calls)),
-            n_kernels=len(outline.calls),
+            pointwise_bytes=sum(n * self.item_bytes + other_bytes for n, other_bytes in (call.moved for call in trace.calls)),
+            n_kernels=len(trace.calls),
             boundary_bytes=self.boundary_bytes,
             kept_bytes=ids_bytes,
             # Recomputed output, gradient before a scale, dense table gradients; gradients of tensors handed to layers: one layer's
@@ -342,11 +342,11 @@ class _Layout:
         return 2 * tokens * FP64 * n_extras  # as uploaded, and in order
 
 
-def _with_adapters(outline: LayerTrace, part: Part) -> Iterator[Parameter]:
+def _with_adapters(trace: LayerTrace, part: Part) -> Iterator[Parameter]:
     """Yield a layer's weights, frozen or trained, then the two LoRA factors of each weight with an adapter."""
-    parameters = [Parameter(n, tuple(s)) for n, s in outline.parameters.items()]
+    parameters = [Parameter(n, tuple(s)) for n, s in trace.parameters.items()]
     yield from (replace(p, frozen=p.name not in part.trained) for p in parameters)
-    for call in outline.calls:
+    for call in trace.calls:
         if call.name == "_grouped_mm" and call.weights and (rank := part.rank(name := call.weights[0])):
             n_experts, n_in, n_out = call.shapes[1]
             prefix = name.rpartition(".")[0] + ("" if name.endswith(".down_proj") else ".base_layer")  # as PEFT nests them

@@ -1,6 +1,6 @@
 """Cost model: overhead, uncontended seconds and resource usage of each op, from its sizes and a profile.
 
-Compute time is in `computing.py`. Host memory traffic counts reads and writes. On a machine of kind `cpu` device memory is host
+Compute time is in `compute_time.py`. Host memory traffic counts reads and writes. On a machine of kind `cpu` device memory is host
 memory, so compute ops use its bandwidth, too.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.hwprofiles.schema import Collective, Direction, Profile
 from penstock.planner.lower.arenas import SQUARE_BYTES
-from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.op_table import OpTable
 from penstock.planner.lower.waits import NONE
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from penstock.runtime.plan.optimizer import Optimizer
@@ -20,7 +20,7 @@ from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_
 from penstock.runtime.plan.region import Demand, Region, Resource, Uses
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
-from .computing import BACKWARD_POINTWISE, FP32_BYTES, Computing
+from .compute_time import BACKWARD_POINTWISE, FP32_BYTES, ComputeTime
 
 JOINED_BYTES = 3 * FP32_BYTES  # per element when one fp32 sum is added to another: two reads, one write
 
@@ -71,7 +71,7 @@ def _micro_batch_key(plan: Setup, m: int | None) -> _MicroBatchKey:
 
 
 @dataclass(slots=True)
-class CostModel(Computing):
+class CostModel(ComputeTime):
     """Cost of ops on the machine of a profile.
 
     `clipped`: the gradient norm exceeds the limit, so that speculative updates are recomputed.
@@ -87,9 +87,9 @@ class CostModel(Computing):
 
     def demands(self, plan: Plan) -> list[Demand]:
         """Return the demand of each op, in plan order."""
-        return self.demands_of(plan, Outline.from_plan(plan))
+        return self.demands_of(plan, OpTable.from_plan(plan))
 
-    def demands_of(self, plan: Setup, ops: Outline) -> list[Demand]:
+    def demands_of(self, plan: Setup, ops: OpTable) -> list[Demand]:
         """Return the demands of an op table; equal ops share one `Demand` object."""
         blocks, micro_batches = plan.workload.blocks, dict[_MicroBatchKey, int]()  # key -> its number
         block = np.empty(len(blocks), np.int64)

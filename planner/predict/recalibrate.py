@@ -19,10 +19,10 @@ from penstock.runtime.plan.timeline import Timeline
 from penstock.runtime.units import show_seconds
 
 from .cost import CostModel, region_of
-from .faster import scaled, sped_up, with_quantities
 from .regression import Floats, fit_factors
-from .settled import Settled, predicted_of, settled
+from .scaled_profile import scaled, sped_up, with_quantities
 from .simulate import Prediction, simulate
+from .steady_state import SteadyState, predicted_of, steady_state
 from .uncertainty import P10_P90_DEVIATIONS
 
 MAX_STEPS = 8  # simulated steps per evaluation; most plans are periodic after two
@@ -105,7 +105,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     holds no profile.
     """
     profile = Profile.from_json(plan.profile, "the plan's profile")
-    measured = settled(plan, timeline)
+    measured = steady_state(plan, timeline)
     machine = _Machine(plan, profile, measured)
     fitted_logs, deviations = fit_factors(*_rows(plan, measured), len(machine.resources), lambda x: np.log(machine.times_s(x)))
     logs, before_s, after_s = machine.no_worse([float(x) if abs(x) > LEAST_CHANGE else 0.0 for x in fitted_logs])
@@ -129,7 +129,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
 class _Machine:
     """Simulates the plan on the profile's machine with each resource scaled by a factor."""
 
-    def __init__(self, plan: Plan, profile: Profile, measured: Settled) -> None:
+    def __init__(self, plan: Plan, profile: Profile, measured: SteadyState) -> None:
         semantics, self.plan, self.profile, self.measured = plan.semantics, plan, profile, measured
         # True if gradients of steady-state steps were clipped, so that speculative updates were recomputed
         settles = [i for i, op in enumerate(plan.ops) if op.kind is Kind.SETTLE]
@@ -165,7 +165,7 @@ class _Machine:
         return tried, before_s, after_s
 
 
-def _rows(plan: Plan, measured: Settled) -> tuple[Floats, Floats, NDArray[np.str_]]:
+def _rows(plan: Plan, measured: SteadyState) -> tuple[Floats, Floats, NDArray[np.str_]]:
     """Return log times, weights (share of the lane) and kinds of all ops; the last row is the step."""
     taken_s, lanes = np.array([max(s, LEAST_S) for s in measured.ops_s]), np.array([op.lane for op in plan.ops])
     weights = taken_s * [plan.often(i) for i in range(len(plan.ops))]

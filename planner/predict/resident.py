@@ -17,7 +17,7 @@ from penstock.runtime.plan import Kind, Op, Policy, Setup, saves
 from penstock.runtime.plan.optimizer import STORED_BYTES
 from penstock.runtime.plan.workload import ITEM_BYTES, Saved
 
-from .computing import FP32_BYTES
+from .compute_time import FP32_BYTES
 from .cost import CostModel
 from .memory import Footprint, short_of
 

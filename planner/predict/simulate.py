@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.lower.sheet import LANE_NUMBERS, LANES, Outline
+from penstock.planner.lower.op_table import LANE_NUMBERS, LANES, OpTable
 from penstock.planner.lower.waits import Column
 from penstock.runtime.compiled import floats, integers
 from penstock.runtime.errors import PlanError
@@ -41,8 +41,8 @@ class Prediction:
 
     def busy_s(self, plan: Plan) -> dict[Lane, float]:
         """Busy seconds of each lane in a steady-state step, including contention."""
-        settled = self.busy_of_steps_s[-self.n_cycle_steps :]
-        return {lane: median(busy_s.get(lane, 0.0) for busy_s in settled) for lane in plan.lanes}
+        steady = self.busy_of_steps_s[-self.n_cycle_steps :]
+        return {lane: median(busy_s.get(lane, 0.0) for busy_s in steady) for lane in plan.lanes}
 
 
 def simulate(plan: Plan, demands: Sequence[Demand], region: Region | None, max_steps: int = 32) -> Prediction:
@@ -50,13 +50,13 @@ def simulate(plan: Plan, demands: Sequence[Demand], region: Region | None, max_s
 
     `demands` has one entry per op of the plan. Without a `region` every op takes its uncontended time.
     """
-    return Simulator(Outline.from_plan(plan)).run(demands, region, max_steps, has_timeline=True)
+    return Simulator(OpTable.from_plan(plan)).run(demands, region, max_steps, has_timeline=True)
 
 
 class Simulator:
     """Simulator of an op table. Plans with equal ops can share it."""
 
-    def __init__(self, ops: Outline) -> None:
+    def __init__(self, ops: OpTable) -> None:
         self.ops, self.n_ops, self.repeat = ops, len(ops.kinds), ops.repeat or NOTHING
         n, repeat, lanes = self.n_ops, self.repeat, LANE_NUMBERS[ops.kinds]
         sizes, first, end = (np.bincount(lanes[:limit], minlength=len(LANES)) for limit in (n, repeat.start, repeat.end))

@@ -15,12 +15,12 @@ import numpy as np
 from penstock.hwprofiles.curves import along, interpolated, rows_of
 from penstock.hwprofiles.laws import ProductLaw
 from penstock.hwprofiles.schema import Profile
-from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.op_table import OpTable
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import Dtype
 
 from .cost import CostModel, region_of
-from .faster import Group, group_of, scaled
+from .scaled_profile import Group, group_of, scaled
 from .simulate import Simulator
 
 MOST_DRAWS, LEAST_DRAWS = 32, 8
@@ -43,7 +43,7 @@ class Interval:
 
 def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
     """Return P10, P50 and P90 of the step time over `n_draws` sampled machines (None: 8 to 32, fewer for large plans)."""
-    ops = Outline.from_plan(plan)
+    ops = OpTable.from_plan(plan)
     if n_draws is None:
         n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, ops.n_simulated)))  # fewer for large plans
     assert n_draws > 0, "an interval needs a draw"

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.lower import lower, lower_ops, plan_ops
-from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.op_table import OpTable
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import short_of
 from penstock.planner.predict.simulate import Prediction, Simulator
@@ -69,7 +69,7 @@ class Trial:
 
     def adopt(self, plan: Plan) -> None:
         """Take a plan as the one of its policy."""
-        self._laid_out[_ordered(plan.policy)] = Simulator(Outline.from_plan(plan))
+        self._laid_out[_ordered(plan.policy)] = Simulator(OpTable.from_plan(plan))
 
     def _simulated(self, policy: Policy, cost: CostModel) -> Prediction:
         """Policies that differ in what layers save on the device have the same ops."""

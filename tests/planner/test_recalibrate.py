@@ -13,9 +13,9 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, costs, region_of
-from penstock.planner.predict.faster import sped_up, with_quantities
 from penstock.planner.predict.recalibrate import RESOURCES, recalibrate
 from penstock.planner.predict.regression import BELIEF, LEAST_GAIN, fit_factors
+from penstock.planner.predict.scaled_profile import sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError, ProfileError
 from penstock.runtime.executor import execute

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.predict.computing import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
+from penstock.planner.predict.compute_time import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.faster import Group, group_of, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, with_quantities
 from penstock.planner.predict.uncertainty import interval, off_by
 from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs

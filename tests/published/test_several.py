@@ -13,7 +13,7 @@ from benchmarks.several import (
     sharded_rows,
 )
 from benchmarks.sharded import SYSTEMS, Sharded, predict
-from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster
 from tests.tour import ROOT
 
 PAGE = ROOT / "docs" / "accuracy.md"

@@ -24,7 +24,7 @@ N_KEPT = FIRST_KEPT + LAST_KEPT
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SteadyState:
     """Median seconds of each op (in plan order) and of the step, over the steps after warm-up."""
 
     ops_s: tuple[float, ...]
@@ -32,26 +32,26 @@ class Settled:
     n_steps: int
 
 
-def predicted_of(plan: Plan, prediction: Prediction) -> Settled:
+def predicted_of(plan: Plan, prediction: Prediction) -> SteadyState:
     """Return the steady state of a simulation."""
     steps = sorted({span.step for span in prediction.timeline.spans})[-prediction.n_cycle_steps :]
     durations_s: list[list[float]] = [[] for _ in plan.ops]
     for span in prediction.timeline.spans:
         if span.step >= steps[0]:
             durations_s[span.op].append(span.end_s - span.start_s)
-    return Settled(tuple(median(of_op) for of_op in durations_s), prediction.step_s, len(steps))
+    return SteadyState(tuple(median(of_op) for of_op in durations_s), prediction.step_s, len(steps))
 
 
-def settled(plan: Plan, timeline: Timeline) -> Settled:
+def steady_state(plan: Plan, timeline: Timeline) -> SteadyState:
     """Return medians over the steady-state steps of a run; for a repeated op also over its recorded repetitions.
 
     Raise PlanError if the timeline has fewer than two steps.
     """
     if plan.repeat is not None:
         repeated = short_plan(plan)
-        short = settled(unrolled(repeated), abridged(plan, timeline))
+        short = steady_state(unrolled(repeated), abridged(plan, timeline))
         ops_s = tuple(median(short.ops_s[repeated.number(i, k)] for k in range(repeated.often(i))) for i in range(len(plan.ops)))
-        return Settled(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
+        return SteadyState(ops_s, median(timeline.step_times_s[-short.n_steps :]), short.n_steps)
     by_step: dict[int, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda span: span.op):
         by_step.setdefault(span.step, []).append(span)
@@ -62,7 +62,7 @@ def settled(plan: Plan, timeline: Timeline) -> Settled:
     durations_s = [_occupied_s(plan, by_step, step) for step in warm]
     ends_s = {step: max(span.end_s for span in spans) for step, spans in by_step.items()}
     step_s = median(ends_s[step] - ends_s[step - 1] for step in warm)
-    return Settled(tuple(median(of_op) for of_op in zip(*durations_s, strict=True)), step_s, len(warm))
+    return SteadyState(tuple(median(of_op) for of_op in zip(*durations_s, strict=True)), step_s, len(warm))
 
 
 def _occupied_s(plan: Plan, by_step: dict[int, list[Span]], step: int) -> list[float]:

@@ -1,7 +1,7 @@
 """Layer traces: the library calls of a module's forward pass, with tensor sizes instead of data, and their replay on a `Tape`.
 
-A trace is recorded once with torch (`traced.py`) and replayed without torch for any micro-batch size, kernel choice, adapter and
-set of frozen weights. Traces are recorded in bf16: an element of 2 bytes represents the compute dtype.
+A trace is recorded once with torch (`layer_traces.py`) and replayed without it for any micro-batch size, kernel choice, adapter
+and set of frozen weights. Traces are recorded in bf16: an element of 2 bytes represents the compute dtype.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock.runtime.plan.train import ALL, EXPERTS, STACK, Train
 from penstock.runtime.plan.workload import Matmul
 
 from . import fused
-from .tape import Call, Tape, Tensor
+from .memory_replay import Call, Tape, Tensor
 
 RECORDED_ITEM_BYTES = 2
 NORM_AFTER = "post_feedforward_layernorm"  # norm after the MLP in some model types; part of the tile (`runtime/layers/tiles.py`)
@@ -86,13 +86,13 @@ class LayerTrace:
         return cls(tree["parameters"], tensors, calls, groups, tree["attention"], sides)
 
 
-def mlp_of(outline: "LayerTrace") -> Group | None:
+def mlp_of(trace: "LayerTrace") -> Group | None:
     """Return the MLP, down(act(gate(x)) * up(x)), if it can be tiled: only its norm and additions may follow."""
-    mlp = next((group for group in outline.groups if group.kind in ("mlp", "gated") and group.name == "mlp"), None)
+    mlp = next((group for group in trace.groups if group.kind in ("mlp", "gated") and group.name == "mlp"), None)
     if mlp is None:
         return None
-    of_norm = {"_to_copy", "pow", "mean", "rsqrt", "mul"} if f"{NORM_AFTER}.weight" in outline.parameters else set()
-    return mlp if {call.name for call in outline.calls[mlp.end :]} <= {"add"} | of_norm else None
+    of_norm = {"_to_copy", "pow", "mean", "rsqrt", "mul"} if f"{NORM_AFTER}.weight" in trace.parameters else set()
+    return mlp if {call.name for call in trace.calls[mlp.end :]} <= {"add"} | of_norm else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +115,21 @@ class Part:
         return self.train.lora is not None and self.train.lora.dropout > 0
 
 
-def play(outline: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
+def play(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
     """Replay a trace on a tape with the kernels of the semantics; tile the MLP over its `n_rows` rows if they ask for that."""
-    player, tile, end = _Player(outline, tape, semantics, part), semantics.mlp_tile_tokens, len(outline.calls)
-    mlp = mlp_of(outline)
+    player, tile, end = _Player(trace, tape, semantics, part), semantics.mlp_tile_tokens, len(trace.calls)
+    mlp = mlp_of(trace)
     if tile is None or tile >= semantics.tokens_per_micro_batch or mlp is None:
         player.play(0, end)
         return
     player.play(0, mlp.first)
     # Inputs of a tile: existing tensors that the MLP and later row-wise calls read
     inputs = dict.fromkeys(
-        i for call in outline.calls[mlp.first :] for i in call.reads if i in player.there and outline.tensors[i].floating
+        i for call in trace.calls[mlp.first :] for i in call.reads if i in player.there and trace.tensors[i].floating
     )
 
     def of_tile(tape: Tape, cut: Sequence[Tensor], rows: int) -> None:
-        tile_player = _Player(outline, tape, semantics, part, (rows, n_rows))
+        tile_player = _Player(trace, tape, semantics, part, (rows, n_rows))
         tile_player.there |= dict(zip(inputs, cut, strict=True))
         tile_player.play(mlp.first, end)
 
@@ -139,15 +139,15 @@ def play(outline: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_ro
 class _Player:
     """Replays the calls of a trace. `share` is (rows of this tile, rows of the trace)."""
 
-    def __init__(self, outline: LayerTrace, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
-        self.outline, self.tape, self.semantics, self.part, self.share = outline, tape, semantics, part, share
+    def __init__(self, trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
+        self.trace, self.tape, self.semantics, self.part, self.share = trace, tape, semantics, part, share
         self.as_weight: dict[int, str] = {}  # tensors that are weights cast to another dtype
         self.there = {
-            i: self._tensor(info, i == 0 or i in outline.sides) for i, info in enumerate(outline.tensors) if not info.internal
+            i: self._tensor(info, i == 0 or i in trace.sides) for i, info in enumerate(trace.tensors) if not info.internal
         }  # fmt: skip
-        self.groups = {group.first: group for group in outline.groups if self._at_once(group)}
-        self.overwritten = {call.reads[0] for call in outline.calls if not call.makes and call.reads}
-        self.spelled = {n for g in outline.groups if g.kind == "attention" for n in range(g.first, g.end)}
+        self.groups = {group.first: group for group in trace.groups if self._at_once(group)}
+        self.overwritten = {call.reads[0] for call in trace.calls if not call.makes and call.reads}
+        self.spelled = {n for g in trace.groups if g.kind == "attention" for n in range(g.first, g.end)}
 
     def _tensor(self, info: TensorInfo, differentiable: bool = False) -> Tensor:
         return Tensor(info.n_elements, self._item_bytes(info), info.internal, differentiable)
@@ -163,7 +163,7 @@ class _Player:
             case "rotary" | "gated":
                 return self.semantics.pointwise == "fused"
             case "linear":
-                return self.outline.tensors[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
+                return self.trace.tensors[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
         return False
 
     def play(self, first: int, end: int) -> None:
@@ -173,7 +173,7 @@ class _Player:
                 self.there |= zip(group.results, self._play_group(group), strict=True)
                 n = group.end
             else:
-                self._play_call(n, self.outline.calls[n])
+                self._play_call(n, self.trace.calls[n])
                 n += 1
 
     def _play_group(self, group: Group) -> list[Tensor]:
@@ -201,7 +201,7 @@ class _Player:
 
     def _project(self, x: Tensor, *names: str) -> list[Tensor]:
         """Replay linear maps of one input: together if all have adapters without dropout, else one after the other."""
-        shapes = [self.outline.parameters[f"{name}.weight"] for name in names]
+        shapes = [self.trace.parameters[f"{name}.weight"] for name in names]
         widths, k, rank, drops_out = [n for n, _ in shapes], shapes[0][1], self.part.rank(names[0]), self.part.drops_out
         if len(names) > 1 and (drops_out or not all(map(self.part.rank, names))):
             return [y for name in names for y in self._project(x, name)]
@@ -237,12 +237,12 @@ class _Player:
         if call.reads:
             self.there[i] = self._get(call.reads[0])
         else:
-            self.there[i] = Tensor(self.outline.tensors[i].n_elements, self.tape.item_bytes, internal=False)
+            self.there[i] = Tensor(self.trace.tensors[i].n_elements, self.tape.item_bytes, internal=False)
             self.as_weight[i] = call.weights[0]
 
     def _step(self, n: int, call: LibraryCall, reads: list[Tensor], weights: list[str], learns: list[str]) -> list[Tensor]:
         """Add a matrix product or pointwise call to the tape; return its outputs."""
-        outputs, (rows, all_rows), frozen = [self.outline.tensors[i] for i in call.makes], self.share, not learns
+        outputs, (rows, all_rows), frozen = [self.trace.tensors[i] for i in call.makes], self.share, not learns
         requires = bool(learns) or any(map(self._requires, call.reads))
         saved = [i for i in dict.fromkeys(call.saves) if i not in call.makes and requires and self._is_needed(call, i, learns)]
         out = outputs[0] if outputs else TensorInfo(0, RECORDED_ITEM_BYTES, True, False)
@@ -295,11 +295,11 @@ class _Player:
         return 0 if name == "add" else None
 
     def _elements(self, names: Iterable[str]) -> int:
-        return sum(prod(self.outline.parameters[name]) for name in names)
+        return sum(prod(self.trace.parameters[name]) for name in names)
 
     def _get(self, i: int) -> Tensor:
         """Return a tensor by number; create it if a fused kernel replaced the calls that compute it."""
-        return self.there.setdefault(i, self._tensor(self.outline.tensors[i]))
+        return self.there.setdefault(i, self._tensor(self.trace.tensors[i]))
 
     def _requires(self, i: int) -> bool:
         """True if the tensor requires grad."""
@@ -307,13 +307,13 @@ class _Player:
 
     def _is_idle(self, call: LibraryCall) -> bool:
         """True if a cast does not change the dtype."""
-        info = self.outline.tensors[call.makes[0]]
+        info = self.trace.tensors[call.makes[0]]
         item_bytes = self.there[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
         return info.floating and self._item_bytes(info) == item_bytes
 
     def _is_needed(self, call: LibraryCall, i: int, learns: Sequence[str]) -> bool:
         """True unless the saved operand of a product serves only gradients that are not computed."""
-        if call.name not in _MULTIPLY or not self.outline.tensors[i].floating or call.reads.count(i) != 1:
+        if call.name not in _MULTIPLY or not self.trace.tensors[i].floating or call.reads.count(i) != 1:
             return True
         return bool(learns) or any(self._requires(j) for j in call.reads if j != i)
 

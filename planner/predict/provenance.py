@@ -16,7 +16,7 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.runtime.plan import Lane, Op, Plan, Semantics
 
 from .cost import CostModel
-from .faster import Group, scaled, speed_of
+from .scaled_profile import Group, scaled, speed_of
 
 FASTER = 1.001
 N_WORST = 3
@@ -34,7 +34,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class RestsOn:
+class Provenance:
     """Provenance of some seconds; the largest part is first."""
 
     parts: tuple[Part, ...]
@@ -51,7 +51,7 @@ class RestsOn:
         return {basis: self.fraction(basis) for basis in BASES} | {"worst": list(map(asdict, self.worst))}
 
 
-def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:
+def provenance_of(plan: Plan, profile: Profile) -> tuple[Provenance, Provenance | None]:
     """Return the provenance of the device's seconds in a step, and of all other lanes' seconds (None if these are zero)."""
     base = CostModel(profile)
     groups: dict[int, tuple[int, Op]] = {}  # cached demand -> (count, first op)
@@ -67,7 +67,7 @@ def rests_on(plan: Plan, profile: Profile) -> tuple[RestsOn, RestsOn | None]:
     return shares(profile, seconds(on_device=True)), shares(profile, other_seconds) if other_seconds(base) > 0 else None
 
 
-def standard(profile: Profile) -> RestsOn:
+def standard(profile: Profile) -> Provenance:
     """Return the provenance of compute time on the reference workload, without recompute."""
     model = read_model(STANDARD_MODEL)
     semantics = with_kernels(model, Semantics(STANDARD_TOKENS, STANDARD_SEQUENCES, STANDARD_SEQUENCES), profile)
@@ -81,7 +81,7 @@ def standard(profile: Profile) -> RestsOn:
     return shares(profile, seconds)
 
 
-def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
+def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> Provenance:
     """Return the provenance of a function of the cost model."""
     places: dict[tuple[str, str], set[str]] = {}
     for place, quantity in profile.quantities():
@@ -100,4 +100,4 @@ def shares(profile: Profile, seconds: Callable[[CostModel], float]) -> RestsOn:
                 fractions[name, basis] *= slowdown if name == Group.SUSTAINED else 1 - slowdown  # type: ignore[assignment]
     total = sum(fractions.values())
     parts = (Part(name, basis, fraction / total) for (name, basis), fraction in fractions.items() if fraction > 0)
-    return RestsOn(tuple(sorted(parts, key=lambda part: -part.fraction)))
+    return Provenance(tuple(sorted(parts, key=lambda part: -part.fraction)))

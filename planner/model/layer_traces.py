@@ -23,7 +23,7 @@ from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.split import Call, Epilogue, Split
 from penstock.runtime.plan import Semantics
 
-from . import kept
+from . import trace_cache
 from .record import functions, record, storage_of
 from .sizes import How, at_size, evaluated, of_any_size, polynomial, window_of
 
@@ -106,7 +106,7 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
     support = about(config)
     of_size = partial(recorded, config, How(attention, tuple(support.get("library_kernels", ()))))
     entries = [support | {"attention": attention} | entry for entry in of_any_size(of_size, window_of(json.loads(config)))]
-    kept.write(config, attention, support | {"outlines": entries})
+    trace_cache.write(config, attention, support | {"outlines": entries})
     return support | {"outlines": entries}
 
 

@@ -50,7 +50,7 @@ def attention_call(attention: Attention, dtype: Dtype) -> AttentionCall:
 
 
 @dataclass(slots=True)
-class Computing:
+class ComputeTime:
     """Compute-time model. `outside` collects the extrapolations: work outside the measured points of the profile."""
 
     profile: Profile

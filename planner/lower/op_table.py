@@ -1,4 +1,4 @@
-"""Ops of a step in columnar form: `Sheet` collects them in any order, `Outline` is the sorted table with operands and waits."""
+"""Ops of a step in columnar form: `OpTableBuilder` collects them in any order, `OpTable` is sorted, with operands and waits."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ def number_of(slot: Slot) -> int:
     return ARENAS.index(slot.arena) * MOST_SLOTS + slot.index
 
 
-class Sheet:
+class OpTableBuilder:
     """Builder for the ops of a step, in any order: sort keys are the index of the compute op they belong to, and a turn."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Sheet:
             rows[0], rows[1], rows[2] = ops, NAMES.index(name), slot_numbers
             self.operands.append(rows[:, (rows[0] != NONE) & (rows[2] != NONE)])
 
-    def outline(self, n_steps: int = 2, extra_waits: Callable[["Outline"], Mapping[int, Wait]] = lambda ops: {}) -> "Outline":
+    def build(self, n_steps: int = 2, extra_waits: Callable[["OpTable"], Mapping[int, Wait]] = lambda ops: {}) -> "OpTable":
         """Sort the ops and derive their waits. `after` returns additional waits by op number."""
         place, *ops = np.concatenate(self.ops, axis=1)
         order = np.argsort(place, kind="stable")
@@ -77,12 +77,12 @@ class Sheet:
         op, names, used = np.concatenate(self.operands, axis=1)
         op = number[op]
         operands = np.stack([op, names, used])[:, np.argsort(op * len(NAMES) + PLACES[kinds[op], names], kind="stable")]
-        table = Outline(kinds, blocks, micro_batches, operands, NOTHING)
+        table = OpTable(kinds, blocks, micro_batches, operands, NOTHING)
         return table.ordered(extra_waits(table), n_steps)
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class OpTable:
     """Op table: the ops of a plan as columns."""
 
     kinds: Column
@@ -93,14 +93,14 @@ class Outline:
     repeat: Repeat | None = None
 
     @staticmethod
-    def from_plan(plan: Plan) -> "Outline":
+    def from_plan(plan: Plan) -> "OpTable":
         """Convert a plan for timing: operands are omitted."""
         numbers = [(NUMBER[op.kind], op.block, NONE if op.micro_batch is None else op.micro_batch) for op in plan.ops]
         kinds, blocks, micro_batches = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
         waits = [(i, wait.distance, wait.back, wait.op) for i, op in enumerate(plan.ops) for wait in op.waits]
-        return Outline(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
+        return OpTable(kinds, blocks, micro_batches, NOTHING, np.array(waits, dtype=np.int64).reshape(-1, 4).T, plan.repeat)
 
-    def ordered(self, extra_waits: Mapping[int, Wait], n_steps: int = 2) -> "Outline":
+    def ordered(self, extra_waits: Mapping[int, Wait], n_steps: int = 2) -> "OpTable":
         """Return a copy with the minimal waits that preserve program order. `after` holds additional waits by op number."""
         return replace(self, waits=waits_of(LANE_NUMBERS[self.kinds], *self.uses(), extra_waits, n_steps))
 
