@@ -68,7 +68,7 @@ def read_model(model: str) -> Model:
             raise WorkloadError(f"{model[:120]!r}: no such folder, and nothing is downloaded here: {get}{shipped}")
         near = difflib.get_close_matches(model.lower(), names, 3, 0.5)
         families = sorted({name.partition("-")[0] for name in names})
-        hint = f"near it: {', '.join(near)}" if near else f"shipped are sizes of {', '.join(families)}"
+        hint = f"similar: {', '.join(near)}" if near else f"shipped families: {', '.join(families)}"
         raise WorkloadError(f"{model[:120]!r}: no such folder, config.json or shipped model; {hint}")
     return shipped_model(model)
 
@@ -103,15 +103,15 @@ def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
         return f"{subject} in {form.upper()}; `run` reads them, and saves its own, in bf16"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    alternative = f"plan adapters beside them with --train lora --base {form}, or " if form else ""
+    alternative = f"train adapters on them with --train lora --base {form}, or " if form else ""
     stored = str(form or method or "quantised")[:40]
     return f"{subject} as {stored}, which `run` does not read with --base {base}; {alternative}make a bf16 copy first"
 
 
 def download(model: Model) -> str:
     """Return the download command of a shipped model, as the end of a sentence; an empty string for other models."""
-    repository = hub_name(model.name)
-    return "" if repository is None else f", once it is there: hf download {repository} --local-dir {repository.partition('/')[2]}"
+    repo = hub_name(model.name)
+    return "" if repo is None else f", after downloading it: hf download {repo} --local-dir {repo.partition('/')[2]}"
 
 
 def _read_path(file: Path) -> Model:
@@ -142,8 +142,7 @@ def _about(key: str) -> dict[str, Any]:
 def outlines(
     model: Model, attention: str, n_sequences: int, seq_len: int, kernels: Collection[str] = get_args(LibraryKernel)
 ) -> dict[str, Any]:
-    """Return the layer traces of a model for a micro-batch of that size; of `kernels`, the applicable ones are used.
-    Raise WorkloadError if the model cannot be split into layers."""
+    """Return the layer traces of a model for a micro-batch, or raise WorkloadError. Only applicable `kernels` are used."""
     key = key_of(model)
     how = How(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
     traces = _at_size(key, how, n_sequences, seq_len)
@@ -247,7 +246,7 @@ def _read_config(raw: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object strictly: NaN and Infinity are rejected."""
 
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a number JSON has")
+        raise ValueError(f"{constant} is no JSON number")
 
     try:
         config = json.loads(raw.decode("utf-8"), parse_constant=refuse)

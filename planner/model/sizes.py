@@ -80,10 +80,8 @@ def polynomial(recorded: Recorded, numbers: Sequence[int], lengths: Sequence[int
 
 
 def fitted(trees: Mapping[tuple[int, int], Any]) -> Any:
-    """Merge trees of several sizes into one with polynomials where integers differ. Raise ValueError if that is impossible.
-
-    Example: `{(1, 8): 8, (1, 16): 16}` becomes `{"p": [0, 1, 0, 0, 0, 0]}`.
-    """
+    """Merge trees of several sizes into one with polynomials where integers differ, or raise ValueError. Example:
+    `{(1, t): 2 * t for t in (16, 32, 48)}` becomes `{"p": [0, 2, 0, 0, 0, 0]}`."""
     values = list(trees.values())
     first = values[0]
     if isinstance(first, (dict, list)):

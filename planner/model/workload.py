@@ -55,25 +55,25 @@ def build_workload(model: Model, semantics: Semantics) -> Workload:
     if semantics.mlp_tile_tokens is not None and not can_tile_mlp(model):
         _fail(model, "mlp_tile_tokens: layers with experts cannot be tiled; leave it out")
     if semantics.mlp_tile_tokens is not None and not semantics.train.all:
-        _fail(model, "mlp_tile_tokens: an MLP by tiles is trained whole; leave it out, or --train")
+        _fail(model, "mlp_tile_tokens: a tiled MLP needs full training; leave out this setting or --train")
     if semantics.base != "bf16" and semantics.train.lora is None:  # full checkpoints hold no packed weights
-        _fail(model, f"--base {semantics.base}: weights are packed beside adapters only; add --train lora, or leave it out")
+        _fail(model, f"--base {semantics.base}: packed weights need adapters; add --train lora, or leave out --base")
     lora = semantics.train.lora
     if lora is not None and EXPERTS in lora.targets and (lora.dropout or lora.rank % 8):
-        _fail(model, "adapters of experts have no dropout, as PEFT's, and a rank that 8 divides, as a GPU's products; change that")
+        _fail(model, "adapters of experts need dropout 0 (PEFT has none) and a rank divisible by 8 (for GPU kernels); change them")
     if semantics.base == "mxfp4" and model.config.get("model_type") != "gpt_oss":
-        _fail(model, "--base mxfp4: experts of gpt_oss alone are packed so; take nf4, int8 or fp8")
+        _fail(model, "--base mxfp4: only experts of gpt_oss have this format; use nf4, int8 or fp8")
     for part in ("norm", "loss", "pointwise"):
         if getattr(semantics, part) != "eager" and part not in fusible(model):
-            _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or name no kernels")
+            _fail(model, f"no fused kernel computes the {part} of this model; plan with --kernels eager, or leave out --kernels")
     if semantics.router_loss and not _modules(model)["has_experts"]:
         _fail(model, "--router-loss: no layer of this model has a router; leave it out")
     if missing := [name for name in semantics.library_kernels if name not in library_kernels(model)]:
-        _fail(model, f"library_kernels: no layer of this model computes with {missing[0]}; leave it out")
+        _fail(model, f"library_kernels: no layer of this model can use {missing[0]}; leave it out")
     workload = _built(key_of(model), semantics)
     _refuse_untrained(model, semantics.train, workload)
     if (semantics.objective.n_top or 0) > (n := workload.blocks[-1].parameters[-1].shape[0]):
-        _fail(model, f"--loss distill: k is {semantics.objective.n_top}, and the model has {n} token ids; ask for at most as many")
+        _fail(model, f"--loss distill: k is {semantics.objective.n_top}, but the model has {n} token ids; choose k <= {n}")
     return workload
 
 
@@ -96,12 +96,12 @@ def _refuse_untrained(model: Model, train: Train, workload: Workload) -> None:
     elif train.names:
         missing = [pattern for pattern in train.names if not any(fnmatchcase(name, pattern) for name in trained)]
     elif train.layers is not None and train.layers[1] >= workload.n_layers:
-        _fail(model, f"there is no layer {train.layers[1]} to train; the last one is {workload.n_layers - 1}")
+        _fail(model, f"no layer {train.layers[1]} to train; the last layer is {workload.n_layers - 1}")
     if missing and train.lora is not None and _modules(model)["has_experts"]:
-        but = "where they have adapters" if missing[0] == EXPERTS else "but experts, whose adapters are called experts"
-        _fail(model, f"nothing is called {missing[0]} {but}; leave it out")
+        where = "experts that support adapters" if missing[0] == EXPERTS else f"{missing[0]} outside experts (target name: experts)"
+        _fail(model, f"--train: the model has no {where}; leave out {missing[0]}")
     if missing or not trained:
-        _fail(model, f"nothing of this model is called {missing[0] if missing else train}; look at its weights' names")
+        _fail(model, f"--train: no parameter matches {missing[0] if missing else train}; check the names of the model's weights")
 
 
 def _modules(model: Model) -> dict[str, Any]:

@@ -24,7 +24,7 @@ SQUARE_KERNELS = 2  # kernels of `runtime/host/norms.py` in addition to one per 
 FAULTED_BYTES, BYTES_OF_LOGIT, FAULTED_AS_MOVED, FAULTS_OFF_BY = 8 * MiB, 20, 10, 2.5
 # A probe times consecutive library calls. In a step, Python modules and autograd add overhead that no probe measures: for two
 # models of width 64 and 256, calls that take 9 times the measured overhead explain the unpredicted compute time (docs/log.md).
-CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's time from call to call, much of a model so small", 9.0, 0.1
+CALLS, CALLS_OFF_BY, CALLS_MATTER_FRACTION = "Python's overhead per call, large for so small a model", 9.0, 0.1
 # Without a probed rate; on an H200 it was a third of the memory's (docs/benchmarks/gpu_2026-11-27.md)
 ACTIVATIONS, ACTIVATIONS_OFF_BY = "compiled activations, at the memory's rate", 3.0
 NARROW = 256  # products with smaller k or n (LoRA) take at least the time of their memory traffic
@@ -137,7 +137,7 @@ class ComputeTime:
         if self.profile.device.kind != "cpu" or tile_bytes < FAULTED_BYTES:
             return 0.0
         as_moved_bytes = logits.count * logits.m * logits.n * BYTES_OF_LOGIT * FAULTED_AS_MOVED
-        name = f"new pages for logits of {show_bytes(tile_bytes)}"
+        name = f"page faults of {show_bytes(tile_bytes)} logits"
         return self._extrapolated(name, FAULTS_OFF_BY, as_moved_bytes / self._memory_bytes_per_s)
 
     def _extrapolated(self, name: str, factor: tuple[float, float] | float | None, seconds: float) -> float:

@@ -208,7 +208,7 @@ class CostModel(ComputeTime):
         seconds, n_bytes = self.backward_s(block, semantics) + summed_s, BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
         if op.block != 0:
             again = block.recompute(plan.policy.saved(op.block))
-            assert again is not None, "lower refuses what a block cannot save"
+            assert again is not None, "lower rejects unsupported tiers"
             seconds, n_bytes = seconds + self.recompute_s(block, again, semantics), n_bytes + again.pointwise_bytes
         return self._compute(seconds, n_bytes)
 

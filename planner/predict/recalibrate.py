@@ -27,7 +27,7 @@ from .uncertainty import P10_P90_DEVIATIONS
 
 MAX_STEPS = 8  # simulated steps per evaluation; most plans are periodic after two
 LEAST_CHANGE = 0.01  # smallest log factor; smaller ones are within the spread of any measurement
-TOLD_SPREAD = 0.15  # largest spread at which an unchanged resource counts as confirmed
+CONFIRMED_SPREAD = 0.15  # largest spread at which an unchanged resource counts as confirmed
 LEAST_S = 1e-9  # shortest op: a tick of the clock
 LEAST_SPREAD = 0.01
 LANE_ROWS = 5.0  # independent observations per lane: a lane has about five kinds of op
@@ -67,7 +67,7 @@ class Change:
 
     def __str__(self) -> str:
         words = f"{self.factor:.3g} times as fast" if self.factor >= 1 else f"{1 / self.factor:.3g} times as slow"
-        return f"{self.resource}: {words} as the profile says, give or take {self.spread_fraction:.0%}"
+        return f"{self.resource}: {words} as in the profile, +- {self.spread_fraction:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Recalibration:
     profile: Profile
     changes: tuple[Change, ...]
     confirmed: tuple[str, ...]  # resources with unchanged speed
-    untold: tuple[str, ...]  # resources that this run does not determine
+    undetermined: tuple[str, ...]  # resources that this run does not determine
     step_before_s: float
     step_after_s: float
     measured_step_s: float
@@ -86,14 +86,14 @@ class Recalibration:
         """Format the result as lines for a terminal."""
         errors = [f"{s / self.measured_step_s - 1:+.1%}" for s in (self.step_before_s, self.step_after_s)]
         lines = [
-            f"a step took {show_seconds(self.measured_step_s)}; predicted were {show_seconds(self.step_before_s)} ({errors[0]}), "
-            f"and with the corrected profile {show_seconds(self.step_after_s)} ({errors[1]})",
-            *(map(str, self.changes) if self.changes else ["nothing is changed"]),
+            f"measured step: {show_seconds(self.measured_step_s)}; predicted: {show_seconds(self.step_before_s)} ({errors[0]}), "
+            f"with the corrected profile: {show_seconds(self.step_after_s)} ({errors[1]})",
+            *(map(str, self.changes) if self.changes else ["no changes"]),
         ]
         if self.confirmed:
-            lines.append(f"as the profile says: {', '.join(self.confirmed)}")
-        if self.untold:
-            lines.append(f"not to be told from this run: {', '.join(self.untold)}")
+            lines.append(f"confirmed: {', '.join(self.confirmed)}")
+        if self.undetermined:
+            lines.append(f"not determined by this run: {', '.join(self.undetermined)}")
         return lines
 
 
@@ -101,8 +101,7 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     """Correct the plan's profile from the measured timeline of a run.
 
     `run`, `day` (YYYY-MM-DD) and `device` are stored as the source of changed quantities. The step predicted with the new profile
-    is never further from the run than with the old one. Raise PlanError if the timeline is too short, ProfileError if the plan
-    holds no profile.
+    is never further from the run. Raise PlanError if the timeline is too short, ProfileError if the plan holds no profile.
     """
     profile = Profile.from_json(plan.profile, "the plan's profile")
     measured = steady_state(plan, timeline)
@@ -112,14 +111,14 @@ def recalibrate(plan: Plan, timeline: Timeline, run: str, day: str, device: str 
     spreads = [max(LEAST_SPREAD, math.expm1(P10_P90_DEVIATIONS * deviation)) for deviation in deviations]
     fits = list(zip(machine.resources, logs, spreads, strict=True))
     changes = tuple(Change(name, math.exp(log), spread) for name, log, spread in fits if log)
-    steps = f"medians of {measured.n_steps} settled steps" if measured.n_steps > 1 else "one settled step"
-    detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to what the plan's ops took"
+    steps = f"medians of {measured.n_steps} steady-state steps" if measured.n_steps > 1 else "one steady-state step"
+    detail = f"penstock run --recalibrate: {steps} of {run}, each quantity times a factor fitted to measured op times"
     source = Source(kind="fitted", detail=detail[:2000], date=day, device=device, driver=None)
     return Recalibration(
         _corrected(profile, machine.resources, changes, source) if changes else profile,
         changes,
-        tuple(name for name, log, spread in fits if not log and spread < TOLD_SPREAD),
-        tuple(name for name, log, spread in fits if not log and spread >= TOLD_SPREAD),
+        tuple(name for name, log, spread in fits if not log and spread < CONFIRMED_SPREAD),
+        tuple(name for name, log, spread in fits if not log and spread >= CONFIRMED_SPREAD),
         before_s,
         after_s,
         measured.step_s,

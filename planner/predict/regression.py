@@ -57,9 +57,8 @@ def fit_factors(
 
 
 class _Linearisation:
-    """Linearisation of the model at some log factors, by central differences.
-
-    Slopes are clipped to [-1, 1], because a change in which ops contend causes a jump, which is no slope."""
+    """Linearisation of the model at some log factors, by central differences. Slopes are clipped to [-1, 1], because a change of
+    the contending ops causes a jump."""
 
     def __init__(self, weights: Floats, widths: Floats, residuals: Callable[[Floats], Floats], logs: Floats, probe: float) -> None:
         falls = [residuals(logs - move) - residuals(logs + move) for move in probe * np.eye(len(logs))]

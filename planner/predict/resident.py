@@ -70,7 +70,7 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     frozen_bytes = sum(plan.frozen_bytes(b) for b in range(len(blocks)) if not plan.workload.trains_all)
     needs = {
         "state": state_bytes // semantics.ranks + frozen_bytes,
-        "blocks put together": together_bytes if semantics.ranks > 1 else 0,
+        "gathered blocks": together_bytes if semantics.ranks > 1 else 0,
         "process": round(device.context_bytes.value + (device.workspace_bytes.value if device.workspace_bytes else 0.0)),
     }
     has_bytes, tier_costs = int(device.memory_bytes.value), list(tiers(plan, cost))

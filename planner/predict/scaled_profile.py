@@ -69,10 +69,7 @@ def speed_of(place: str) -> str | None:
 
 
 def group_of(place: str) -> Group | None:
-    """Return the group of the quantity at a path in a profile; None for sizes and prices.
-
-    Example: `group_of("link.h2d.latency_s")` is `Group.LAUNCH`.
-    """
+    """Return the group of the quantity at a path (`link.h2d.latency_s`: `Group.LAUNCH`); None for sizes and prices."""
     name = speed_of(place)
     return None if name is None else SPEEDS[name][0]
 

@@ -90,7 +90,7 @@ class Simulator:
         moments: list[Moment] = []
         for n_done in range(1, max_steps + 1):
             if not run_step(ops, state):
-                why = "its ops wait for one another, which `penstock check` shows, or need what the machine has none of"
+                why = "its ops wait for one another (see `penstock check`), or need a resource with capacity 0"
                 raise PlanError(f"the plan never finishes: {why}")
             moments.append(self._moment(state, n_done))
             for n_cycle in range(1, min(MAX_CYCLE, n_done - 1) + 1):

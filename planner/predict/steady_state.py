@@ -43,10 +43,7 @@ def predicted_of(plan: Plan, prediction: Prediction) -> SteadyState:
 
 
 def steady_state(plan: Plan, timeline: Timeline) -> SteadyState:
-    """Return medians over the steady-state steps of a run; for a repeated op also over its recorded repetitions.
-
-    Raise PlanError if the timeline has fewer than two steps.
-    """
+    """Return medians over steady-state steps (and recorded repetitions) of a run. Raise PlanError for less than two steps."""
     if plan.repeat is not None:
         repeated = short_plan(plan)
         short = steady_state(unrolled(repeated), abridged(plan, timeline))
@@ -56,7 +53,7 @@ def steady_state(plan: Plan, timeline: Timeline) -> SteadyState:
     for span in sorted(timeline.spans, key=lambda span: span.op):
         by_step.setdefault(span.step, []).append(span)
     if len(by_step) < LEAST_STEPS:
-        raise PlanError(f"a timeline of a single step shows no settled one; run {LEAST_STEPS} or more at a stretch")
+        raise PlanError(f"a timeline of a single step has no steady state; run {LEAST_STEPS} or more consecutive steps")
     first, *later = sorted(by_step)
     warm = [step for step in later if step >= first + WARM_UP_STEPS] or later
     durations_s = [_occupied_s(plan, by_step, step) for step in warm]

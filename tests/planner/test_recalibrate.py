@@ -112,8 +112,8 @@ def test_a_run_that_went_as_predicted_changes_nothing(machine):
     assert found.profile == profile
     assert found.changes == ()
     assert found.step_after_s == found.step_before_s == pytest.approx(found.measured_step_s)
-    assert any("nothing is changed" in line for line in found.words())
-    assert {*found.confirmed, *found.untold} == {name.format(dtype="bf16") for name in RESOURCES}
+    assert any("no changes" in line for line in found.words())
+    assert {*found.confirmed, *found.undetermined} == {name.format(dtype="bf16") for name in RESOURCES}
     assert f"matrix products, {plan.semantics.compute_dtype}" in found.confirmed
 
 
