@@ -20,7 +20,7 @@ from penstock.runtime.plan.workload import Model, Workload
 from .arenas import arenas_of
 from .fold import N_SHOWN, fold
 from .op_table import NUMBER, OpTable
-from .passes import written
+from .passes import run_passes
 
 FEWEST_FOLDED_GROUPS = 8  # groups of micro-batches; a shorter step is hardly longer than its folded form
 FEWEST_FOLDED = 1000  # micro-batches x blocks, at least four ops each; a plan of this size simulates in about 0.1 s
@@ -70,9 +70,9 @@ def plan_ops(workload: Workload, semantics: Semantics, policy: Policy, n_shown: 
     return n_ops
 
 
-def unfolded_ops(setup: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> OpTable:
+def unfolded_ops(setup: Setup, carry_rings: bool = True, carry_weights: bool = True) -> OpTable:
     """Return all ops of a step in a valid sequential order, with the waits that preserve it."""
-    return written(setup, rings_go_on, weights_go_on).build(extra_waits=partial(barrier, setup))
+    return run_passes(setup, carry_rings, carry_weights).build(extra_waits=partial(barrier, setup))
 
 
 def folded_ops(setup: Setup) -> OpTable | None:
@@ -82,7 +82,7 @@ def folded_ops(setup: Setup) -> OpTable | None:
     next group may have a long period. As a fallback, each group starts with no loaded weights.
     """
     semantics, group = setup.semantics, setup.policy.accumulation_group
-    for weights_go_on, n_alike in product((True, False), range(1, MOST_ALIKE_GROUPS + 1)):
+    for carry_weights, n_alike in product((True, False), range(1, MOST_ALIKE_GROUPS + 1)):
         times, n_before = divmod(-(-semantics.n_micro_batches // group) - 1, n_alike)
         if n_before == 0:  # the first group differs, because all slots are empty
             times, n_before = times - 1, n_alike
@@ -90,7 +90,7 @@ def folded_ops(setup: Setup) -> OpTable | None:
             continue
         n_fewer = (times - N_SHOWN) * n_alike * group
         fewer = replace(semantics, batch_size=semantics.batch_size - n_fewer * semantics.micro_batch)
-        short = unfolded_ops(replace(setup, semantics=fewer), rings_go_on=False, weights_go_on=weights_go_on)
+        short = unfolded_ops(replace(setup, semantics=fewer), carry_rings=False, carry_weights=carry_weights)
         (starts,) = ((short.kinds == NUMBER[Kind.FORWARD]) & (short.blocks == 0) & (short.micro_batches % group == 0)).nonzero()
         starts = starts - ((starts > 0) & (short.kinds[starts - 1] == NUMBER[Kind.LOAD]))  # include the load before it
         start, end = int(starts[n_before]), int(starts[n_before + n_alike])

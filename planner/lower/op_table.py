@@ -50,12 +50,12 @@ class OpTableBuilder:
         self, kind: Any, place: Column, turn: Any, block: Any, micro_batch: Any = NONE, where: Any = True, **operands: Any
     ) -> Column:
         """Add ops of this kind (or kind numbers) where the mask is True; return op numbers, else NONE. `operands` are slots."""
-        rows, is_there = np.empty((4, len(place)), np.int64), np.broadcast_to(where, len(place))
+        rows, exists = np.empty((4, len(place)), np.int64), np.broadcast_to(where, len(place))
         rows[0], rows[1] = place * MOST_TURNS + turn, NUMBER[kind] if isinstance(kind, Kind) else kind
         rows[2], rows[3] = block, micro_batch
-        self.ops.append(rows[:, is_there])
+        self.ops.append(rows[:, exists])
         ops = np.full(len(place), NONE)
-        ops[is_there] = np.arange(self.n_ops, self.n_ops + np.count_nonzero(is_there))
+        ops[exists] = np.arange(self.n_ops, self.n_ops + np.count_nonzero(exists))
         self.n_ops = int(ops.max(initial=self.n_ops - 1)) + 1
         self.use(ops, **operands)
         return ops

@@ -34,7 +34,7 @@ COMPUTED, SAVED_LEFT, ACTIVATION_LEFT, COMPLETE = range(20, 24)
 SQUARED, OFFLOADED, ADDED, NORMED, CLIPPED, UPDATED = range(6)
 
 
-class Step(NamedTuple):
+class ComputeOps(NamedTuple):
     """Compute ops of a step as columns, and the builder that collects all ops."""
 
     plan: Setup
@@ -44,7 +44,7 @@ class Step(NamedTuple):
     micro_batches: Column
     groups: Column
     first: Column  # index of the first op of the same kind and block in the group of micro-batches
-    go_on: bool  # True: ring buffers continue from group to group; False: each group starts at slot 0
+    carry_rings: bool  # True: ring buffers continue from group to group; False: each group starts at slot 0
 
     def is_kind(self, kind: Kind) -> Any:
         return self.kinds == NUMBER[kind]
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     def turns(self, selected: Any, n_slots: int) -> Column:
         """Assign ring slots in order to the ops where `selected` is True; other entries are meaningless."""
         position = np.cumsum(selected) - 1
-        if not self.go_on:
+        if not self.carry_rings:
             n_selected = np.bincount(self.groups, weights=selected).astype(np.int64)
             position -= (np.cumsum(n_selected) - n_selected)[self.groups]
         return position % n_slots
@@ -72,11 +72,11 @@ class CompleteGradients(NamedTuple):
         return CompleteGradients(*(column[mask] for column in self))
 
 
-def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -> OpTableBuilder:
+def run_passes(plan: Setup, carry_rings: bool = True, carry_weights: bool = True) -> OpTableBuilder:
     """Emit all ops of one step. The flags carry ring positions, and loaded weights, from one group of micro-batches to the next;
     False: each group starts anew, so that all groups use the same slots."""
-    step = computed(plan, rings_go_on)
-    with_weights(step, weights_go_on)
+    step = computed(plan, carry_rings)
+    with_weights(step, carry_weights)
     with_activations(step)
     with_saved(step)
     gradients = with_gradients(step)
@@ -85,7 +85,7 @@ def written(plan: Setup, rings_go_on: bool = True, weights_go_on: bool = True) -
     return step.builder
 
 
-def computed(plan: Setup, rings_go_on: bool = True) -> Step:
+def computed(plan: Setup, carry_rings: bool = True) -> ComputeOps:
     """Emit forward, loss and backward ops: groups of micro-batches in order, layer by layer within a group."""
     n, size, head = plan.semantics.n_micro_batches, plan.policy.accumulation_group, plan.workload.n_layers + 1
     back = [*_backward_walk(plan), (Kind.BACKWARD, 0)]
@@ -93,15 +93,15 @@ def computed(plan: Setup, rings_go_on: bool = True) -> Step:
     numbers = [(NUMBER[kind], b) for kind, b in walk if kind is not Kind.BACKWARD or b >= plan.workload.first_trained]
     shape = -(-n // size), len(numbers), min(size, n)
     micro_batches = np.arange(shape[0])[:, None, None] * size + np.arange(shape[2])
-    is_there = np.broadcast_to(micro_batches < n, shape)
+    exists = np.broadcast_to(micro_batches < n, shape)
     kinds, blocks = (np.array(column)[None, :, None] for column in zip(*numbers, strict=True))
     groups = np.arange(shape[0])[:, None, None]
-    kinds, blocks, micro_batches, groups = (np.broadcast_to(x, shape)[is_there] for x in (kinds, blocks, micro_batches, groups))
+    kinds, blocks, micro_batches, groups = (np.broadcast_to(x, shape)[exists] for x in (kinds, blocks, micro_batches, groups))
     is_first = micro_batches == groups * size
     first = is_first.nonzero()[0][np.cumsum(is_first) - 1]
     builder = OpTableBuilder()
     builder.add(kinds, np.arange(len(kinds)), COMPUTED, blocks, micro_batches)
-    return Step(plan, builder, kinds, blocks, micro_batches, groups, first, rings_go_on)
+    return ComputeOps(plan, builder, kinds, blocks, micro_batches, groups, first, carry_rings)
 
 
 def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
@@ -114,7 +114,7 @@ def _backward_walk(plan: Setup) -> Iterator[tuple[Kind, int]]:
         yield from ((Kind.BACKWARD, b) for b in range(min(boundary + stride, top), boundary, -1))
 
 
-def with_weights(step: Step, weights_go_on: bool = True) -> None:
+def with_weights(step: ComputeOps, carry_weights: bool = True) -> None:
     """Add a load before each use of weights that are in no slot; precede it with a read if they are on disk."""
     plan, builder, blocks = step.plan, step.builder, step.plan.workload.blocks
     runs = np.unique(step.first)
@@ -123,7 +123,7 @@ def with_weights(step: Step, weights_go_on: bool = True) -> None:
 
     def ring_slots(selected: Any, n_slots: int) -> tuple[Any, Any]:
         """Return the slot of each selected run, and True where its contents must be loaded first."""
-        anew = () if weights_go_on else tuple(np.searchsorted(group[selected], np.arange(1, group[-1] + 1)).tolist())
+        anew = () if carry_weights else tuple(np.searchsorted(group[selected], np.arange(1, group[-1] + 1)).tolist())
         return belady(n_slots, tuple(block[selected].tolist()), anew)
 
     resident = _listed(plan, plan.policy.resident_blocks)
@@ -181,7 +181,7 @@ def belady(n_slots: int, uses: tuple[int, ...], anew: tuple[int, ...]) -> tuple[
     return np.array(chosen, dtype=np.int64), np.array(is_fresh, dtype=bool)
 
 
-def with_activations(step: Step) -> None:
+def with_activations(step: ComputeOps) -> None:
     """Assign activation slots to outputs: a dedicated one, one that is shared until recompute, or (offload) a ring buffer's."""
     plan, builder, b, m = step.plan, step.builder, step.blocks, step.micro_batches
     group, stride, n_blocks = plan.policy.accumulation_group, plan.policy.boundary_stride, len(plan.workload.blocks)
@@ -209,7 +209,7 @@ def with_activations(step: Step) -> None:
     builder.add(Kind.FETCH_ACTIVATION, step.first, ACTIVATION_FETCHED, b - 1, m, where=is_fetched, spilled=on_host(b - 1), y=x)
 
 
-def with_saved(step: Step) -> None:
+def with_saved(step: ComputeOps) -> None:
     """Offload the saved tensors of layers after forward and prefetch them before backward, through shared ring buffers."""
     policy, place = step.plan.policy, _places(step.plan, step.plan.policy.offload_blocks)
     b, m, numbers, forward = step.blocks, step.micro_batches, np.arange(len(step.blocks)), step.is_kind(Kind.FORWARD)
@@ -225,7 +225,7 @@ def with_saved(step: Step) -> None:
         step.builder.add(kind, numbers, turn, b, m, where=uses & direction, saved=saved, offloaded=offloaded)
 
 
-def with_gradients(step: Step) -> CompleteGradients:
+def with_gradients(step: ComputeOps) -> CompleteGradients:
     """Assign slots to the gradients of micro-batches and their sums, and offload them unless the device updates the block."""
     plan, builder, semantics = step.plan, step.builder, step.plan.semantics
     last, head, n_slots = semantics.n_micro_batches - 1, plan.workload.n_layers + 1, plan.policy.gradient_slots
@@ -263,7 +263,7 @@ def with_gradients(step: Step) -> CompleteGradients:
     return grads._replace(op=op)
 
 
-def _with_additions(step: Step, gradients: CompleteGradients, levels: Column, n_joined: Column) -> None:
+def _with_additions(step: ComputeOps, gradients: CompleteGradients, levels: Column, n_joined: Column) -> None:
     """Offload the gradient of each micro-batch and accumulate it on the host."""
     n_blocks, head = len(step.plan.workload.blocks), step.plan.workload.n_layers + 1
     b, place, turn, gradient, arrived, _ = gradients
@@ -277,7 +277,7 @@ def _with_additions(step: Step, gradients: CompleteGradients, levels: Column, n_
         step.builder.use(added, into=np.where(n_joined >= depth, of_sum - depth * n_blocks, NONE))
 
 
-def _with_exchanges(step: Step, grads: CompleteGradients, sums: Column) -> CompleteGradients:
+def _with_exchanges(step: ComputeOps, grads: CompleteGradients, sums: Column) -> CompleteGradients:
     """Exchange (reduce-scatter) each gradient sum, before the backward that reuses its slot and after the gather for that op."""
     of_block = np.full(len(step.plan.workload.blocks), NONE)
     is_first = step.is_kind(Kind.BACKWARD) & (step.micro_batches == 0)
@@ -313,7 +313,7 @@ def _on_host(plan: Setup, block: Column, takes_turns: Any) -> Any:
     return slots("host_gradients", np.where(takes_turns, 1 + (np.cumsum(takes_turns) - 1) % n, np.where(block == 0, 0, n + 1)))
 
 
-def with_squares(step: Step, grads: CompleteGradients) -> None:
+def with_squares(step: ComputeOps, grads: CompleteGradients) -> None:
     """Compute sums of squares on the device; offload them with the gradient, or alone if the gradient is not offloaded."""
     b, place, turn, gradient, arrived, op = grads
     squares, norm = slots("squares", _places(step.plan, step.plan.squared)[b]), slots("norm", b)
@@ -323,7 +323,7 @@ def with_squares(step: Step, grads: CompleteGradients) -> None:
     step.builder.use(np.where(is_on_device, NONE, op), squares=squares, norm=np.where(is_squared, norm, NONE))
 
 
-def with_updates(step: Step, grads: CompleteGradients) -> None:
+def with_updates(step: ComputeOps, grads: CompleteGradients) -> None:
     """Add partial norms of gradients, the global norm (`clip`), and updates: eager, speculative, or after the norm."""
     plan, builder, n_blocks = step.plan, step.builder, len(step.plan.workload.blocks)
     early = _places(plan, plan.policy.speculate_blocks)

@@ -22,7 +22,7 @@ from penstock.runtime.plan.packed import DEQUANTISED, Base, published_as
 from penstock.runtime.plan.workload import Model, has_towers
 
 from . import trace_cache
-from .sizes import How, at_size
+from .sizes import Kernels, at_size
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
 MAX_DIMENSION = 2**31 - 1
@@ -144,7 +144,7 @@ def outlines(
 ) -> dict[str, Any]:
     """Return the layer traces of a model for a micro-batch, or raise WorkloadError. Only applicable `kernels` are used."""
     key = key_of(model)
-    how = How(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
+    how = Kernels(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
     traces = _at_size(key, how, n_sequences, seq_len)
     return _recorder().outlines(key, how, n_sequences, seq_len) if traces is None else traces
 
@@ -171,7 +171,7 @@ def _known(key: str, attention: str) -> dict[str, Any] | None:
 
 
 @lru_cache(maxsize=256)
-def _at_size(key: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+def _at_size(key: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
     known = _known(key, how.attention)
     return None if known is None else at_size(known, how, n_sequences, seq_len)
 

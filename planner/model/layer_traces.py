@@ -25,7 +25,7 @@ from penstock.runtime.plan import Semantics
 
 from . import trace_cache
 from .record import functions, record, storage_of
-from .sizes import How, at_size, evaluated, of_any_size, polynomial, window_of
+from .sizes import Kernels, at_size, evaluated, of_any_size, polynomial, window_of
 
 MOST_RECORDED = 2  # sequences; larger micro-batches are extrapolated
 LONGEST_RECORDED = 256  # tokens; longer sequences are extrapolated if possible
@@ -88,7 +88,7 @@ def _watched(config: str) -> Iterator[None]:
         logging.disable(level)
 
 
-def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
+def outlines(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
     """Return the traces of a configuration (JSON) for a micro-batch, extrapolated from smaller recordings if possible."""
     of_size, traces = partial(recorded, config, how), None
     if seq_len > LONGEST_RECORDED and [*how.library_kernels] == about(config).get("library_kernels", []):
@@ -104,14 +104,14 @@ def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str,
 def polynomials(config: str, attention: str) -> dict[str, Any]:
     """Return the traces with polynomial sizes, recorded with all library kernels that the layers support; cache them on disk."""
     support = about(config)
-    of_size = partial(recorded, config, How(attention, tuple(support.get("library_kernels", ()))))
+    of_size = partial(recorded, config, Kernels(attention, tuple(support.get("library_kernels", ()))))
     entries = [support | {"attention": attention} | entry for entry in of_any_size(of_size, window_of(json.loads(config)))]
     trace_cache.write(config, attention, support | {"outlines": entries})
     return support | {"outlines": entries}
 
 
 @lru_cache(maxsize=256)
-def recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
+def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     with _watched(config), split.blank():
@@ -156,7 +156,7 @@ def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
     return split.hidden_BTD
 
 
-def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: How) -> dict[str, Any]:
+def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: Kernels) -> dict[str, Any]:
     leaves = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in call.leaves)
     meta, x = replace(call, leaves=leaves), hidden.detach().requires_grad_()
     tree = record(

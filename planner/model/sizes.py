@@ -27,17 +27,17 @@ def evaluated(tree: Any, n_sequences: int, seq_len: int) -> Any:
     return [evaluated(item, n_sequences, seq_len) for item in tree] if isinstance(tree, list) else tree
 
 
-class How(NamedTuple):
+class Kernels(NamedTuple):
     """Implementations that change the recorded calls of a layer."""
 
     attention: str
     library_kernels: tuple[str, ...] = ()  # library kernels in use; each is recorded as one call
 
 
-def at_size(traces: Mapping[str, Any], how: How, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+def at_size(traces: Mapping[str, Any], how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
     """Evaluate shipped or cached traces for a size; return None if no entry covers it."""
     for entry in traces["outlines"]:
-        (smallest, largest), is_so = entry["sequences"], How(entry["attention"], tuple(entry.get("library_kernels", ()))) == how
+        (smallest, largest), is_so = entry["sequences"], Kernels(entry["attention"], tuple(entry.get("library_kernels", ()))) == how
         if is_so and entry["from"] <= seq_len <= entry["to"] and smallest <= n_sequences <= largest:
             return evaluated(entry["tree"], n_sequences, seq_len)  # type: ignore[no-any-return]
     return None

@@ -125,15 +125,15 @@ def play(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows
     player.play(0, mlp.first)
     # Inputs of a tile: existing tensors that the MLP and later row-wise calls read
     inputs = dict.fromkeys(
-        i for call in trace.calls[mlp.first :] for i in call.reads if i in player.there and trace.tensors[i].floating
+        i for call in trace.calls[mlp.first :] for i in call.reads if i in player.tensors and trace.tensors[i].floating
     )
 
     def of_tile(tape: Tape, cut: Sequence[Tensor], rows: int) -> None:
         tile_player = _Player(trace, tape, semantics, part, (rows, n_rows))
-        tile_player.there |= dict(zip(inputs, cut, strict=True))
+        tile_player.tensors |= dict(zip(inputs, cut, strict=True))
         tile_player.play(mlp.first, end)
 
-    tape.tile([player.there[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
+    tape.tile([player.tensors[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
 
 
 class _Player:
@@ -142,7 +142,7 @@ class _Player:
     def __init__(self, trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
         self.trace, self.tape, self.semantics, self.part, self.share = trace, tape, semantics, part, share
         self.as_weight: dict[int, str] = {}  # tensors that are weights cast to another dtype
-        self.there = {
+        self.tensors = {
             i: self._tensor(info, i == 0 or i in trace.sides) for i, info in enumerate(trace.tensors) if not info.internal
         }  # fmt: skip
         self.groups = {group.first: group for group in trace.groups if self._at_once(group)}
@@ -170,7 +170,7 @@ class _Player:
         n = first
         while n < end:
             if (group := self.groups.get(n)) is not None and group.end <= end:
-                self.there |= zip(group.results, self._play_group(group), strict=True)
+                self.tensors |= zip(group.results, self._play_group(group), strict=True)
                 n = group.end
             else:
                 self._play_call(n, self.trace.calls[n])
@@ -188,11 +188,11 @@ class _Player:
             case "gated":
                 gate, up = self._project(x, f"{name}.gate_proj", f"{name}.up_proj")
                 return self._project(fused.gate(tape, gate, up), f"{name}.down_proj")
-        if group.results[0] not in self.there:  # else computed together with an earlier projection
+        if group.results[0] not in self.tensors:  # else computed together with an earlier projection
             partners = [g for g in self.groups.values() if g is group or self._are_partners(group, g)]
             outputs = self._project(x, *(g.name for g in partners))
-            self.there |= {g.results[0]: y for g, y in zip(partners, outputs, strict=True)}
-        return [self.there[group.results[0]]]
+            self.tensors |= {g.results[0]: y for g, y in zip(partners, outputs, strict=True)}
+        return [self.tensors[group.results[0]]]
 
     def _are_partners(self, *groups: Group) -> bool:
         """True if linear maps of one module share an input and have adapters without dropout: they are computed together."""
@@ -219,7 +219,7 @@ class _Player:
         reads = [self._get(i) for i in call.reads]
         weights = [*call.weights, *(self.as_weight[i] for i in call.reads if i in self.as_weight)]
         learns = [weight for weight in weights if weight in self.part.trained]
-        self.tape.held = tuple(self.there[i] for i in call.held if i in self.there)
+        self.tape.held = tuple(self.tensors[i] for i in call.held if i in self.tensors)
         if call.name in fused.LIBRARY:
             n_weights, n_trained = map(self._elements, (weights, learns))
             outputs = [fused.LIBRARY[call.name](self.tape, reads, call.shapes, n_weights, n_trained)]
@@ -229,15 +229,15 @@ class _Player:
         else:
             outputs = self._step(n, call, reads, weights, learns)
         self.tape.held = ()
-        self.there |= zip(call.makes, outputs, strict=False)
+        self.tensors |= zip(call.makes, outputs, strict=False)
 
     def _play_cast(self, call: LibraryCall) -> None:
         """Alias the result of a no-op cast to its source, a tensor or a weight."""
         i = call.makes[0]
         if call.reads:
-            self.there[i] = self._get(call.reads[0])
+            self.tensors[i] = self._get(call.reads[0])
         else:
-            self.there[i] = Tensor(self.trace.tensors[i].n_elements, self.tape.item_bytes, internal=False)
+            self.tensors[i] = Tensor(self.trace.tensors[i].n_elements, self.tape.item_bytes, internal=False)
             self.as_weight[i] = call.weights[0]
 
     def _step(self, n: int, call: LibraryCall, reads: list[Tensor], weights: list[str], learns: list[str]) -> list[Tensor]:
@@ -299,7 +299,7 @@ class _Player:
 
     def _get(self, i: int) -> Tensor:
         """Return a tensor by number; create it if a fused kernel replaced the calls that compute it."""
-        return self.there.setdefault(i, self._tensor(self.trace.tensors[i]))
+        return self.tensors.setdefault(i, self._tensor(self.trace.tensors[i]))
 
     def _requires(self, i: int) -> bool:
         """True if the tensor requires grad."""
@@ -308,7 +308,7 @@ class _Player:
     def _is_idle(self, call: LibraryCall) -> bool:
         """True if a cast does not change the dtype."""
         info = self.trace.tensors[call.makes[0]]
-        item_bytes = self.there[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
+        item_bytes = self.tensors[call.reads[0]].item_bytes if call.reads else self.tape.item_bytes
         return info.floating and self._item_bytes(info) == item_bytes
 
     def _is_needed(self, call: LibraryCall, i: int, learns: Sequence[str]) -> bool:

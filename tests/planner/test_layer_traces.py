@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from penstock.planner.model import config, fused, layer_traces, trace_cache, workload
 from penstock.planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
 from penstock.planner.model.memory_replay import Tape, Tensor
-from penstock.planner.model.sizes import How, evaluated, fitted, monomials
+from penstock.planner.model.sizes import Kernels, evaluated, fitted, monomials
 from penstock.planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.layers.kernels import gate_of, turns_whole
@@ -82,7 +82,7 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
         shipped, found = (
             outlines(model, attention, n_sequences, seq_len),
-            layer_traces.recorded(key, How(attention, library_kernels(model)), n_sequences, seq_len),
+            layer_traces.recorded(key, Kernels(attention, library_kernels(model)), n_sequences, seq_len),
         )
         assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
 
@@ -92,22 +92,22 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
     with pytest.raises(ValueError, match="sizes have different"):
-        fitted({size: layer_traces.recorded(key, How("sdpa"), *size) for size in sizes})
+        fitted({size: layer_traces.recorded(key, Kernels("sdpa"), *size) for size in sizes})
     for n, seq_len in ((5, 80), (1, 300), (2, 520)):
-        assert layer_traces.outlines(key, How("sdpa"), n, seq_len) == layer_traces.recorded(key, How("sdpa"), n, seq_len)
+        assert layer_traces.outlines(key, Kernels("sdpa"), n, seq_len) == layer_traces.recorded(key, Kernels("sdpa"), n, seq_len)
 
 
 def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     kernels = tuple(layer_traces.about(key)["library_kernels"])
-    own, at_once = ([c[0] for c in layer_traces.recorded(key, How("sdpa", of), 1, 80)["kinds"][0]["calls"]] for of in ((), kernels))
+    trees = (layer_traces.recorded(key, Kernels("sdpa", names), 1, 80) for names in ((), kernels))
+    own, at_once = ([call[0] for call in tree["kinds"][0]["calls"]] for tree in trees)
     first, second = map(at_once.index, kernels)
     before, between, after = at_once[:first], at_once[first + 1 : second], at_once[second + 1 :]
     begin = next(i for i in range(first, len(own)) if own[i : i + len(between)] == between)
     assert (own[:first], own[-len(after) :]) == (before, after)
-    assert begin > first
-    assert len(own) - len(after) - begin - len(between) > 60
-    assert len(own) < len(layer_traces.recorded(key, How("sdpa"), 1, 200)["kinds"][0]["calls"])
+    assert first < begin < len(own) - len(after) - len(between) - 60
+    assert len(own) < len(layer_traces.recorded(key, Kernels("sdpa"), 1, 200)["kinds"][0]["calls"])
 
 
 def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
@@ -162,7 +162,7 @@ def test_layers_are_told_apart_by_what_they_compute() -> None:
     """Dense and sparse, with and without a window, rotated or not: in the order of the model."""
     for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
         key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
-        assert layer_traces.recorded(key, How("sdpa"), 1, 16)["layers"] == kinds, name
+        assert layer_traces.recorded(key, Kernels("sdpa"), 1, 16)["layers"] == kinds, name
 
 
 def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
