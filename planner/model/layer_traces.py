@@ -25,7 +25,7 @@ from penstock.runtime.plan import Semantics
 
 from . import trace_cache
 from .record import functions, record, storage_of
-from .sizes import Kernels, at_size, evaluated, of_any_size, polynomial, window_of
+from .sizes import Kernels, at_size, evaluated, fit_sizes, polynomial, window_of
 
 MOST_RECORDED = 2  # sequences; larger micro-batches are extrapolated
 LONGEST_RECORDED = 256  # tokens; longer sequences are extrapolated if possible
@@ -60,7 +60,7 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
             "names": names,
             "tied": f"{split.embedding_name}.weight" if head.weight is embedding.weight else None,
             "vocab": head.weight.shape[0],
-            "logits": _of_logits(split, head.weight.shape[1]),
+            "logits": _logit_calls(split, head.weight.shape[1]),
         }
         split.look()
         names["norm"] = split.norm_name
@@ -105,7 +105,7 @@ def polynomials(config: str, attention: str) -> dict[str, Any]:
     """Return the traces with polynomial sizes, recorded with all library kernels that the layers support; cache them on disk."""
     support = about(config)
     of_size = partial(recorded, config, Kernels(attention, tuple(support.get("library_kernels", ()))))
-    entries = [support | {"attention": attention} | entry for entry in of_any_size(of_size, window_of(json.loads(config)))]
+    entries = [support | {"attention": attention} | entry for entry in fit_sizes(of_size, window_of(json.loads(config)))]
     trace_cache.write(config, attention, support | {"outlines": entries})
     return support | {"outlines": entries}
 
@@ -115,7 +115,7 @@ def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     with _watched(config), split.blank():
-        embedding = _of_embedding(split, tokens_BT)
+        embedding = _trace_embedding(split, tokens_BT)
         first_BTD, calls = split.noted()  # moves the masks out of the layer chain
         hidden = first_BTD.detach().to("meta")
         kinds: dict[object, int] = {}
@@ -123,9 +123,9 @@ def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[
         for layer, call in zip(split.layers, calls, strict=True):
             if (key := split.kind(layer, call)) not in kinds:
                 kinds[key] = len(trees)
-                trees.append(_of_layer(layer, call, hidden, seq_len, how))
+                trees.append(_trace_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
-        norm = _of_norm(split, hidden)
+        norm = _trace_norm(split, hidden)
     optional = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
     return about | optional | {
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
@@ -133,7 +133,7 @@ def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[
     }  # fmt: skip
 
 
-def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
+def _trace_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
     """Trace the model up to the first layer, restricted to calls with a backward.
 
     `handed`: elements and bytes of layer arguments that require grad, and of each of their gradients; `needed`: weights that the
@@ -156,7 +156,7 @@ def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
     return split.hidden_BTD
 
 
-def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: Kernels) -> dict[str, Any]:
+def _trace_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: Kernels) -> dict[str, Any]:
     leaves = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in call.leaves)
     meta, x = replace(call, leaves=leaves), hidden.detach().requires_grad_()
     tree = record(
@@ -171,13 +171,13 @@ def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, 
     return tree
 
 
-def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
+def _trace_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
     x = hidden.detach().requires_grad_()
     norm = split.norm if isinstance(split.norm, Epilogue) else copy.deepcopy(split.norm).to("meta")
     return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
 
 
-def _of_logits(split: Split, width: int) -> list[int]:
+def _logit_calls(split: Split, width: int) -> list[int]:
     """Return the head's calls in addition to its matrix product, and the number of later outputs that autograd saves."""
     rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
     tree = record(split.model, lambda: split.logits(None, rows), rows, [])

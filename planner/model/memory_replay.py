@@ -165,14 +165,14 @@ class Tape:
         return outs
 
     def tile(
-        self, inputs: Sequence[Tensor], n_rows: int, tile_rows: int, play: Callable[["Tape", Sequence[Tensor], int], None]
+        self, inputs: Sequence[Tensor], n_rows: int, tile_rows: int, replay: Callable[["Tape", Sequence[Tensor], int], None]
     ) -> None:
-        """Append the rest of the pass as tiles of rows; `play(tape, inputs, rows)` replays one tile."""
+        """Append the rest of the pass as tiles of rows; `replay(tape, inputs, rows)` replays one tile."""
         for count, rows in ((n_rows // tile_rows, tile_rows), (1, n_rows % tile_rows)):
             if rows:
                 part = Tape(self.item_bytes)
                 cut = [Tensor(t.n_elements // n_rows * rows, t.item_bytes, internal=False) for t in inputs]
-                play(part, cut, rows)
+                replay(part, cut, rows)
                 self.tiles.append((count, part))
                 self.cuts = self.cuts or tuple(zip(inputs, cut, strict=True))
 
@@ -265,7 +265,7 @@ class Tape:
         memory = _Memory(saved, early_stop, self.item_bytes)
         memory.recompute(self)
         if not self.tiles:
-            memory.go_back(self, set())
+            memory.run_backward(self, set())
             return memory.peak_bytes
         _, part = self.tiles[0]
         run = {t for _, steps in part.run(early_stop=early_stop) for s in steps for t in s.reads}
@@ -277,9 +277,9 @@ class Tape:
         memory.live_bytes += held_bytes + self._tiled_elements * FP32 + made_bytes
         before_bytes = memory.live_bytes
         memory.recompute(part)
-        memory.go_back(part, set())
+        memory.run_backward(part, set())
         memory.live_bytes = before_bytes - held_bytes + sum(t.n_bytes for t in ends)
-        memory.go_back(self, {full for full, _ in self.cuts})
+        memory.run_backward(self, {full for full, _ in self.cuts})
         return memory.peak_bytes
 
 
@@ -324,7 +324,7 @@ class _Memory:
             # Add the output, which the last calls may have modified in place; its gradient is in the boundary's slot
             self.live_bytes += next(n_bytes for s in reversed(tape.steps) if (n_bytes := self.size(s.out)))
 
-    def go_back(self, tape: Tape, gradients: set[Tensor]) -> None:
+    def run_backward(self, tape: Tape, gradients: set[Tensor]) -> None:
         """Run the backward from existing `gradients`, or from the output's, which is in the boundary's slot."""
         uses = Counter(t for s in tape.steps for t in s.keeps)
         for s in reversed(tape.steps):

@@ -55,7 +55,7 @@ def window_of(config: dict[str, Any]) -> int | None:
     return min(widths, default=None)
 
 
-def of_any_size(recorded: Recorded, window: int | None) -> Iterator[dict[str, Any]]:
+def fit_sizes(recorded: Recorded, window: int | None) -> Iterator[dict[str, Any]]:
     """Yield trees with their ranges of validity: below the window and from the window on; for any number of sequences, or for one
     and for more if a single sequence is computed differently. Yield nothing for sizes that are no polynomials."""
     regimes = [(1, ANY, STEP)] if window is None else [(1, window - 1, STEP), (window, ANY, window + STEP)]

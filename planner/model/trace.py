@@ -115,28 +115,28 @@ class Part:
         return self.train.lora is not None and self.train.lora.dropout > 0
 
 
-def play(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
+def replay(trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, n_rows: int) -> None:
     """Replay a trace on a tape with the kernels of the semantics; tile the MLP over its `n_rows` rows if they ask for that."""
-    player, tile, end = _Player(trace, tape, semantics, part), semantics.mlp_tile_tokens, len(trace.calls)
+    full, tile, end = _Replay(trace, tape, semantics, part), semantics.mlp_tile_tokens, len(trace.calls)
     mlp = mlp_of(trace)
     if tile is None or tile >= semantics.tokens_per_micro_batch or mlp is None:
-        player.play(0, end)
+        full.run(0, end)
         return
-    player.play(0, mlp.first)
+    full.run(0, mlp.first)
     # Inputs of a tile: existing tensors that the MLP and later row-wise calls read
     inputs = dict.fromkeys(
-        i for call in trace.calls[mlp.first :] for i in call.reads if i in player.tensors and trace.tensors[i].floating
+        i for call in trace.calls[mlp.first :] for i in call.reads if i in full.tensors and trace.tensors[i].floating
     )
 
     def of_tile(tape: Tape, cut: Sequence[Tensor], rows: int) -> None:
-        tile_player = _Player(trace, tape, semantics, part, (rows, n_rows))
-        tile_player.tensors |= dict(zip(inputs, cut, strict=True))
-        tile_player.play(mlp.first, end)
+        tile_replay = _Replay(trace, tape, semantics, part, (rows, n_rows))
+        tile_replay.tensors |= dict(zip(inputs, cut, strict=True))
+        tile_replay.run(mlp.first, end)
 
-    tape.tile([player.tensors[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
+    tape.tile([full.tensors[i] for i in inputs], n_rows, min(tile, n_rows), of_tile)
 
 
-class _Player:
+class _Replay:
     """Replays the calls of a trace. `share` is (rows of this tile, rows of the trace)."""
 
     def __init__(self, trace: LayerTrace, tape: Tape, semantics: Semantics, part: Part, share: tuple[int, int] = (1, 1)) -> None:
@@ -166,17 +166,17 @@ class _Player:
                 return self.trace.tensors[group.results[0]].item_bytes == RECORDED_ITEM_BYTES
         return False
 
-    def play(self, first: int, end: int) -> None:
+    def run(self, first: int, end: int) -> None:
         n = first
         while n < end:
             if (group := self.groups.get(n)) is not None and group.end <= end:
-                self.tensors |= zip(group.results, self._play_group(group), strict=True)
+                self.tensors |= zip(group.results, self._replay_group(group), strict=True)
                 n = group.end
             else:
-                self._play_call(n, self.trace.calls[n])
+                self._replay_call(n, self.trace.calls[n])
                 n += 1
 
-    def _play_group(self, group: Group) -> list[Tensor]:
+    def _replay_group(self, group: Group) -> list[Tensor]:
         operands, tape, name = [self._get(i) for i in group.operands], self.tape, group.name
         x = operands[0]
         match group.kind:
@@ -211,10 +211,10 @@ class _Player:
         frozen = f"{names[0]}.weight" not in learns
         return [self.tape.linear(x, x.n_elements // k, k, widths[0], self._elements(learns), frozen)]
 
-    def _play_call(self, n: int, call: LibraryCall) -> None:
+    def _replay_call(self, n: int, call: LibraryCall) -> None:
         """Replay a single recorded call."""
         if call.name == "_to_copy" and self._is_idle(call):
-            self._play_cast(call)
+            self._replay_cast(call)
             return
         reads = [self._get(i) for i in call.reads]
         weights = [*call.weights, *(self.as_weight[i] for i in call.reads if i in self.as_weight)]
@@ -231,7 +231,7 @@ class _Player:
         self.tape.held = ()
         self.tensors |= zip(call.makes, outputs, strict=False)
 
-    def _play_cast(self, call: LibraryCall) -> None:
+    def _replay_cast(self, call: LibraryCall) -> None:
         """Alias the result of a no-op cast to its source, a tensor or a weight."""
         i = call.makes[0]
         if call.reads:

@@ -32,7 +32,7 @@ from penstock.runtime.plan.workload import (
 
 from .config import key_of, library_kernels, outlines, read_model, shipped_models, supported_attention
 from .memory_replay import FP32, FP64, INT64, Tape
-from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, play
+from .trace import RECORDED_ITEM_BYTES, LayerTrace, Part, mlp_of, replay
 
 __all__ = ["attentions", "build_workload", "can_tile_mlp", "fusible", "read_model", "shipped_models", "supported_attention"]
 
@@ -187,7 +187,7 @@ class _Layout:
     def layer(self, trace: LayerTrace, trained: frozenset[str], shared_bytes: int) -> Block:
         """Build a decoder layer with a placeholder name."""
         part, tape = Part(trained, self.semantics.train, self.tree["has_experts"]), Tape(self.item_bytes)
-        play(trace, tape, self.semantics, part, self.n_tokens)
+        replay(trace, tape, self.semantics, part, self.n_tokens)
         block = Block(
             name="layer",
             kind=BlockKind.LAYER,
@@ -231,7 +231,7 @@ class _Layout:
         tape, ids_bytes = Tape(self.item_bytes), self.n_tokens * INT64
         handed_bytes = side_bytes = peak_bytes = 0
         if trace.tensors:
-            play(trace, tape, self.semantics, Part(frozenset(p.name for p in parameters if not p.frozen)), self.n_tokens)
+            replay(trace, tape, self.semantics, Part(frozenset(p.name for p in parameters if not p.frozen)), self.n_tokens)
             handed_bytes, peak_bytes = _bytes_of(tree.get("handed", ()), self.item_bytes), tape.backward_peak_bytes()
             needed = sum(p.n_elements for p in parameters if p.name in tree.get("needed", ()))
             side_bytes = handed_bytes + tape.kept_bytes + needed * self.item_bytes
@@ -269,7 +269,7 @@ class _Layout:
         tape, norm = Tape(self.item_bytes), LayerTrace.from_json(tree["norm"])
         of_norm = [*self._parameters({f"{names['norm']}.{n}": shape for n, shape in norm.parameters.items()})]
         trained = (n for n, p in zip(norm.parameters, of_norm, strict=True) if not p.frozen)
-        play(norm, tape, semantics, Part(frozenset(trained)), tokens)
+        replay(norm, tape, semantics, Part(frozenset(trained)), tokens)
         bias, (weight,) = (
             [*self._parameters({bias_name: (vocab,)} if bias_name else {})],
             self._parameters({f"{name}.weight": (vocab, width)}, tied_to),

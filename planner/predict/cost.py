@@ -133,7 +133,7 @@ class CostModel(ComputeTime):
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels, self.profile.device.unpack_bytes_per_s), n_bytes)
             case Kind.GATHER:
-                return self._gathered(semantics.ranks, plan.gradient_elements(op.block) * item)
+                return self._all_gather(semantics.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
                 return self._exchange(plan, op.block)
             case Kind.CLIP if semantics.ranks == 1:
@@ -159,7 +159,7 @@ class CostModel(ComputeTime):
                 seconds = self.forward_s(block, semantics) + copied_bytes / self._memory_bytes_per_s
                 return self._compute(seconds, block.pointwise_bytes + copied_bytes)
             case Kind.LOSS | Kind.BACKWARD:
-                return self._going_back(plan, op, block)
+                return self._backward(plan, op, block)
             case Kind.ACCUMULATE:
                 # Read the staged gradient and the sum, write the sum
                 staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], semantics.n_joined(op.micro_batch or 0)
@@ -197,7 +197,7 @@ class CostModel(ComputeTime):
         ratio = (capacity / fraction - uploads) / measured
         return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * ratio))
 
-    def _going_back(self, plan: Setup, op: Op, block: Block) -> Demand:
+    def _backward(self, plan: Setup, op: Op, block: Block) -> Demand:
         """Demand of a backward or loss op, including recompute and gradient accumulation."""
         semantics, summed_bytes = plan.semantics, self._gradient_bytes(plan, op)
         summed_s = summed_bytes / self._memory_bytes_per_s
@@ -263,18 +263,18 @@ class CostModel(ComputeTime):
         cores = {Resource.CORES: link.host_cores_per_copy.value}
         return {Resource.DUPLEX: rate, Resource.DRAM: rate * link.dram_bytes_per_byte} | cores
 
-    def _gathered(self, ranks: int, n_bytes: int) -> Demand:
+    def _all_gather(self, ranks: int, n_bytes: int) -> Demand:
         """Demand of an all-gather. Without peer access each device copies all shards from host memory."""
         if not self.profile.meets_on_host:
-            return self.together(ranks, n_bytes, "all_gather")
+            return self.collective(ranks, n_bytes, "all_gather")
         copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
         return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
 
-    def together(self, ranks: int, n_bytes: int, collective: Collective) -> Demand:
+    def collective(self, ranks: int, n_bytes: int, kind: Collective) -> Demand:
         """Demand of an all-gather or reduce-scatter of the library: a ring, as fast as its slowest link. Each rank receives
         (ranks - 1) / ranks of the bytes; each host forwards them once for all of its devices."""
         least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
-        return self._moved(collective, ranks, n_bytes, 1, self._local_ranks(ranks), least_s=least_s)
+        return self._moved(kind, ranks, n_bytes, 1, self._local_ranks(ranks), least_s=least_s)
 
     def _exchange(self, plan: Setup, block: int) -> Demand:
         """Demand of a gradient exchange: all-to-all of shards and local sum within a host, then an exchange of the fp32 sums

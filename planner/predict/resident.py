@@ -79,8 +79,8 @@ def resident(plan: Setup, cost: CostModel) -> Resident | None:
     exchanging_s = 0.0  # per micro-batch and block: a reduce-scatter, and all-gathers (two of a layer, else one)
     for b in range(len(blocks)) if semantics.ranks > 1 else ():
         n_elements, n_times = plan.gradient_elements(b), 2 if 0 < b < len(blocks) - 1 else 1
-        exchanging_s += n_times * cost.together(semantics.ranks, n_elements * weight, "all_gather").uncontended_s
-        exchanging_s += cost.together(semantics.ranks, n_elements * ITEM_BYTES[plan.sum_dtype(b)], "reduce_scatter").uncontended_s
+        exchanging_s += n_times * cost.collective(semantics.ranks, n_elements * weight, "all_gather").uncontended_s
+        exchanging_s += cost.collective(semantics.ranks, n_elements * ITEM_BYTES[plan.sum_dtype(b)], "reduce_scatter").uncontended_s
     exchanging_s *= semantics.n_micro_batches
     step_s = None if again_s is None else max(_computing_s(plan, cost) + again_s, exchanging_s) + updating_s
     return Resident(step_s, Footprint(needs, {}, has_bytes, int(cost.profile.host.memory_bytes.value)))
