@@ -19,7 +19,7 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import read_model, supported_attention
 from penstock.planner.predict.cost import CostModel, region_of
-from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.search import search

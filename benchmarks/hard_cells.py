@@ -4,12 +4,12 @@ import random
 from dataclasses import replace
 
 from penstock.hwprofiles.schema import Profile, read_profile
-from penstock.planner.lower.lower import FEWEST_FOLDED, is_long, outline
+from penstock.planner.lower.lower import FEWEST_FOLDED, is_long, lower_ops
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.faster import Group, faster
 from penstock.planner.predict.memory import frame
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.search.space import leanest
 from penstock.runtime.plan import Kind, Op, Policy, Semantics
 from penstock.runtime.plan.train import parse_train
@@ -111,4 +111,4 @@ def kinds_of(of: Cell) -> list[str]:
 def repeats(of: Cell, policy: Policy) -> bool:
     """Whether the policy's plan says once what repeats in a step."""
     plan = frame(of.model, of.workload, of.semantics, policy)
-    return is_long(of.workload, of.semantics, policy) and outline(plan).repeat is not None
+    return is_long(of.workload, of.semantics, policy) and lower_ops(plan).repeat is not None

@@ -17,7 +17,7 @@ from benchmarks.published.ops import Errors, Op, OpLedger, validate_ops
 from benchmarks.published.validate import quantile
 from penstock.hwprofiles.curves import interpolated, rows_of
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
-from penstock.planner.predict.rests_on import standard
+from penstock.planner.predict.provenance import standard
 
 HOLDS_FRACTION = 0.1  # a group whose median error is no larger holds
 HOPPER_AND_ADA = ("h100-sxm", "8xh100", "h200-pcie5", "gh200", "l40s-server", "rtx4090-server")

@@ -80,12 +80,12 @@ def _micro_batch_s(run: Sharded, c: SystemCosts, is_first: bool, is_last: bool) 
         before = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
         up_bytes = n_params // ranks * (BF16 if zero3 else FP32)
         up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), before)
-        return p.add("net", cost.together(ranks, n_params * BF16, "all_gather"), up, before)
+        return p.add("net", cost.collective(ranks, n_params * BF16, "all_gather"), up, before)
 
     def scatter(n_params: int, after: int) -> None:
         if not zero3 and not is_last:
             return
-        left = p.add("net", cost.together(ranks, n_params * BF16, "reduce_scatter"), after)
+        left = p.add("net", cost.collective(ranks, n_params * BF16, "reduce_scatter"), after)
         if run.system == "fsdp-offload":
             p.add("d2h", c.copy("d2h", n_params // ranks * FP32), left)
         elif zero3:  # blocking copies of ordinary memory: kernels that are not issued yet wait for them

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from penstock.planner.model import kept
+from penstock.planner.model import trace_cache
 
 
 def cache_folder() -> Path:
@@ -15,6 +15,6 @@ def cache_folder() -> Path:
 def keep_outlines() -> None:
     """Of models that are planned from here on, for other processes too."""
     try:
-        kept.folder.set(cache_folder() / "outlines")
+        trace_cache.folder.set(cache_folder() / "outlines")
     except RuntimeError:
-        kept.folder.set(None)
+        trace_cache.folder.set(None)

@@ -1,1 +1,1 @@
-"""The planner: from a model and a hardware profile to a plan with a certificate. Never imports torch."""
+"""Planner: compile a model and a hardware profile into a plan with an optimality certificate. Only trace recording needs torch."""

@@ -20,8 +20,8 @@ from penstock.planner.bounds.work import Works
 from penstock.planner.lower.lower import FEWEST_FOLDED, FEWEST_FOLDED_GROUPS, lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
-from penstock.planner.predict.faster import Group, faster
 from penstock.planner.predict.memory import Footprint, footprint, frame
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.frames import Frames
 from penstock.planner.search.relax import Relaxation

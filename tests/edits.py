@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.planner.check.check import check
-from penstock.planner.lower.lower import lower, plan_of
-from penstock.planner.lower.sheet import Sheet, number_of
+from penstock.planner.lower.lower import build_plan, lower
+from penstock.planner.lower.op_table import OpTableBuilder, number_of
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Semantics, Setup, Slot, Update, Wait
 from penstock.runtime.plan.workload import Model, Workload
@@ -31,7 +31,7 @@ def small(n_layers: int = 3, n_micro_batches: int = 1, tied: bool = False, **cho
 def plan_by(how: Any, model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Any:
     """The plan whose ops are lowered in one way or another; None where they cannot be."""
     ops = how(setup := Setup(semantics, policy, model, workload, ()))
-    return None if ops is None else plan_of(setup, ops, PROFILE)
+    return None if ops is None else build_plan(setup, ops, PROFILE)
 
 
 def index(plan: Plan, name: str) -> int:
@@ -94,12 +94,12 @@ def with_waits(ops: Sequence[Op], after: dict[int, Wait]) -> tuple[Op, ...]:
 
 def waits_of(ops: Sequence[Op], after: dict[int, Wait], n_steps: int = 2) -> list[tuple[Wait, ...]]:
     """The waits that lowering would give to ops."""
-    sheet = Sheet()
+    builder = OpTableBuilder()
     for i, op in enumerate(ops):
-        number = sheet.add(op.kind, np.array([i]), 0, op.block)
+        number = builder.add(op.kind, np.array([i]), 0, op.block)
         for name, slot in op.operands:
-            sheet.use(number, **{name: number_of(slot)})
-    return [op.waits for op in sheet.outline(n_steps, lambda ops: after).ops()]
+            builder.use(number, **{name: number_of(slot)})
+    return [op.waits for op in builder.build(n_steps, lambda ops: after).ops()]
 
 
 def rewaited(plan: Plan) -> Plan:

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from penstock.planner.model import traced
+from penstock.planner.model import layer_traces
 from penstock.planner.model.config import key_of, shipped_model, shipped_models
 from penstock.planner.model.sizes import ANY
 from tests.tour import ROOT
@@ -19,7 +19,7 @@ FOLDER = ROOT / "planner" / "outlines"
 def shipped(name: str) -> dict[str, Any]:
     """What is shipped of a model."""
     config = key_of(shipped_model(name))
-    found = traced.polynomials(config, traced.about(config)["attention"][0])
+    found = layer_traces.polynomials(config, layer_traces.about(config)["attention"][0])
     assert {one["to"] for one in found["outlines"]} >= {ANY}, f"{name}: sizes are no polynomials"
     return found
 

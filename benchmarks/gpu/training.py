@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.planner.predict.settled import WARM_UP_STEPS
+from penstock.planner.predict.steady_state import WARM_UP_STEPS
 from penstock.runtime.batch import UNSUPERVISED, Batch
 from penstock.runtime.executor import Execution, execute
 from penstock.runtime.host.memory import DTYPE

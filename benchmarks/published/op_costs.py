@@ -12,7 +12,7 @@ from penstock.hwprofiles.laws import AttentionLaw
 from penstock.hwprofiles.quantity import Dtype
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, AttentionCall, AttentionKernel, Collective, NormKernel, Profile
 from penstock.planner.model.kernels import FUSED
-from penstock.planner.model.tape import FP32, Call, Tape, Tensor
+from penstock.planner.model.memory_replay import FP32, Call, Tape, Tensor
 from penstock.planner.model.workload import build_workload, log_softmax_bytes, read_model
 from penstock.planner.predict.cost import CostModel
 from penstock.runtime.errors import PenstockError
@@ -121,21 +121,21 @@ def block_of(row: OpRow) -> Block:
         case "matmul":
             return _of(matmuls=(Matmul(d["m"], d["k"], d["n"]),), n_kernels=1)
         case "rms_norm":
-            op_steps.rms_norm(tape, Tensor(tokens * width, BF16, ours=False), width, kernel)
+            op_steps.rms_norm(tape, Tensor(tokens * width, BF16, internal=False), width, kernel)
         case "rope":
-            table = Tensor(tokens * d["head_dim"], BF16, ours=False, differentiable=False)
+            table = Tensor(tokens * d["head_dim"], BF16, internal=False, differentiable=False)
             for heads in (d["heads"], d["kv_heads"]):
-                x = Tensor(tokens * heads * d["head_dim"], BF16, ours=False)
+                x = Tensor(tokens * heads * d["head_dim"], BF16, internal=False)
                 op_steps.rotation(tape, x, table, kernel)
         case "swiglu":
-            gate, up = (Tensor(tokens * d["inner"], BF16, ours=False) for _ in range(2))
+            gate, up = (Tensor(tokens * d["inner"], BF16, internal=False) for _ in range(2))
             act = gate if kernel == "fused" else tape.step([gate], gate.n_elements)
             tape.step([act, up], gate.n_elements, call=Call.FUSED if kernel == "fused" else Call.POINTWISE)
         case "mlp":
-            x = Tensor(tokens * width, BF16, ours=False)
+            x = Tensor(tokens * width, BF16, internal=False)
             op_steps.gated_mlp(tape, x, tokens, width, d["inner"], kernel)
         case "add":
-            tape.step([Tensor(tokens * width, BF16, ours=False) for _ in range(2)], tokens * width, call=Call.FUSED)
+            tape.step([Tensor(tokens * width, BF16, internal=False) for _ in range(2)], tokens * width, call=Call.FUSED)
         case "cross_entropy":
             n_bytes = log_softmax_bytes(tokens, d["vocab"])
             return _of(pointwise_bytes=n_bytes, fused_bytes=n_bytes, n_kernels=2)

@@ -1,7 +1,7 @@
 """Steps of single kernels as transformers' modules make them, eager and fused, for the ledger of ops."""
 
 from penstock.planner.model import fused
-from penstock.planner.model.tape import FP32, Tape, Tensor
+from penstock.planner.model.memory_replay import FP32, Tape, Tensor
 from penstock.runtime.plan import Kernel
 
 

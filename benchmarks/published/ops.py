@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
-from penstock.planner.predict.faster import Group, group_of, sped_up, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
 from penstock.runtime.errors import PenstockError
 
 from .op_costs import predict

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Direction, Profile
-from penstock.planner.predict.computing import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
+from penstock.planner.predict.compute_time import BACKWARD_MATMULS, BACKWARD_POINTWISE, attention_call
 from penstock.planner.predict.cost import region_of
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.region import Demand, Region, Resource

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.workload import build_workload, supported_attention
-from penstock.planner.predict.computing import BACKWARD_MATMULS
+from penstock.planner.predict.compute_time import BACKWARD_MATMULS
 from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.workload import Block, Model

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.workload import read_model
-from penstock.planner.predict.faster import Group, group_of, sped_up, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, sped_up, with_quantities
 from penstock.runtime.errors import PenstockError
 from penstock.runtime.files import read_whole
 from penstock.runtime.units import GiB

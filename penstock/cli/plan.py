@@ -165,10 +165,10 @@ def _needed(model: Model) -> str:
 
 def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
     """What `--json` prints; `job` only where `--tokens` asks for it."""
-    from penstock.planner.predict.rests_on import rests_on
+    from penstock.planner.predict.provenance import provenance_of
     from penstock.planner.show.price import hourly
 
-    answer, hour, (device, others) = found.answer, hourly(found.profile), rests_on(found.plan, found.profile)
+    answer, hour, (device, others) = found.answer, hourly(found.profile), provenance_of(found.plan, found.profile)
     rented, bought = hour.per_million(found.tokens_per_s)
     return {
         "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},

@@ -208,7 +208,7 @@ def machines(as_json: bool) -> None:
     device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
     other numbers, or of `penstock probe -o`.
     """
-    from penstock.planner.predict.rests_on import standard
+    from penstock.planner.predict.provenance import standard
 
     profiles = _profiles()
     if as_json:

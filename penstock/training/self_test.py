@@ -17,7 +17,7 @@ import torch
 
 from penstock.data.data import Report
 from penstock.planner.lower.lower import lower
-from penstock.planner.model import kept
+from penstock.planner.model import trace_cache
 from penstock.planner.model.config import key_of, outlines
 from penstock.planner.model.sizes import window_of
 from penstock.planner.model.workload import build_workload
@@ -51,11 +51,11 @@ def self_test(plan: Plan, report: Report) -> None:
     hides = window is not None and of.seq_len > window
     asked = f"self-test {of.attention} {of.experts} {torch.backends.cpu.get_cpu_capability()}{' windows' * hides}"
     asked += " routers" * bool(of.router_loss)
-    if (known := kept.read(key, asked, _REMEMBERED)) is None:
+    if (known := trace_cache.read(key, asked, _REMEMBERED)) is None:
         report("self-test: a step of a cut-down copy of the model, against transformers' own")
         known = {"note": _tried(key, of, name)}
         if known["note"] is None:  # a failure may be this machine's
-            kept.write(key, asked, known)
+            trace_cache.write(key, asked, known)
         gc.collect()  # machines, which have cycles
         give_back_freed()
     if known["note"] is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.hwprofiles.schema import Profile
-from penstock.planner.lower.arenas import leaving_alike
+from penstock.planner.lower.arenas import offload_groups
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.resident import shares_memory
 from penstock.runtime.plan import LANE_OF, Kind, Lane, Setup
@@ -64,7 +64,7 @@ def subject_of(plan: Setup, works: Works, facets: Facets) -> Subject:
     n_early = {
         Kind.FETCH_ACTIVATION: np.array([early_fetches(group, len(policy.spill_blocks))]),
         Kind.FETCH_SAVED: np.array(
-            [sum(min(policy.saved_slots, group * len(blocks)) for blocks in leaving_alike(policy))], dtype=np.float64
+            [sum(min(policy.saved_slots, group * len(blocks)) for blocks in offload_groups(policy))], dtype=np.float64
         ),
     }
     n_loads = np.array([float(policy.prefetch_depth + least_slots(plan))])

@@ -1,1 +1,1 @@
-"""The compiler: from a policy to ops, slots and waits."""
+"""Compiler: lower a policy to ops, slots and waits."""

@@ -1,8 +1,8 @@
-"""Folding of equal repetitions of ops in a long step.
+"""Loop rolling: fold the equal repetitions in the ops of a long step into one `Repeat`.
 
-Groups of micro-batches follow one another and do the same, but for the first ones, which find other things in the slots, and the
-last, which completes the gradients. So a step of a few groups shows what a step of many does: three repetitions that are equal, in
-slots and in waits, stand for any number of them.
+Groups of micro-batches in gradient accumulation run the same ops, except for the first groups, because slots have other contents,
+and the last group, which completes the gradients. Three consecutive repetitions with equal slots and waits therefore represent any
+number of them. Example: a step of 1,000 groups becomes first group, one repeated section (`times=998`), last group.
 """
 
 from itertools import pairwise
@@ -11,58 +11,58 @@ import numpy as np
 
 from penstock.runtime.plan import Repeat
 
-from .sheet import Outline
+from .op_table import OpTable
 from .waits import NONE, Column, in_order
 
-N_SHOWN = 3  # repetitions: the first may wait for what is before them, the others wait for one another
+N_SHOWN = 3  # repetitions that are compared: the first may wait for earlier ops, the others wait for one another
 
 
-def fold(short: Outline, start: int, n_ops: int, times: int, micro_batches: int) -> Outline | None:
-    """The ops of a step of `times` repetitions, and which of them repeat; None where repetitions are not alike.
+def fold(short: OpTable, start: int, n_ops: int, times: int, micro_batches: int) -> OpTable | None:
+    """Return the ops of a step with `times` repetitions, one of them written out; None if the repetitions differ.
 
-    `short`: a step with three, of `n_ops` ops each from op number `start` on. Each is a group of micro-batches further than the one
-    before.
+    `short` is a step with three repetitions of `n_ops` ops each, starting at op `start`. Micro-batch numbers grow by
+    `micro_batches` from one repetition to the next.
     """
     repeat, end = Repeat(start, start + n_ops, times, micro_batches), start + N_SHOWN * n_ops
-    of_no_one = short.micro_batches == NONE
+    is_shared = short.micro_batches == NONE
     shown = np.stack([short.kinds, short.blocks, short.micro_batches])[:, start:end].reshape(3, N_SHOWN, n_ops)
-    shown[2] -= np.where(of_no_one[start:end].reshape(N_SHOWN, n_ops), 0, micro_batches * np.arange(N_SHOWN)[:, None])
+    shown[2] -= np.where(is_shared[start:end].reshape(N_SHOWN, n_ops), 0, micro_batches * np.arange(N_SHOWN)[:, None])
     ends = short.first(short.operands)[start : end + 1 : n_ops]
     operands = [short.operands[:, i:j] - [[k * n_ops], [0], [0]] for k, (i, j) in enumerate(pairwise(ends))]
     waits = _waits(short.waits, repeat)
-    if waits is None or np.any(shown != shown[:, :1]) or not all(np.array_equal(operands[0], other) for other in operands[1:]):
+    if waits is None or np.any(shown != shown[:, :1]) or not all(np.array_equal(operands[0], x) for x in operands[1:]):
         return None
-    keeps = np.r_[: start + n_ops, end : len(short.kinds)]
-    moved = np.where(of_no_one | (np.arange(len(of_no_one)) < end), 0, (times - N_SHOWN) * micro_batches)
-    kept = short.operands[:, (short.operands[0] < start + n_ops) | (short.operands[0] >= end)]
-    kept[0] -= np.where(kept[0] < end, 0, (N_SHOWN - 1) * n_ops)
-    return Outline(short.kinds[keeps], short.blocks[keeps], (short.micro_batches + moved)[keeps], kept, waits, repeat)
+    rest = np.r_[: start + n_ops, end : len(short.kinds)]
+    moved = np.where(is_shared | (np.arange(len(is_shared)) < end), 0, (times - N_SHOWN) * micro_batches)
+    remaining = short.operands[:, (short.operands[0] < start + n_ops) | (short.operands[0] >= end)]
+    remaining[0] -= np.where(remaining[0] < end, 0, (N_SHOWN - 1) * n_ops)
+    return OpTable(short.kinds[rest], short.blocks[rest], (short.micro_batches + moved)[rest], remaining, waits, repeat)
 
 
 def _waits(waits: Column, repeat: Repeat) -> Column | None:
-    """The waits of a folded step; None where one cannot be said, or repetitions differ in them.
+    """Return the waits of a folded step; None if repetitions differ or a wait cannot be expressed.
 
-    What only the first repetition waits for lies before it, and is done for ever after; what all but the first wait for in the
-    repetition before says in the first one: in the step before.
+    Waits of the first repetition alone refer to earlier ops of the step, which remain done in later repetitions. A wait for the
+    previous repetition (`back=1`) refers, in the first repetition, to the previous step (`distance=1`).
     """
-    (of, of_turn), distance, (op, turn) = _numbered(waits[0], repeat), waits[1], _numbered(waits[3], repeat)
-    is_inside, of_inside = turn != NONE, of_turn != NONE
-    within = is_inside & of_inside & (distance == 0)
-    back = np.where(within, of_turn - turn, 0)
+    (waiting, waiting_turn), distance, (op, turn) = _numbered(waits[0], repeat), waits[1], _numbered(waits[3], repeat)
+    is_inside, waiting_inside = turn != NONE, waiting_turn != NONE
+    within = is_inside & waiting_inside & (distance == 0)
+    back = np.where(within, waiting_turn - turn, 0)
     if np.any(is_inside & ~within & (turn != N_SHOWN - 1)) or np.any((back != 0) & (back != 1)):
         return None
-    found = np.stack([of, distance, back, op])
-    first, second, third = ({*map(tuple, found[:, of_turn == k].T.tolist())} for k in range(N_SHOWN))
-    before = {(of, 1, 0, op) for of, _, back, op in second if back}
+    table = np.stack([waiting, distance, back, op])
+    first, second, third = ({*map(tuple, table[:, waiting_turn == k].T.tolist())} for k in range(N_SHOWN))
+    previous_step = {(waiting, 1, 0, op) for waiting, _, back, op in second if back}
     beyond = {wait for wait in second - first if wait[1] or wait[3] < repeat.start}
     if second != third or beyond:
         return None
-    repeated = np.array([*(first - before | second)], dtype=np.int64).reshape(-1, 4).T
-    return in_order(np.concatenate([found[:, ~of_inside], repeated], axis=1))
+    repeated = np.array([*(first - previous_step | second)], dtype=np.int64).reshape(-1, 4).T
+    return in_order(np.concatenate([table[:, ~waiting_inside], repeated], axis=1))
 
 
 def _numbered(op: Column, repeat: Repeat) -> tuple[Column, Column]:
-    """Ops as the folded step numbers them, and in which repetition they are; NONE: in none."""
+    """Return op numbers in the folded step, and the repetition of each op (NONE outside the section)."""
     turn = np.where(op < repeat.start, NONE, (op - repeat.start) // repeat.n_ops)
     number = op - np.where(turn == NONE, 0, np.minimum(turn, N_SHOWN - 1) * repeat.n_ops)
     return number, np.where(turn >= N_SHOWN, NONE, turn)

@@ -1,1 +1,1 @@
-"""A model as data: bytes, FLOP and saved activations of each block, from config.json."""
+"""Workload of a model: parameters, FLOP, memory traffic and saved tensors of each block, from its configuration."""

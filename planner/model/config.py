@@ -1,7 +1,7 @@
-"""Model configurations, and what is known of a model: its outlines.
+"""Model configurations (config.json) and their layer traces.
 
-Those of shipped models are files; of any other they are recorded from transformers' own modules, which needs torch. Nothing is
-downloaded, and no code that a configuration names (`auto_map`) is executed.
+Traces of shipped models are files; for any other model they are recorded from the modules of transformers, which needs torch.
+Nothing is downloaded, and remote code of a configuration (`auto_map`) is never executed.
 """
 
 import difflib
@@ -21,16 +21,16 @@ from penstock.runtime.plan import LibraryKernel
 from penstock.runtime.plan.packed import DEQUANTISED, Base, published_as
 from penstock.runtime.plan.workload import Model, has_towers
 
-from . import kept
-from .sizes import How, at_size
+from . import trace_cache
+from .sizes import Kernels, at_size
 
 MAX_CONFIG_FILE_BYTES = 16 * 2**20
 MAX_DIMENSION = 2**31 - 1
-MAX_LAYERS = 10_000  # deeper than any model: a plan has several ops per layer
+MAX_LAYERS = 10_000  # beyond any model; limits the ops of a plan
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-_BESIDE = {
+_IGNORED_KEYS = {
     *("transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache", "initializer_range"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "return_dict", "auto_map", "quantization_config"),
 }
@@ -38,16 +38,15 @@ _BESIDE = {
 
 @cache
 def shipped_models() -> list[str]:
-    """Names of the configurations that come with Penstock, sorted."""
+    """Return the sorted names of the configurations shipped with Penstock."""
     return sorted(f.name.removesuffix(".json") for f in _models().iterdir() if f.name.endswith(".json"))
 
 
 def read_model(model: str) -> Model:
-    """The model a user names: a folder with `config.json`, such a file, or a shipped name (a path that exists wins).
+    """Read a model from a folder with `config.json`, a configuration file, or a shipped name (an existing path takes precedence).
 
-    `path` is the folder if it holds weights or a tokenizer, else None. Weights
-    in an old `*.bin` form count as well, so that the runtime can refuse them rather than train from random ones. WorkloadError
-    names the file and the key that is wrong.
+    `Model.path` is the folder if it holds weights or a tokenizer, else None. Old `*.bin` weights count, so that the runtime rejects
+    them instead of training from random weights. Raise WorkloadError with the offending file and key.
     """
     try:
         if model and (path := Path(model)).is_dir():
@@ -69,13 +68,13 @@ def read_model(model: str) -> Model:
             raise WorkloadError(f"{model[:120]!r}: no such folder, and nothing is downloaded here: {get}{shipped}")
         near = difflib.get_close_matches(model.lower(), names, 3, 0.5)
         families = sorted({name.partition("-")[0] for name in names})
-        hint = f"near it: {', '.join(near)}" if near else f"shipped are sizes of {', '.join(families)}"
+        hint = f"similar: {', '.join(near)}" if near else f"shipped families: {', '.join(families)}"
         raise WorkloadError(f"{model[:120]!r}: no such folder, config.json or shipped model; {hint}")
     return shipped_model(model)
 
 
 def shipped_model(name: str) -> Model:
-    """The model of that name that comes with Penstock, whatever lies in the folder at hand."""
+    """Read a shipped model; a folder of the same name in the working directory is ignored."""
     return _checked(Model(_read_config((_models() / f"{name}.json").read_bytes(), name), None, name), name)
 
 
@@ -85,39 +84,38 @@ def _hub_names() -> dict[str, str]:
 
 
 def hub_name(name: str | None) -> str | None:
-    """Under which name Hugging Face has the model that a shipped configuration is of."""
+    """Return the Hugging Face repository of a shipped configuration, or None."""
     return None if name is None else _hub_names().get(name)
 
 
 def published(model: Model) -> Base | None:
-    """What a model's weights are published in; None where that is not read."""
+    """Return the format of a model's published weights, or None if the format is not supported."""
     in_mxfp4 = model.config.get("model_type") == "gpt_oss" and model.name in shipped_models()
     return "mxfp4" if in_mxfp4 else published_as(model.config)
 
 
 def note_on_weights(model: Model, base: Base = "bf16") -> str | None:
-    """What becomes of weights that are published in few bits; None where nothing says so, or frozen weights are to lie as they are
-    published."""
-    form, of = published(model), f"the weights of {model.name or 'this model'} are published"
+    """Return a note on published quantised weights; None if weights are bf16 or `base` keeps the published format."""
+    form, subject = published(model), f"the weights of {model.name or 'this model'} are published"
     if form in ("bf16", base):
         return None
     if base == "bf16" and form in DEQUANTISED:
-        return f"{of} in {form.upper()}; `run` reads them, and saves its own, in bf16"
+        return f"{subject} in {form.upper()}; `run` reads them, and saves its own, in bf16"
     quantised = model.config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    beside = f"plan adapters beside them with --train lora --base {form}, or " if form else ""
+    alternative = f"train adapters on them with --train lora --base {form}, or " if form else ""
     stored = str(form or method or "quantised")[:40]
-    return f"{of} as {stored}, which `run` does not read with --base {base}; {beside}make a bf16 copy first"
+    return f"{subject} as {stored}, which `run` does not read with --base {base}; {alternative}make a bf16 copy first"
 
 
 def download(model: Model) -> str:
-    """How to get the folder of a shipped model, in words that go on from naming it; nothing for any other."""
-    there = hub_name(model.name)
-    return f", once it is there: hf download {there} --local-dir {there.partition('/')[2]}" if there is not None else ""
+    """Return the download command of a shipped model, as the end of a sentence; an empty string for other models."""
+    repo = hub_name(model.name)
+    return "" if repo is None else f", after downloading it: hf download {repo} --local-dir {repo.partition('/')[2]}"
 
 
 def _read_path(file: Path) -> Model:
-    """The model of a configuration file, and its folder where that holds more than the configuration."""
+    """Read a configuration file; `path` is its folder if weights or a tokenizer are next to it."""
     n_bytes, folder = file.stat().st_size, file.parent.resolve()
     if n_bytes > MAX_CONFIG_FILE_BYTES:
         raise WorkloadError(f"{file}: {n_bytes} bytes is larger than any configuration; give the model's config.json")
@@ -128,12 +126,12 @@ def _read_path(file: Path) -> Model:
 
 
 def supported_attention(model: Model) -> tuple[str, ...]:
-    """Attention implementations transformers lets this model run with, the better one first."""
+    """Return the attention implementations of transformers for this model, the preferred one first."""
     return tuple(_about(key_of(model))["attention"])
 
 
 def library_kernels(model: Model) -> tuple[LibraryKernel, ...]:
-    """Kernels of other packages that the model's layers could compute with, sorted."""
+    """Return the kernels of other packages that the model's layers can use, sorted."""
     return tuple(_about(key_of(model)).get("library_kernels", ()))
 
 
@@ -144,47 +142,47 @@ def _about(key: str) -> dict[str, Any]:
 def outlines(
     model: Model, attention: str, n_sequences: int, seq_len: int, kernels: Collection[str] = get_args(LibraryKernel)
 ) -> dict[str, Any]:
-    """The outlines of a model for a micro-batch of that size, with these library kernels where its layers could have them.
-    WorkloadError for a model that cannot be cut into layers."""
+    """Return the layer traces of a model for a micro-batch, or raise WorkloadError. Only applicable `kernels` are used."""
     key = key_of(model)
-    how = How(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
-    found = _at_size(key, how, n_sequences, seq_len)
-    return _recorder().outlines(key, how, n_sequences, seq_len) if found is None else found
+    how = Kernels(attention, tuple(kernel for kernel in library_kernels(model) if kernel in kernels))
+    traces = _at_size(key, how, n_sequences, seq_len)
+    return _recorder().outlines(key, how, n_sequences, seq_len) if traces is None else traces
 
 
 def refuse_another(model: Model, n_layers: int) -> None:
-    """WorkloadError unless the model is one of `n_layers`: what is built from another may have no end."""
-    found = len(outlines(model, supported_attention(model)[0], 1, 16)["layers"])
-    if found != n_layers:
-        raise WorkloadError(f"{model.name or 'the model'} has {found} layers, and the plan {n_layers}; make the plan again")
+    """Raise WorkloadError unless the model has `n_layers` layers, because building another may need unbounded memory."""
+    n_found = len(outlines(model, supported_attention(model)[0], 1, 16)["layers"])
+    if n_found != n_layers:
+        raise WorkloadError(f"{model.name or 'the model'} has {n_found} layers, and the plan {n_layers}; make the plan again")
 
 
 @lru_cache(maxsize=256)
 def _shipped_as(key: str) -> str | None:
-    """The shipped model that computes as one of this configuration (JSON) does, whatever that is called."""
+    """Return the shipped model with the same computation as this configuration (JSON), under any name; else None."""
     essence = essence_of(json.loads(key))
     return next((name for name in shipped_models() if _shipped_essence(name) == essence), None)
 
 
 @lru_cache(maxsize=256)
 def _known(key: str, attention: str) -> dict[str, Any] | None:
-    """What is shipped of a configuration (JSON), or was kept by an earlier process."""
+    """Return shipped or cached traces of a configuration (JSON), or None."""
     name = _shipped_as(key)
-    return kept.read(key, attention) if name is None else _shipped_outlines(name)
+    return trace_cache.read(key, attention) if name is None else _shipped_outlines(name)
 
 
 @lru_cache(maxsize=256)
-def _at_size(key: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
+def _at_size(key: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any] | None:
     known = _known(key, how.attention)
     return None if known is None else at_size(known, how, n_sequences, seq_len)
 
 
 def essence_of(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what says nothing of modules and what they compute; two that are equal mean the same."""
+    """Reduce a configuration to the keys that affect the computation; equal results mean equal models."""
     unused = () if config.get("use_sliding_window", False) else ("use_sliding_window", "max_window_layers", "sliding_window")
-    beside = _BESIDE | {*(unused if "use_sliding_window" in config else ())}
-    of = {key: value for key, value in config.items() if key not in beside and (key, value) != ("rope_scaling", None)}
-    return {k: {n: v for n, v in part.items() if n not in _BESIDE} if isinstance(part, dict) else part for k, part in of.items()}
+    ignored = _IGNORED_KEYS | {*(unused if "use_sliding_window" in config else ())}
+    relevant = {key: value for key, value in config.items() if key not in ignored and (key, value) != ("rope_scaling", None)}
+    sub = {key: part for key, part in relevant.items() if isinstance(part, dict)}
+    return relevant | {key: {k: v for k, v in part.items() if k not in _IGNORED_KEYS} for key, part in sub.items()}
 
 
 @cache
@@ -198,24 +196,24 @@ def _shipped_outlines(name: str) -> dict[str, Any]:
 
 
 def _recorder() -> Any:
-    """Recording, which wakes torch."""
-    from . import traced
+    """Import the trace recorder lazily, because it imports torch."""
+    from . import layer_traces
 
-    return traced
+    return layer_traces
 
 
 def key_of(model: Model) -> str:
-    """A configuration as one string."""
+    """Serialise a configuration to JSON with sorted keys. Raise WorkloadError if its dimensions are absurd."""
     _refuse_endless(model.config, model.name or model.path or "the model's configuration")
     return json.dumps(model.config, sort_keys=True)
 
 
 def _refuse_endless(config: dict[str, Any], where: str) -> None:
-    """WorkloadError for a configuration of a model larger than any."""
+    """Raise WorkloadError for a dimension beyond any real model."""
     for key, value in config.items():
-        most = MAX_LAYERS if key in LAYERS else MAX_DIMENSION
-        if isinstance(value, int) and abs(value) > most:
-            raise WorkloadError(f"{where}: `{key}` is {value}; at most {most}")
+        limit = MAX_LAYERS if key in LAYERS else MAX_DIMENSION
+        if isinstance(value, int) and abs(value) > limit:
+            raise WorkloadError(f"{where}: `{key}` is {value}; at most {limit}")
         if isinstance(value, dict):
             _refuse_endless(value, where)
 
@@ -225,7 +223,7 @@ def _models() -> Traversable:
 
 
 def _checked(model: Model, where: str) -> Model:
-    """The model, if its configuration is one of a causal language model; a wrong one fails under the file's own name."""
+    """Return the model if it is a causal language model; else raise WorkloadError with the file name `where`."""
     if not isinstance(model.config.get("model_type"), str):
         raise WorkloadError(f"{where}: `model_type` is missing; give the config.json of a Hugging Face model")
     named = model.config.get("architectures")
@@ -236,8 +234,8 @@ def _checked(model: Model, where: str) -> Model:
         *(["ForConditionalGeneration"] if has_towers(model.config) else []),
     )
     if named and not (isinstance(named, list) and any(str(n).endswith(heads) for n in named)):
-        said = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
-        raise WorkloadError(f"{where}: {said}")
+        message = f"`architectures` is {str(named)[:60]}, not a causal language model; give a ...ForCausalLM configuration"
+        raise WorkloadError(f"{where}: {message}")
     if model.config.get("use_bidirectional_attention"):
         raise WorkloadError(f"{where}: `use_bidirectional_attention` is set; only causal attention is trained here")
     _refuse_endless(model.config, where)
@@ -245,10 +243,10 @@ def _checked(model: Model, where: str) -> Model:
 
 
 def _read_config(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in a file, with none of the numbers JSON does not have."""
+    """Parse a JSON object strictly: NaN and Infinity are rejected."""
 
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a number JSON has")
+        raise ValueError(f"{constant} is no JSON number")
 
     try:
         config = json.loads(raw.decode("utf-8"), parse_constant=refuse)

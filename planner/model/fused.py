@@ -1,64 +1,63 @@
-"""Steps of fused kernels: what takes the place of a module's own calls."""
+"""Replay steps of fused kernels, which replace the recorded calls of a module."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 from penstock.runtime.plan import AttentionKernel, LibraryKernel
 
-from .tape import FP32, Call, Tape, Tensor
+from .memory_replay import FP32, Call, Tape, Tensor
 
-# Of a fused norm's backward on a CPU, which has NORM_ROWS in fp32 at a time: input, three results in between, two gradients
+# Backward of the fused norm on a CPU holds NORM_ROWS rows in fp32: input, three intermediates, two gradients
 NORM_ROWS, NORM_SCRATCH = 1024, 6 * FP32
-CHUNK = 64  # tokens that fla's delta rule computes at once
-MOST_PROCESSORS = 192  # of one GPU, which profiles do not state: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
+CHUNK = 64  # tokens per chunk of fla's delta rule
+MOST_PROCESSORS = 192  # bound on SMs, which profiles do not state: H100 and H200 have 132, B200 148, GB300 160, RTX 5090 170
 
 
 def norm(tape: Tape, x: Tensor, width: int, trains: bool) -> Tensor:
-    """Root-mean-square norm over rows of `width`: it reads and writes once, and keeps its input and a scale for each row.
+    """RMS norm over rows of `width`: reads and writes once; saves its input and one fp32 scale per row.
 
-    A CPU has no such kernel, and spells the norm out for some rows at a time.
+    A CPU has no such kernel and computes the norm in chunks of rows.
     """
     n, rows = x.n_elements, x.n_elements // width
-    scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # the first: its gradient, in order
+    scratch_bytes = x.n_bytes + NORM_SCRATCH * min(n, NORM_ROWS * width) + FP32 * width  # first: contiguous copy of a gradient
     return tape.step(
-        [x], n, call=Call.NORM, saves=[x], beside=[Tensor(rows, FP32)], n_weights=width, n_trained=width * trains,
+        [x], n, call=Call.NORM, saves=[x], extra_outputs=[Tensor(rows, FP32)], n_weights=width, n_trained=width * trains,
         scratch=scratch_bytes,
     )  # fmt: skip
 
 
 def rotation(tape: Tape, x: Tensor, table: Tensor) -> Tensor:
-    """Rotary embedding of queries or keys, by cosines and sines (each a `table`)."""
+    """Rotary embedding of queries or keys; cosines and sines have the size of `table`."""
     return tape.step([x, table, table], x.n_elements, call=Call.FUSED, scratch=2 * x.n_bytes)
 
 
 def gate(tape: Tape, opening: Tensor, up: Tensor) -> Tensor:
-    """act(opening) * up, act SiLU or GELU: the activation is not kept, and computed again from its operands."""
+    """act(opening) * up, act SiLU or GELU; saves its operands and recomputes the activation in backward."""
     return tape.step([opening, up], up.n_elements, call=Call.FUSED, saves=[opening, up], scratch=2 * up.n_bytes)
 
 
 def attention(tape: Tape, reads: Sequence[Tensor], shape: Sequence[int], kernel: AttentionKernel) -> Tensor:
-    """Scaled dot-product attention of queries, keys and values, and of a bias where there is a mask; `shape`: of the queries,
-    sequences, heads, tokens and width.
+    """Scaled dot-product attention; `reads`: q, k, v and an optional bias (mask), `shape`: (sequences, heads, tokens, width) of q.
 
-    The CUDA kernels sum the gradient of q in fp32 and make those of k and v for every query head before adding them up. Without
-    atomics every processor of a head has a sum of its own (FlashAttention-2: processors / (sequences x heads), rounded up).
+    CUDA kernels accumulate dq in fp32 and compute dk and dv per query head before the reduction over heads. The deterministic
+    kernel uses no atomics and has several dq buffers (FlashAttention-2: SMs / (sequences x heads), rounded up).
     """
     n_sequences, n_heads, seq_len, _ = shape
     n_sums = -(-MOST_PROCESSORS // (n_sequences * n_heads)) if kernel == "deterministic" else 1
     return tape.step(
         reads, prod(shape), call=Call.ATTENTION, saves=reads, saves_out=True, moved=0,
-        beside=[Tensor(n_sequences * n_heads * seq_len, FP32)],
+        extra_outputs=[Tensor(n_sequences * n_heads * seq_len, FP32)],
         scratch=prod(shape) * (n_sums * FP32 + 2 * tape.item_bytes),
     )  # fmt: skip
 
 
-# What other packages' kernels do was read from their sources, not measured: causal-conv1d at 0d2252d, fla at bc3b101. Memory binds
-# them (30 FLOP a byte), so that what each kernel reads and writes, once, is all that they cost.
+# Costs of other packages' kernels follow from their sources (causal-conv1d at 0d2252d, fla at bc3b101), not from measurements. The
+# kernels are memory-bound (30 FLOP a byte), so the bytes that each kernel reads and writes once are its cost.
 Formula = Callable[[Tape, Sequence[Tensor], Sequence[Sequence[int]], int, int], Tensor]
 
 
 def convolution(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[int]], n_weights: int, trained: int) -> Tensor:
-    """Convolution of each channel over its last few tokens, and an activation, as one kernel: it keeps its input."""
+    """Causal depthwise convolution with an activation in one kernel; saves its input."""
     x = reads[0]
     return tape.step(
         [x], x.n_elements, call=Call.FUSED, saves=[x], n_weights=n_weights, n_trained=trained, scratch=FP32 * n_weights
@@ -66,21 +65,21 @@ def convolution(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[i
 
 
 def delta_rule(tape: Tape, reads: Sequence[Tensor], shapes: Sequence[Sequence[int]], n_weights: int, trained: int) -> Tensor:
-    """Gated delta rule, in chunks: it keeps queries and keys as it has normed them with their scales, a copy of values, the sums of
-    decays, and of each chunk the solved triangle; states and what is written to them are made again.
+    """Chunked gated delta rule. Saves normalised queries and keys with their scales, a copy of the values, cumulative decays and
+    the solved triangular matrix of each chunk; states and their updates are recomputed in backward.
 
-    Elements: `qk` of queries as of keys, `k` and `v` of keys and values of all heads of values, `a` of triangles, `h` of states.
+    Element counts: `qk` queries (= keys), `k` and `v` keys and values over all value heads, `a` triangular matrices, `h` states.
     """
     (n, n_tokens, heads, width), (*_, v_heads, v_width) = shapes[0], shapes[2]
     rows, item = n * n_tokens * v_heads, tape.item_bytes
     qk, k, v, a = n * n_tokens * heads * width, rows * width, rows * v_width, rows * CHUNK
     h = n * v_heads * -(-n_tokens // CHUNK) * width * v_width
-    # copies and norms; triangles; what is written; states; output
+    # Copies and norms; triangular matrices; state updates; states; output
     moved = (2 * (2 * qk + v) + 4 * qk) + (k + 2 * a) + (a + 2 * v + 2 * k) + (2 * k + 2 * v + h) + (2 * k + 2 * v + h)
-    kept = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
+    saved = [(qk, item), (qk // width, FP32), (qk, item), (qk // width, FP32), (v, item), (rows, FP32), (a, item)]
     return tape.step(
-        reads, prod(shapes[2]), call=Call.FUSED, saves=[reads[-1]], beside=[Tensor(*each, differentiable=False) for each in kept],
-        moved=moved * item + 2 * rows * FP32, scratch=(5 * k + 4 * v + 2 * h) * item, n_calls=11,
+        reads, prod(shapes[2]), call=Call.FUSED, saves=[reads[-1]], moved=moved * item + 2 * rows * FP32, n_calls=11,
+        extra_outputs=[Tensor(*size, differentiable=False) for size in saved], scratch=(5 * k + 4 * v + 2 * h) * item,
     )  # fmt: skip
 
 

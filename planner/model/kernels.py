@@ -1,4 +1,4 @@
-"""Fastest kernels that a machine supports."""
+"""Kernel selection: the fastest kernels that a machine supports."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,23 +10,23 @@ from penstock.runtime.plan.workload import Model
 from .config import library_kernels
 from .workload import attentions, fusible
 
-CUDNN_HEAD_DIM = 128  # its backward takes heads up to this width, in multiples of eight
-# Fields of Semantics that choose a kernel, with the value that is not `eager`
+CUDNN_HEAD_DIM = 128  # largest head width of cuDNN's backward, in multiples of eight
+# Fields of Semantics that select a kernel, with the alternative to `eager`
 FUSED = {"norm": "fused", "loss": "online", "pointwise": "fused"}
 
 
 def with_kernels(
     model: Model, semantics: Semantics, profile: Profile, kernels: Kernel | None = None, deterministic: bool = False
 ) -> Semantics:
-    """The semantics with every kernel named: `kernels`, or the fastest set.
+    """Return the semantics with every kernel chosen: `kernels`, or by default fused on a GPU and eager on a CPU.
 
-    Fused kernels pay on a GPU; a CPU spells them out. `deterministic`: no kernel adds in the order in which its threads come.
+    `deterministic` excludes kernels with atomic additions.
     """
     kernels = kernels or ("fused" if profile.device.kind == "cuda" else "eager")
     fused = fusible(model) if kernels == "fused" else frozenset()
     fused -= {"loss"} if semantics.objective.takes_eager else set()
     chosen: dict[str, Any] = {part: kernel if part in fused else "eager" for part, kernel in FUSED.items()}
-    # In bf16, as fla's are; the convolution's adds its weight's gradient as its threads come
+    # fla's kernels are for bf16; the convolution accumulates its weight gradient with atomics
     takes_any = kernels == "fused" and profile.device.kind == "cuda" and semantics.compute_dtype == "bf16"
     chosen["library_kernels"] = library_kernels(model) if takes_any and not deterministic else ()
     return replace(semantics, **chosen, attention_kernel=_attention_kernel(model, semantics, profile, kernels, deterministic))
@@ -43,6 +43,6 @@ def _attention_kernel(
 
 
 def _takes(model: Model, seq_len: int) -> bool:
-    """Whether cuDNN attends as the model does: heads that it takes, and no window, whose mask would be as large as its square."""
-    found = attentions(model, seq_len)
-    return all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in found)
+    """True if cuDNN supports the model's head widths and no layer has a sliding window, which would need a dense mask."""
+    layers = attentions(model, seq_len)
+    return all(a.window is None and a.head_dim <= CUDNN_HEAD_DIM and a.head_dim % 8 == 0 for a in layers)

@@ -1,1 +1,1 @@
-"""Costs, the discrete-event simulator, memory, and intervals."""
+"""Cost model, discrete-event simulator, memory footprint and prediction intervals."""

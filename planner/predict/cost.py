@@ -1,7 +1,7 @@
-"""The cost model: what each op asks of a machine.
+"""Cost model: overhead, uncontended seconds and resource usage of each op, from its sizes and a profile.
 
-From sizes and a profile to seconds of work alone (`computing.py`) and the rates at which shared things are drawn meanwhile. Traffic
-of host memory counts reads and writes. On a machine of kind `cpu` the device's memory is the host's, so computing draws on it too.
+Compute time is in `compute_time.py`. Host memory traffic counts reads and writes. On a machine of kind `cpu` device memory is host
+memory, so compute ops use its bandwidth, too.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 from penstock.hwprofiles.schema import Collective, Direction, Profile
 from penstock.planner.lower.arenas import SQUARE_BYTES
-from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.op_table import OpTable
 from penstock.planner.lower.waits import NONE
 from penstock.runtime.plan import Kind, Lane, Op, Plan, Semantics, Setup
 from penstock.runtime.plan.optimizer import Optimizer
@@ -20,18 +20,18 @@ from penstock.runtime.plan.packed import UNPACK_BYTES_PER_ELEMENT, UNPACK_CHUNK_
 from penstock.runtime.plan.region import Demand, Region, Resource, Uses
 from penstock.runtime.plan.workload import ITEM_BYTES, Block, BlockKind, Workload
 
-from .computing import BACKWARD_POINTWISE, FP32_BYTES, Computing
+from .compute_time import BACKWARD_POINTWISE, FP32_BYTES, ComputeTime
 
-JOINED_BYTES = 3 * FP32_BYTES  # per element of a sum that another joins: both are read, one is written
+JOINED_BYTES = 3 * FP32_BYTES  # per element when one fp32 sum is added to another: two reads, one write
 
 
 def costs(plan: Plan, profile: Profile) -> list[Demand]:
-    """What each op of the plan asks for, in plan order."""
+    """Return the demand of each op, in plan order."""
     return CostModel(profile).demands(plan)
 
 
 def region_of(profile: Profile) -> Region:
-    """What the machine has to share. A link direction carries what its best copy size reached."""
+    """Return the capacities of shared resources; for a link direction, the rate of the best copy size."""
     link, host = profile.link, profile.host
     h2d, d2h = (max(point.rate.value for point in curve.bytes_per_s) for curve in (link.h2d, link.d2h))
     shared = ((Resource.H2D, h2d), (Resource.D2H, d2h), (Resource.DUPLEX, link.duplex_bytes_per_s.value))
@@ -39,42 +39,42 @@ def region_of(profile: Profile) -> Region:
 
 
 def update_bytes_per_param(plan: Setup, block: int) -> float:
-    """Host memory traffic of the optimizer per parameter."""
+    """Host memory traffic of the optimizer update, per parameter."""
     return plan.semantics.optimizer.update_bytes(plan.semantics.master_dtype, plan.host_gradient_dtype(block))
 
 
-def update_params_per_s(profile: Profile, of: Semantics) -> float:
-    """Parameters that all cores of the host update per second. Measured was AdamW; what keeps less is as fast beside it as on one
-    core, where all is arithmetic, until the cores move as many bytes a second as they do for AdamW."""
+def update_params_per_s(profile: Profile, semantics: Semantics) -> float:
+    """Parameters that all host cores update per second. Only AdamW is measured. Other optimizers scale it by their single-core
+    (compute-bound) ratio, and are limited by the memory traffic per second that AdamW reaches on all cores."""
     n, measured = profile.host.n_cores, profile.optimizer_params_per_s
-    if not of.is_lean:
+    if not semantics.is_lean:
         return measured(n)
-    usual, own = (
-        Optimizer.ADAMW.update_bytes("fp32", of.gradient_dtype),
-        of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype),
+    usual, actual = (
+        Optimizer.ADAMW.update_bytes("fp32", semantics.gradient_dtype),
+        semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype),
     )
-    return min(n * measured(1) / of.update_ratio, measured(n) * usual / own)
+    return min(n * measured(1) / semantics.update_ratio, measured(n) * usual / actual)
 
 
 def loaded_bytes(plan: Setup, block: int) -> int:
-    """What a load carries over the link: all that the block uses, but for what is trained of it on the device."""
+    """Bytes that a load of the block copies over the link; parameters trained on the device are not copied."""
     return sum(n_bytes for *_, n_bytes in plan.loaded(block))
 
 
-_OfMicroBatch = tuple[bool, int, bool]
+_MicroBatchKey = tuple[bool, int, bool]
 
 
-def _of_micro_batch(plan: Setup, m: int | None) -> _OfMicroBatch:
-    """Whether it begins a sum, how many that then joins, and whether it is the last."""
-    of = plan.semantics
-    return (False, 0, False) if m is None else (of.begins_sum(m), of.n_joined(m), m == of.n_micro_batches - 1)
+def _micro_batch_key(plan: Setup, m: int | None) -> _MicroBatchKey:
+    """Key for equal costs: (begins a sum, sums joined, is the last micro-batch)."""
+    semantics = plan.semantics
+    return (False, 0, False) if m is None else (semantics.begins_sum(m), semantics.n_joined(m), m == semantics.n_micro_batches - 1)
 
 
 @dataclass(slots=True)
-class CostModel(Computing):
-    """A profile, asked for the cost of ops.
+class CostModel(ComputeTime):
+    """Cost of ops on the machine of a profile.
 
-    `clipped`: in the step that is asked for the norm exceeds the limit, so that what was speculated on is done again.
+    `clipped`: the gradient norm exceeds the limit, so that speculative updates are recomputed.
     """
 
     clipped: bool = False
@@ -86,39 +86,39 @@ class CostModel(Computing):
         self.capacity = dict(region_of(self.profile).capacity)
 
     def demands(self, plan: Plan) -> list[Demand]:
-        """What each op of the plan asks for, in plan order."""
-        return self.demands_of(plan, Outline.of(plan))
+        """Return the demand of each op, in plan order."""
+        return self.demands_of(plan, OpTable.from_plan(plan))
 
-    def demands_of(self, plan: Setup, ops: Outline) -> list[Demand]:
-        """The same of ops that are not the plan's, but would be."""
-        blocks, micro_batches = plan.workload.blocks, dict[_OfMicroBatch, int]()  # sorts of them, numbered
+    def demands_of(self, plan: Setup, ops: OpTable) -> list[Demand]:
+        """Return the demands of an op table; equal ops share one `Demand` object."""
+        blocks, micro_batches = plan.workload.blocks, dict[_MicroBatchKey, int]()  # key -> its number
         block = np.empty(len(blocks), np.int64)
-        for b, alike in plan.blocks_alike.items():
-            block[alike] = b
-        there, of_op = np.unique(ops.micro_batches, return_inverse=True)
-        asked = [None if m == NONE else m for m in there.tolist()]
-        micro_batch = [micro_batches.setdefault(_of_micro_batch(plan, m), len(micro_batches)) for m in asked]
-        sorts = (ops.kinds * len(blocks) + block[ops.blocks]) * len(there) + np.array(micro_batch)[of_op]
-        _, first, of_op = np.unique(sorts, return_index=True, return_inverse=True)
+        for b, equal_blocks in plan.blocks_alike.items():
+            block[equal_blocks] = b
+        numbers, op_index = np.unique(ops.micro_batches, return_inverse=True)
+        distinct = [None if m == NONE else m for m in numbers.tolist()]
+        micro_batch = [micro_batches.setdefault(_micro_batch_key(plan, m), len(micro_batches)) for m in distinct]
+        sorts = (ops.kinds * len(blocks) + block[ops.blocks]) * len(numbers) + np.array(micro_batch)[op_index]
+        _, first, op_index = np.unique(sorts, return_index=True, return_inverse=True)
         known = [self.demand(plan, ops.op(i)) for i in first.tolist()]
-        return [known[i] for i in of_op.tolist()]
+        return [known[i] for i in op_index.tolist()]
 
     def demand(self, plan: Setup, op: Op) -> Demand:
-        """What one op asks for. Remembered: plans of one workload differ only in what the key holds."""
+        """Return the demand of one op, cached: for one workload and semantics, the key determines it."""
         known_for = self._known_for
         if known_for is None or known_for[0] is not plan.workload or known_for[1] is not plan.semantics:
             self._known_for = (plan.workload, plan.semantics)
             self._known = {}
-        of_all = plan.reduced, plan.policy.square_on_device
-        key = op.kind, plan.treatments[op.block], _of_micro_batch(plan, op.micro_batch), of_all
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._demand_of(plan, op)
-        return found
+        plan_key = plan.reduced, plan.policy.square_on_device
+        key = op.kind, plan.treatments[op.block], _micro_batch_key(plan, op.micro_batch), plan_key
+        demand = self._known.get(key)
+        if demand is None:
+            demand = self._known[key] = self._demand_of(plan, op)
+        return demand
 
     def _demand_of(self, plan: Setup, op: Op) -> Demand:
         block = plan.blocks_of(op.micro_batch)[op.block]
-        item, of = ITEM_BYTES[plan.semantics.compute_dtype], plan.semantics
+        item, semantics = ITEM_BYTES[plan.semantics.compute_dtype], plan.semantics
         match op.kind:
             case Kind.READ | Kind.LOAD | Kind.DEQUANTISE if plan.stays_loaded(op.block):
                 return self._demand(0.0, 0.0, {})
@@ -133,21 +133,21 @@ class CostModel(Computing):
                 n_bytes, n_kernels = self._unpacked(plan, op.block)
                 return self._compute(self.moving_s(n_bytes, n_kernels, self.profile.device.unpack_bytes_per_s), n_bytes)
             case Kind.GATHER:
-                return self._gathered(of.ranks, plan.gradient_elements(op.block) * item)
+                return self._all_gather(semantics.ranks, plan.gradient_elements(op.block) * item)
             case Kind.EXCHANGE:
                 return self._exchange(plan, op.block)
-            case Kind.CLIP if of.ranks == 1:
+            case Kind.CLIP if semantics.ranks == 1:
                 return self._reduce(sum(map(plan.norm_numbers, range(len(plan.workload.blocks)))) * SQUARE_BYTES)
             case Kind.CLIP:
-                shared_bytes = plan.shared_numbers() * of.ranks * SQUARE_BYTES
-                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._here(of.ranks)))
+                shared_bytes = plan.shared_numbers() * semantics.ranks * SQUARE_BYTES
+                rate = min(self.profile.host.reduce_bytes_per_s.value, self._network_rate(self._local_ranks(semantics.ranks)))
                 return self._demand(self._meeting_s + self._hops_s, shared_bytes / rate, {})
             case Kind.OFFLOAD_SQUARES:
                 return self._copy("d2h", SQUARE_BYTES * len(block.trained))
             case Kind.UPDATE_ON_DEVICE:
                 return self._move(*self._updated_on_device(plan, block))
             case Kind.OFFLOAD_GRADIENT:
-                n_bytes = plan.gradient_elements(op.block) // of.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
+                n_bytes = plan.gradient_elements(op.block) // semantics.ranks * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._copy("d2h", n_bytes, n_copies=2 if plan.squares(op.block) else 1)
             case Kind.OFFLOAD_ACTIVATION | Kind.FETCH_ACTIVATION:
                 return self._copy("d2h" if op.lane is Lane.D2H else "h2d", block.boundary_bytes)
@@ -156,37 +156,37 @@ class CostModel(Computing):
             case Kind.FORWARD | Kind.RECOMPUTE:
                 leaving = op.block in plan.policy.offload_blocks
                 copied_bytes = 2 * plan.recompute(op.block, op.micro_batch).copied_bytes if leaving else 0
-                seconds = self.forward_s(block, of) + copied_bytes / self._memory_bytes_per_s
+                seconds = self.forward_s(block, semantics) + copied_bytes / self._memory_bytes_per_s
                 return self._compute(seconds, block.pointwise_bytes + copied_bytes)
             case Kind.LOSS | Kind.BACKWARD:
-                return self._going_back(plan, op, block)
+                return self._backward(plan, op, block)
             case Kind.ACCUMULATE:
-                # Read what was staged and the sum, write the sum.
-                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], of.n_joined(op.micro_batch or 0)
+                # Read the staged gradient and the sum, write the sum
+                staged, joined = ITEM_BYTES[plan.gradient_dtype(op.block)], semantics.n_joined(op.micro_batch or 0)
                 return self._reduce(block.trained_elements * (staged + 2 * FP32_BYTES + joined * JOINED_BYTES))
             case Kind.SQUARE:
                 n_bytes = block.trained_elements * ITEM_BYTES[plan.gradient_dtype(op.block)]
                 return self._compute(self.square_s(block, n_bytes), n_bytes)
             case Kind.NORM:
-                # A tied weight has two gradients: the embedding's own, and the head's.
+                # A tied weight has two gradients, from embedding and head
                 n_gradients = 2 if op.block == 0 and plan.workload.tied else 1
                 n_elements = plan.part_elements(op.block)
                 return self._reduce(n_gradients * n_elements * ITEM_BYTES[plan.host_gradient_dtype(op.block)])
             case Kind.SETTLE if not self.clipped:
-                return self._demand(0.0, 0.0, {})  # shadow and state change places
+                return self._demand(0.0, 0.0, {})  # swaps shadow and state
             case Kind.UPDATE | Kind.SPECULATE | Kind.SETTLE:
-                rate = update_params_per_s(self.profile, of)
+                rate = update_params_per_s(self.profile, semantics)
                 uses = {Resource.DRAM: self._update_draw(rate * update_bytes_per_param(plan, op.block))}
-                return self._demand(0.0, -(-block.n_trained // of.ranks) / rate, uses | self._all_cores)
+                return self._demand(0.0, -(-block.n_trained // semantics.ranks) / rate, uses | self._all_cores)
             case _:
                 assert_never(op.kind)
 
     def _update_draw(self, counted_bytes_per_s: float) -> float:
-        """Host DRAM that an update draws at full speed: so much that beside endless uploads it slows to the rate measured there.
+        """Host DRAM rate of an update at full speed, calibrated to the slowdown that was measured under concurrent uploads.
 
-        Ops that share a resource slow by one factor, capacity / (update's draw + upload's draw). The draw that makes it the
-        measured fraction is at least the counted bytes, which bounds rest on, and at most the capacity, so that an update alone
-        keeps its rate. An optimizer that moves less than the measured AdamW draws as much less.
+        Ops that share a resource slow by one factor, capacity / (update's draw + upload's draw). The draw that yields the measured
+        fraction is clamped: at least the counted bytes, because lower bounds use them, and at most the capacity, so that an update
+        alone has its measured rate. For an optimizer with less traffic than AdamW the draw scales with its bytes.
         """
         profile, n_cores = self.profile, self.profile.host.n_cores
         fraction, capacity = profile.update_fraction_under_uploads(n_cores), self.capacity[Resource.DRAM]
@@ -194,41 +194,41 @@ class CostModel(Computing):
             return counted_bytes_per_s
         uploads = profile.copy_bytes_per_s("h2d", math.inf) * profile.link.dram_bytes_per_byte
         measured = profile.optimizer_params_per_s(n_cores) * Optimizer.ADAMW.update_bytes("fp32", "bf16")
-        more = (capacity / fraction - uploads) / measured
-        return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * more))
+        ratio = (capacity / fraction - uploads) / measured
+        return max(counted_bytes_per_s, min(capacity, counted_bytes_per_s * ratio))
 
-    def _going_back(self, plan: Setup, op: Op, block: Block) -> Demand:
-        """A backward, or the loss: besides products, the gradient's way to its slot, and what is computed again."""
-        of, summed_bytes = plan.semantics, self._gradient_bytes(plan, op)
+    def _backward(self, plan: Setup, op: Op, block: Block) -> Demand:
+        """Demand of a backward or loss op, including recompute and gradient accumulation."""
+        semantics, summed_bytes = plan.semantics, self._gradient_bytes(plan, op)
         summed_s = summed_bytes / self._memory_bytes_per_s
-        if op.kind is Kind.LOSS:  # norm and softmax, both ways, the weight's gradient, and the sums that it joins
-            n_times = BACKWARD_POINTWISE + (2 if of.objective.has_first_pass else 1)
-            n_bytes = n_times * block.pointwise_bytes + self._tile_sum_bytes(block, of) + summed_bytes
-            return self._compute(self.loss_s(block, of) + summed_s, n_bytes)
-        seconds, n_bytes = self.backward_s(block, of) + summed_s, BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
+        if op.kind is Kind.LOSS:  # forward and backward of norm and softmax, weight gradient, sums
+            n_times = BACKWARD_POINTWISE + (2 if semantics.objective.has_first_pass else 1)
+            n_bytes = n_times * block.pointwise_bytes + self._tile_sum_bytes(block, semantics) + summed_bytes
+            return self._compute(self.loss_s(block, semantics) + summed_s, n_bytes)
+        seconds, n_bytes = self.backward_s(block, semantics) + summed_s, BACKWARD_POINTWISE * block.pointwise_bytes + summed_bytes
         if op.block != 0:
             again = block.recompute(plan.policy.saved(op.block))
-            assert again is not None, "lower refuses what a block cannot save"
-            seconds, n_bytes = seconds + self.recompute_s(block, again, of), n_bytes + again.pointwise_bytes
+            assert again is not None, "lower rejects unsupported tiers"
+            seconds, n_bytes = seconds + self.recompute_s(block, again, semantics), n_bytes + again.pointwise_bytes
         return self._compute(seconds, n_bytes)
 
     def _gradient_bytes(self, plan: Setup, op: Op) -> int:
-        """Device memory traffic of bringing one micro-batch's gradient from autograd to its slot."""
-        m, of, block = op.micro_batch or 0, plan.semantics, plan.workload.blocks[op.block]
+        """Device memory traffic of accumulating one micro-batch's gradient into its slot."""
+        m, semantics, block = op.micro_batch or 0, plan.semantics, plan.workload.blocks[op.block]
         elements = plan.gradient_elements(op.block)
-        item, out = ITEM_BYTES[of.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
-        first, last = of.begins_sum(m), m == of.n_micro_batches - 1
-        dense = item if block.kind is BlockKind.EMBEDDING else 0  # zeros but for the rows in use
+        item, out = ITEM_BYTES[semantics.compute_dtype], ITEM_BYTES[plan.gradient_dtype(op.block)]
+        first, last = semantics.begins_sum(m), m == semantics.n_micro_batches - 1
+        dense = item if block.kind is BlockKind.EMBEDDING else 0  # zero fill of a dense gradient
         if plan.is_apart(op.block):
             return elements * (item + (1 if first else 2) * FP32_BYTES)
-        if not plan.reduced or (of.n_micro_batches == 1 and of.ranks == 1):
+        if not plan.reduced or (semantics.n_micro_batches == 1 and semantics.ranks == 1):
             return elements * (dense + item + out)
-        read_sum, write_out = (0 if first else FP32_BYTES), (out if last and of.ranks == 1 else 0)
+        read_sum, write_out = (0 if first else FP32_BYTES), (out if last and semantics.ranks == 1 else 0)
         write_sum = ITEM_BYTES[plan.sum_dtype(op.block)]
-        return elements * (dense + item + read_sum + write_sum + of.n_joined(m) * JOINED_BYTES + write_out)
+        return elements * (dense + item + read_sum + write_sum + semantics.n_joined(m) * JOINED_BYTES + write_out)
 
     def _unpacked(self, plan: Setup, block: int) -> tuple[int, int]:
-        """Device memory traffic, and kernels, of bringing a block from a slot of packed weights to one of weights."""
+        """Return memory traffic and kernel count of dequantising a block's weights."""
         base, item, n_bytes, n_kernels = plan.semantics.base, ITEM_BYTES[plan.semantics.compute_dtype], 0, 0
         for p in plan.workload.blocks[block].parameters:
             if plan.is_packed(p) and self.profile.device.kind != "cpu":
@@ -242,7 +242,7 @@ class CostModel(Computing):
         return n_bytes, n_kernels
 
     def _move(self, n_bytes: int, n_kernels: int) -> Demand:
-        """Kernels that do little but read and write the device's memory."""
+        """Demand of memory-bound kernels."""
         return self._compute(self.moving_s(n_bytes, n_kernels), n_bytes)
 
     def _compute(self, seconds: float, n_bytes: int) -> Demand:
@@ -250,7 +250,7 @@ class CostModel(Computing):
         return self._demand(0.0, seconds, uses)
 
     def _copy(self, direction: Direction, n_bytes: int, n_copies: int = 1) -> Demand:
-        """A large copy, and their number in all: what goes along is too small to take more than its latency."""
+        """Demand of `n_copies` copies: one large, the others so small that only their latency counts."""
         link = self.profile.link
         curve = link.h2d if direction == "h2d" else link.d2h
         rate = self.profile.copy_bytes_per_s(direction, n_bytes)
@@ -258,43 +258,42 @@ class CostModel(Computing):
         return self._demand(n_copies * curve.latency_s.value, n_bytes / rate, uses)
 
     def _copying(self, rate: float) -> dict[Resource, float]:
-        """What copies at this rate use in either direction."""
+        """Resources of a copy in either direction."""
         link = self.profile.link
         cores = {Resource.CORES: link.host_cores_per_copy.value}
         return {Resource.DUPLEX: rate, Resource.DRAM: rate * link.dram_bytes_per_byte} | cores
 
-    def _gathered(self, ranks: int, n_bytes: int) -> Demand:
-        """Of the bytes each rank gets the others' parts. Where devices meet on the host each copies from the memory of all."""
+    def _all_gather(self, ranks: int, n_bytes: int) -> Demand:
+        """Demand of an all-gather. Without peer access each device copies all shards from host memory."""
         if not self.profile.meets_on_host:
-            return self.together(ranks, n_bytes, "all_gather")
+            return self.collective(ranks, n_bytes, "all_gather")
         copies = self._copy("h2d", n_bytes * (ranks - 1) // ranks, ranks - 1)
         return replace(copies, overhead_s=copies.overhead_s + self._meeting_s)
 
-    def together(self, ranks: int, n_bytes: int, of: Collective) -> Demand:
-        """What a library's collective asks for, an all-gather or a reduce-scatter: of the bytes each rank gets the others'
-        parts, or one part from each of the others, round a ring, which is as fast as its slowest part. Each host passes all of them
-        on once, for all of its devices."""
-        at_least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
-        return self._moved(of, ranks, n_bytes, 1, self._here(ranks), at_least_s=at_least_s)
+    def collective(self, ranks: int, n_bytes: int, kind: Collective) -> Demand:
+        """Demand of an all-gather or reduce-scatter of the library: a ring, as fast as its slowest link. Each rank receives
+        (ranks - 1) / ranks of the bytes; each host forwards them once for all of its devices."""
+        least_s = n_bytes * (ranks - 1) // ranks / self._network_rate(1)
+        return self._moved(kind, ranks, n_bytes, 1, self._local_ranks(ranks), least_s=least_s)
 
     def _exchange(self, plan: Setup, block: int) -> Demand:
-        """Each rank gets its part of a block's gradient from each of the others, those of its host first: what they have added up,
-        in fp32, is exchanged with the other hosts. And some is moved in a device's own memory."""
+        """Demand of a gradient exchange: all-to-all of shards and local sum within a host, then an exchange of the fp32 sums
+        between hosts, and copies within device memory."""
         ranks, n_elements = plan.semantics.ranks, plan.gradient_elements(block)
         sum_bytes = n_elements * ITEM_BYTES[plan.sum_dtype(block)]
-        # Put together what goes to one rank, twice; added up, and written
+        # Gather the shards of a rank (twice), add them, write the result
         moved_bytes = 2 * sum_bytes + n_elements * FP32_BYTES + n_elements // ranks * ITEM_BYTES[plan.gradient_dtype(block)]
         n_times = -(-n_elements // ranks // plan.exchanged_elements())
         if self.profile.meets_on_host:
             return self._exchanged_in_memory(ranks, sum_bytes, moved_bytes, n_times)
-        here, n_hosts = self._here(ranks), self.profile.n_hosts
-        sent = n_elements // here * FP32_BYTES  # by each to the other hosts
-        between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(here) if n_hosts > 1 else 0.0
+        local_ranks, n_hosts = self._local_ranks(ranks), self.profile.n_hosts
+        sent = n_elements // local_ranks * FP32_BYTES  # by each device to other hosts
+        between_s = sent * (n_hosts - 1) / n_hosts / self._network_rate(local_ranks) if n_hosts > 1 else 0.0
         moved_s = (moved_bytes + (sent if n_hosts > 1 else 0)) / self._memory_bytes_per_s
-        return self._moved("alltoall", here, sum_bytes, n_times, here, moved_s + between_s)
+        return self._moved("alltoall", local_ranks, sum_bytes, n_times, local_ranks, moved_s + between_s)
 
     def _exchanged_in_memory(self, ranks: int, sum_bytes: int, moved_bytes: int, n_times: int) -> Demand:
-        """Each device copies all that it has to the host's memory, and from there its part of what the others have, in turn."""
+        """Demand of an exchange through host memory: each device downloads its gradients, then uploads its shard of the others'."""
         link, up_bytes = self.profile.link, sum_bytes * (ranks - 1) // ranks
         down_per_s = self.profile.copy_bytes_per_s("d2h", sum_bytes // n_times)
         up_per_s = self.profile.copy_bytes_per_s("h2d", up_bytes // n_times)
@@ -305,44 +304,44 @@ class CostModel(Computing):
         return self._demand(overhead_s, copying_s, uses | self._copying((sum_bytes + up_bytes) / copying_s))
 
     def _moved(
-        self, of: Collective, ranks: int, n_bytes: int, n_times: int, here: int, overhead_s: float = 0.0, at_least_s: float = 0.0
+        self, kind: Collective, ranks: int, n_bytes: int, n_times: int, n_local: int, overhead_s: float = 0.0, least_s: float = 0.0
     ) -> Demand:
-        """A collective among a number of ranks, `here` of them on each host, in a number of pieces. By way of the host what
-        each gets goes up one link and down another, and through host memory twice."""
+        """Demand of a collective in `n_times` pieces, with `n_local` on each host. Through the host, received bytes cross two
+        links and host memory twice."""
         peers, link = self.profile.peers, self.profile.link
         n_crossing = n_bytes * (ranks - 1) // ranks
         overhead_s += n_times * self._hops_s
-        law = None if peers is None or ranks == 1 else peers.collectives.get(of)
+        law = None if peers is None or ranks == 1 else peers.collectives.get(kind)
         if law is None:
             rate = min(self.profile.copy_bytes_per_s(direction, n_crossing) for direction in ("h2d", "d2h"))
             overhead_s, alone_s = overhead_s + n_times * self._meeting_s, n_crossing / rate
         else:
-            overhead_s += n_times * law.latency_of(here)
-            alone_s = n_times * law.moving_s(here, n_bytes / n_times, ranks)
-        alone_s = max(alone_s, at_least_s)
+            overhead_s += n_times * law.latency_of(n_local)
+            alone_s = n_times * law.moving_s(n_local, n_bytes / n_times, ranks)
+        alone_s = max(alone_s, least_s)
         if (peers is not None and not peers.through_host) or alone_s == 0.0:
             return self._demand(overhead_s, alone_s, {})
-        drawn = 2 * n_crossing / alone_s
-        return self._demand(overhead_s, alone_s, {Resource.DUPLEX: drawn, Resource.DRAM: drawn * link.dram_bytes_per_byte})
+        per_s = 2 * n_crossing / alone_s
+        return self._demand(overhead_s, alone_s, {Resource.DUPLEX: per_s, Resource.DRAM: per_s * link.dram_bytes_per_byte})
 
-    def _network_rate(self, here: int) -> float:
-        """The share of the network of each of a host's devices; of a single host there is no need of one."""
+    def _network_rate(self, local_ranks: int) -> float:
+        """Network rate per device of a host; infinite for a single host."""
         network = self.profile.network
-        return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / here
+        return math.inf if network is None or network.n_hosts == 1 else network.bytes_per_s.value / local_ranks
 
-    def _here(self, ranks: int) -> int:
-        """Ranks of a host."""
+    def _local_ranks(self, ranks: int) -> int:
+        """Ranks per host."""
         return max(1, ranks // self.profile.n_hosts)
 
     @property
     def _hops_s(self) -> float:
-        """Seconds that the first byte takes from host to host, until it has been at all of them."""
+        """Latency of one pass over all hosts."""
         network = self.profile.network
         return 0.0 if network is None else (network.n_hosts - 1) * network.latency_s.value
 
     @property
     def _meeting_s(self) -> float:
-        """Seconds until ranks that have come to an op know it; where these were not measured, a copy's, there and back."""
+        """Latency of a barrier between ranks; if unmeasured, that of a copy in both directions."""
         if (peers := self.profile.peers) is not None:
             return peers.latency_s.value
         return self.profile.link.h2d.latency_s.value + self.profile.link.d2h.latency_s.value
@@ -356,18 +355,19 @@ class CostModel(Computing):
         return {Resource.CORES: float(self.profile.host.n_cores)}
 
     def update_on_device_s(self, plan: Setup, block: Block) -> float:
-        """Seconds in which the device updates a block's state."""
+        """Seconds of a block's optimizer update on the device."""
         return self.moving_s(*self._updated_on_device(plan, block))
 
     def _updated_on_device(self, plan: Setup, block: Block) -> tuple[int, int]:
-        """Traffic of the device's memory, and kernels."""
-        of = plan.semantics
-        return round(block.n_trained * of.optimizer.update_bytes(of.master_dtype, of.gradient_dtype)), len(block.trained)
+        """Return memory traffic and kernel count of an update on the device."""
+        semantics = plan.semantics
+        bytes_per_param = semantics.optimizer.update_bytes(semantics.master_dtype, semantics.gradient_dtype)
+        return round(block.n_trained * bytes_per_param), len(block.trained)
 
     def _demand(self, overhead_s: float, alone_s: float, uses: dict[Resource, float]) -> Demand:
-        """An op that asks for more than there is takes longer. Only of the link's sum it may ask for more: that was measured with
-        both directions busy, and may lie below what one direction reaches alone."""
+        """Build a demand; stretch an op that would exceed a capacity. DUPLEX is exempt: it was measured with both directions busy,
+        and may be below the rate of one direction alone."""
         over = max((per_s / self.capacity[r] for r, per_s in uses.items() if r is not Resource.DUPLEX), default=0.0)
         slower = max(1.0, over)
-        drawn: Uses = tuple((r, per_s / slower) for r, per_s in uses.items() if per_s > 0)
-        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s * slower, drawn)
+        slowed: Uses = tuple((r, per_s / slower) for r, per_s in uses.items() if per_s > 0)
+        return Demand(self.profile.device.op_overhead_s.value + overhead_s, alone_s * slower, slowed)

@@ -1,7 +1,7 @@
-"""The event loop of the simulator, on arrays: each lane performs its ops in plan order, and time jumps from event to event.
+"""Event loop of the simulator on arrays: each lane performs its ops in plan order, and time advances from event to event.
 
-Where ops repeat, repetitions are performed until they repeat in time too; then the clock jumps over those that could only do the
-same again. Functions here are compiled (`runtime/compiled.py`).
+Repeated ops are simulated until their timing is periodic (steady state); then the clock skips all further equal repetitions.
+Functions are compiled with numba (`runtime/compiled.py`).
 """
 
 from typing import Any, NamedTuple
@@ -10,62 +10,62 @@ from penstock.runtime.compiled import compiled_bare
 from penstock.runtime.plan.region import Filling, fill
 from penstock.runtime.plan.timeline import FIRST_KEPT, LAST_KEPT
 
-MAX_CYCLE = 8  # steps, or repetitions, of a rhythm; longer ones are averaged
-TIE_FRACTION = 1e-12  # ends closer than this share of the clock are one event: rounding must not order them
-N_WHERE = 5  # numbers that say where a lane is
+MAX_CYCLE = 8  # longest detected period, in steps or repetitions; longer ones are averaged
+TIE_FRACTION = 1e-12  # ends closer than this fraction of the clock are one event, so that rounding does not order them
+N_WHERE = 5  # integers that describe the position of a lane
 IDLE = -1
 
 
 class Ops(NamedTuple):
-    """The ops of a plan and what they ask for. Arrays by op, by lane (`lane_`), or by wait (`wait_`)."""
+    """Ops of a plan and their demands. Arrays are by op, by lane (`lane_`, `part_`), or by wait (`wait_`)."""
 
-    lane_first: Any  # of each lane its first place in `queue`, and the end
-    queue: Any  # ops, lane by lane
-    part_first: Any  # of each lane the places in its queue that repeat
+    lane_first: Any  # offsets of the lanes in `queue`
+    queue: Any  # op numbers, lane by lane
+    part_first: Any  # start of the repeated section in a lane's queue
     part_end: Any
-    wait_first: Any  # of each op its first wait, and the end
+    wait_first: Any  # offsets of an op's waits
     wait_op: Any
-    wait_times: Any  # three numbers of each wait
-    first_span: Any  # of each op; a repeated one has a span for each repetition that is kept
+    wait_times: Any  # (a, b, c): the op must have been done a * step + b * repetition + c times
+    first_span: Any  # offset of an op's spans; a repeated op has one per recorded repetition
     repeat_first: int
     repeat_end: int
     times: int
-    same_fraction: float  # of a repetition: moments of two are the same when they differ by less
-    most_repetitions: int  # performed before the rhythm of the last is taken for that of all the rest, though it is not the same
-    n_performed: int  # in a step
-    n_spans: int = 0  # in a step; 0: none is kept
-    last_step: int = 0  # a lane without waits must not run ahead for ever
+    same_fraction: float  # tolerance for equal repetitions, relative to their length
+    most_repetitions: int  # simulated before the average of the last ones is extrapolated, though not periodic
+    n_performed: int  # ops performed in a step
+    n_spans: int = 0  # spans recorded in a step; 0: no recording
+    last_step: int = 0  # bound for lanes without waits, which would run ahead for ever
     overhead_s: Any = None
     alone_s: Any = None
-    draws: Any = None  # units per second of each resource at full speed, op by op
-    is_sharing: Any = None  # whether it draws on any
+    draws: Any = None  # (op, resource): units per second at full speed
+    is_sharing: Any = None  # True if the op uses any shared resource
     capacity: Any = None
 
 
 class State(NamedTuple):
-    """Where each lane is, and what has been recorded."""
+    """Mutable state: by lane its position and current op; counters and recorded times."""
 
-    at: Any  # place in the lane's queue
+    position: Any  # position in the lane's queue
     step: Any
-    turn: Any  # repetition, 0 outside of what repeats
-    current: Any  # op being performed
+    turn: Any  # repetition; 0 outside the repeated section
+    current: Any  # op being performed, or IDLE
     is_working: Any  # past its overhead
     start_s: Any
-    end_s: Any  # of the overhead, or of the work at the present speed
+    end_s: Any  # end of the overhead, or of the work at the current speed
     speed: Any
-    now_s: Any  # one number
+    now_s: Any  # scalar
     n_done: Any  # by op
     left_in_step: Any  # by step: ops not yet done
     busy_s: Any  # by step and lane
     step_ends_s: Any
-    n_steps: Any  # one number: steps done
-    is_changed: Any  # one number: which ops share has changed
-    sharing: Any  # the lanes of these
+    n_steps: Any  # scalar: steps done
+    is_changed: Any  # scalar: the set of sharing ops has changed
+    sharing: Any  # lanes of the sharing ops
     filling: Filling
     ended: Any  # step and repetition that has just ended
-    n_turns: Any  # repetitions performed, at a stretch, of the step that is performed
-    is_rough: Any  # some repetitions were skipped that were not quite the same
-    turn_end_s: Any  # of the last repetitions, as many as a rhythm has and one: their end, state and lanes' time
+    n_turns: Any  # consecutive repetitions simulated in the current step
+    is_rough: Any  # repetitions were skipped that were not quite periodic
+    turn_end_s: Any  # ring buffers of the last MAX_CYCLE + 1 repetitions: end, lane positions, work left, busy time
     turn_where: Any
     turn_left_s: Any
     turn_busy_s: Any
@@ -74,61 +74,61 @@ class State(NamedTuple):
 
 
 @compiled_bare
-def run_step(of: Ops, s: State) -> bool:
-    """Advance until one more step is done, and everything that can start at that moment has started. False: it never is, for no op
-    can end, or one needs what the machine has none of."""
+def run_step(ops: Ops, s: State) -> bool:
+    """Advance until one more step is done and all ops that can start at that time have started. Return False on deadlock, or if an
+    op needs a resource of capacity zero."""
     n_steps = s.n_steps[0] + 1
     while s.n_steps[0] < n_steps:
-        _start(of, s)
-        if not _share(of, s) or not _next_event(of, s):
+        _start(ops, s)
+        if not _share(ops, s) or not _next_event(ops, s):
             return False
         if s.ended[0] != IDLE:
-            _start(of, s)
-            if not _share(of, s):
+            _start(ops, s)
+            if not _share(ops, s):
                 return False
-            _end_turn(of, s, s.ended[0], s.ended[1])
+            _end_turn(ops, s, s.ended[0], s.ended[1])
             s.ended[0] = IDLE
-    _start(of, s)
-    return _share(of, s)
+    _start(ops, s)
+    return _share(ops, s)
 
 
 @compiled_bare
-def _start(of: Ops, s: State) -> None:
-    """Begin the next op of every idle lane whose waits are over."""
-    for lane in range(len(s.at)):
-        if s.current[lane] != IDLE or s.step[lane] >= of.last_step:
+def _start(ops: Ops, s: State) -> None:
+    """Start the next op of every idle lane if its waits are satisfied."""
+    for lane in range(len(s.position)):
+        if s.current[lane] != IDLE or s.step[lane] >= ops.last_step:
             continue
-        op, step, turn = of.queue[of.lane_first[lane] + s.at[lane]], s.step[lane], s.turn[lane]
+        op, step, turn = ops.queue[ops.lane_first[lane] + s.position[lane]], s.step[lane], s.turn[lane]
         is_ready = True
-        for i in range(of.wait_first[op], of.wait_first[op + 1]):
-            # How often the op that is waited for must have been performed since the start
-            times = of.wait_times[3 * i] * step + of.wait_times[3 * i + 1] * turn + of.wait_times[3 * i + 2]
-            if s.n_done[of.wait_op[i]] < times:
+        for i in range(ops.wait_first[op], ops.wait_first[op + 1]):
+            # Times that the awaited op must have been done since the start
+            times = ops.wait_times[3 * i] * step + ops.wait_times[3 * i + 1] * turn + ops.wait_times[3 * i + 2]
+            if s.n_done[ops.wait_op[i]] < times:
                 is_ready = False
                 break
         if is_ready:
             s.current[lane], s.start_s[lane], s.speed[lane] = op, s.now_s[0], 1.0
-            s.is_working[lane] = of.overhead_s[op] <= 0
-            s.end_s[lane] = s.now_s[0] + (of.alone_s[op] if s.is_working[lane] else of.overhead_s[op])
-            if s.is_working[lane] and of.is_sharing[op]:
+            s.is_working[lane] = ops.overhead_s[op] <= 0
+            s.end_s[lane] = s.now_s[0] + (ops.alone_s[op] if s.is_working[lane] else ops.overhead_s[op])
+            if s.is_working[lane] and ops.is_sharing[op]:
                 s.is_changed[0] = 1
 
 
 @compiled_bare
-def _share(of: Ops, s: State) -> bool:
-    """Give every op at work its fair speed; an op whose speed changes keeps what it has done. False: one would stand still."""
+def _share(ops: Ops, s: State) -> bool:
+    """Recompute the fair speeds of working ops and rescale their remaining time. Return False if an op would have speed zero."""
     if not s.is_changed[0]:
         return True
     s.is_changed[0] = 0
-    n_resources, n = len(of.capacity), 0
-    for lane in range(len(s.at)):
+    n_resources, n = len(ops.capacity), 0
+    for lane in range(len(s.position)):
         op = s.current[lane]
-        if op != IDLE and s.is_working[lane] and of.is_sharing[op]:
+        if op != IDLE and s.is_working[lane] and ops.is_sharing[op]:
             for r in range(n_resources):
-                s.filling.draws[n * n_resources + r] = of.draws[op * n_resources + r]
+                s.filling.draws[n * n_resources + r] = ops.draws[op * n_resources + r]
             s.sharing[n] = lane
             n += 1
-    fill(n, s.filling, of.capacity)
+    fill(n, s.filling, ops.capacity)
     for i in range(n):
         lane, speed = s.sharing[i], s.filling.speeds[i]
         if speed <= 0:
@@ -140,62 +140,62 @@ def _share(of: Ops, s: State) -> bool:
 
 
 @compiled_bare
-def _next_event(of: Ops, s: State) -> bool:
-    """Jump to the next end of an overhead or of an op. False: there is none."""
+def _next_event(ops: Ops, s: State) -> bool:
+    """Advance the clock to the next end of an overhead or op. Return False if no lane has one."""
     soonest_s, n = 0.0, 0
-    for lane in range(len(s.at)):
+    for lane in range(len(s.position)):
         if s.current[lane] != IDLE and (n == 0 or s.end_s[lane] < soonest_s):
             soonest_s, n = s.end_s[lane], 1
     if n == 0:
         return False
     limit_s = soonest_s * (1 + TIE_FRACTION)
     now_s = soonest_s
-    for lane in range(len(s.at)):
+    for lane in range(len(s.position)):
         if s.current[lane] != IDLE and s.end_s[lane] <= limit_s:
             now_s = max(now_s, s.end_s[lane])
     s.now_s[0] = now_s
-    for lane in range(len(s.at)):
+    for lane in range(len(s.position)):
         op = s.current[lane]
         if op == IDLE or s.end_s[lane] > limit_s:
             continue
-        if not s.is_working[lane] and of.alone_s[op] > 0:
+        if not s.is_working[lane] and ops.alone_s[op] > 0:
             s.is_working[lane] = True
-            s.end_s[lane] = now_s + of.alone_s[op]
+            s.end_s[lane] = now_s + ops.alone_s[op]
         else:
-            _finish(of, s, lane, op)
-        if of.is_sharing[op]:
+            _finish(ops, s, lane, op)
+        if ops.is_sharing[op]:
             s.is_changed[0] = 1
     return True
 
 
 @compiled_bare
-def _finish(of: Ops, s: State, lane: int, op: int) -> None:
-    """The op of a lane is done."""
-    step, turn, repeats = s.step[lane], s.turn[lane], of.repeat_first <= op < of.repeat_end
-    s.busy_s[step * len(s.at) + lane] += s.now_s[0] - s.start_s[lane]
-    if of.n_spans and (not repeats or turn < FIRST_KEPT or turn >= of.times - LAST_KEPT):
-        kept = turn if turn < FIRST_KEPT else turn - max(of.times - FIRST_KEPT - LAST_KEPT, 0)
-        i = step * of.n_spans + of.first_span[op] + (kept if repeats else 0)
+def _finish(ops: Ops, s: State, lane: int, op: int) -> None:
+    """Complete the current op of a lane."""
+    step, turn, repeats = s.step[lane], s.turn[lane], ops.repeat_first <= op < ops.repeat_end
+    s.busy_s[step * len(s.position) + lane] += s.now_s[0] - s.start_s[lane]
+    if ops.n_spans and (not repeats or turn < FIRST_KEPT or turn >= ops.times - LAST_KEPT):
+        recorded = turn if turn < FIRST_KEPT else turn - max(ops.times - FIRST_KEPT - LAST_KEPT, 0)
+        i = step * ops.n_spans + ops.first_span[op] + (recorded if repeats else 0)
         s.span_start_s[i], s.span_end_s[i] = s.start_s[lane], s.now_s[0]
     s.n_done[op] += 1
     s.current[lane], s.is_working[lane] = IDLE, False
-    # To the lane's next op: the next in its queue, the first of the next repetition, or of the next step.
-    s.at[lane] += 1
-    if repeats and s.at[lane] == of.part_end[lane]:
+    # Next op: the next in the queue, the first of the next repetition, or of the next step
+    s.position[lane] += 1
+    if repeats and s.position[lane] == ops.part_end[lane]:
         is_last = True
         s.turn[lane] += 1
-        for other in range(len(s.at)):
-            if of.part_end[other] > of.part_first[other]:
-                is_beyond = s.turn[other] > turn or s.at[other] >= of.part_end[other]
-                is_last = is_last and (s.step[other] > step or (s.step[other] == step and is_beyond))
-        if s.turn[lane] < of.times:
-            s.at[lane] = of.part_first[lane]
+        for other_lane in range(len(s.position)):
+            if ops.part_end[other_lane] > ops.part_first[other_lane]:
+                is_beyond = s.turn[other_lane] > turn or s.position[other_lane] >= ops.part_end[other_lane]
+                is_last = is_last and (s.step[other_lane] > step or (s.step[other_lane] == step and is_beyond))
+        if s.turn[lane] < ops.times:
+            s.position[lane] = ops.part_first[lane]
         else:
             s.turn[lane] = 0
         if is_last:
             s.ended[0], s.ended[1] = step, turn
-    if s.at[lane] == of.lane_first[lane + 1] - of.lane_first[lane]:
-        s.at[lane] = 0
+    if s.position[lane] == ops.lane_first[lane + 1] - ops.lane_first[lane]:
+        s.position[lane] = 0
         s.step[lane] += 1
     s.left_in_step[step] -= 1
     if s.left_in_step[step] == 0:
@@ -204,15 +204,15 @@ def _finish(of: Ops, s: State, lane: int, op: int) -> None:
 
 
 @compiled_bare
-def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
-    """A repetition has ended: if as an earlier one did, so will those that follow, as long as no lane is beyond them."""
-    n_lanes, n_kept = len(s.at), MAX_CYCLE + 1
+def _end_turn(ops: Ops, s: State, step: int, turn: int) -> None:
+    """Record the state at the end of a repetition; if it equals that of an earlier one (steady state), skip the next ones."""
+    n_lanes, n_kept = len(s.position), MAX_CYCLE + 1
     furthest = 0
     if turn == 0:
         s.n_turns[0] = 0
     for lane in range(n_lanes):
-        if of.part_end[lane] > of.part_first[lane]:
-            if s.step[lane] != step or not of.part_first[lane] <= s.at[lane] < of.part_end[lane]:
+        if ops.part_end[lane] > ops.part_first[lane]:
+            if s.step[lane] != step or not ops.part_first[lane] <= s.position[lane] < ops.part_end[lane]:
                 s.n_turns[0] = 0
                 return
             furthest = max(furthest, s.turn[lane])
@@ -221,50 +221,50 @@ def _end_turn(of: Ops, s: State, step: int, turn: int) -> None:
     s.n_turns[0] += 1
     for lane in range(n_lanes):
         first, is_idle = (row * n_lanes + lane) * N_WHERE, s.current[lane] == IDLE
-        repeats = of.part_end[lane] > of.part_first[lane]
+        repeats = ops.part_end[lane] > ops.part_first[lane]
         s.turn_where[first] = s.step[lane] - step
         s.turn_where[first + 1] = s.turn[lane] - turn if repeats else 0
-        s.turn_where[first + 2] = s.at[lane]
+        s.turn_where[first + 2] = s.position[lane]
         s.turn_where[first + 3] = is_idle
         s.turn_where[first + 4] = s.is_working[lane]
         s.turn_left_s[row * n_lanes + lane] = 0.0 if is_idle else (s.end_s[lane] - s.now_s[0]) * s.speed[lane]
         s.turn_busy_s[row * n_lanes + lane] = s.busy_s[step * n_lanes + lane]
-    n_left = of.times - LAST_KEPT - 1 - furthest
+    n_left = ops.times - LAST_KEPT - 1 - furthest
     if turn < FIRST_KEPT or n_left <= 0:
         return
     for n_cycle in range(1, min(MAX_CYCLE, s.n_turns[0] - 1) + 1):
-        before = (turn - n_cycle) % n_kept
-        within_s = of.same_fraction * (s.now_s[0] - s.turn_end_s[before]) / n_cycle
+        earlier = (turn - n_cycle) % n_kept
+        within_s = ops.same_fraction * (s.now_s[0] - s.turn_end_s[earlier]) / n_cycle
         is_same = True
         for i in range(n_lanes):
-            if abs(s.turn_left_s[row * n_lanes + i] - s.turn_left_s[before * n_lanes + i]) > within_s:
+            if abs(s.turn_left_s[row * n_lanes + i] - s.turn_left_s[earlier * n_lanes + i]) > within_s:
                 is_same = False
             for j in range(i * N_WHERE, (i + 1) * N_WHERE):
-                if s.turn_where[row * n_lanes * N_WHERE + j] != s.turn_where[before * n_lanes * N_WHERE + j]:
+                if s.turn_where[row * n_lanes * N_WHERE + j] != s.turn_where[earlier * n_lanes * N_WHERE + j]:
                     is_same = False
         if is_same:
-            _skip(of, s, step, before, n_left // n_cycle, n_cycle)
+            _skip(ops, s, step, earlier, n_left // n_cycle, n_cycle)
             return
-    if s.n_turns[0] >= of.most_repetitions:
+    if s.n_turns[0] >= ops.most_repetitions:
         s.is_rough[0] = 1
-        _skip(of, s, step, (turn - MAX_CYCLE) % n_kept, n_left // MAX_CYCLE, MAX_CYCLE)
+        _skip(ops, s, step, (turn - MAX_CYCLE) % n_kept, n_left // MAX_CYCLE, MAX_CYCLE)
 
 
 @compiled_bare
-def _skip(of: Ops, s: State, step: int, before: int, n_cycles: int, n_cycle: int) -> None:
-    """Jump over a number of cycles, each like that from repetition `before` to now."""
+def _skip(ops: Ops, s: State, step: int, earlier: int, n_cycles: int, n_cycle: int) -> None:
+    """Skip `n_cycles` cycles of `n_cycle` repetitions, each equal to the one from repetition `before` to now."""
     if n_cycles <= 0:
         return
-    n_lanes = len(s.at)
-    skipped, skipped_s = n_cycles * n_cycle, n_cycles * (s.now_s[0] - s.turn_end_s[before])
+    n_lanes = len(s.position)
+    skipped, skipped_s = n_cycles * n_cycle, n_cycles * (s.now_s[0] - s.turn_end_s[earlier])
     s.now_s[0] += skipped_s
     for lane in range(n_lanes):
         s.start_s[lane] += skipped_s
         s.end_s[lane] += skipped_s
-        s.busy_s[step * n_lanes + lane] += n_cycles * (s.busy_s[step * n_lanes + lane] - s.turn_busy_s[before * n_lanes + lane])
-        if of.part_end[lane] > of.part_first[lane]:
+        s.busy_s[step * n_lanes + lane] += n_cycles * (s.busy_s[step * n_lanes + lane] - s.turn_busy_s[earlier * n_lanes + lane])
+        if ops.part_end[lane] > ops.part_first[lane]:
             s.turn[lane] += skipped
-    for op in range(of.repeat_first, of.repeat_end):
+    for op in range(ops.repeat_first, ops.repeat_end):
         s.n_done[op] += skipped
-    s.left_in_step[step] -= skipped * (of.repeat_end - of.repeat_first)
+    s.left_in_step[step] -= skipped * (ops.repeat_end - ops.repeat_first)
     s.n_turns[0] = 0

@@ -1,4 +1,4 @@
-"""Forward pass that writes log-probabilities: its time over the arenas of a training plan, and a bound on that."""
+"""Predicted time of a forward-only pass (log-probabilities) in the arenas of a training plan, and its lower bound."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ from .simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """As many sequences as the plan's slots for activations have room for at a time."""
+    """Prediction for the largest number of sequences that fit the plan's activation slots."""
 
     n_sequences: int
     seconds: float
-    bound_s: float  # of any schedule, by these costs: the device computes all, and each block that is not there is copied once
+    bound_s: float  # lower bound of any schedule: maximum of total compute and one upload of each non-resident block
 
 
 def forward_pass(plan: Plan, cost: CostModel, region: Region) -> ForwardPass:
-    """That of a plan."""
+    """Simulate the forward pass with the largest group of micro-batches."""
     forward = forward_plan(plan, most_micro_batches(plan))
     demands = cost.demands(forward)
     computed_s = sum(demand.alone_s for op, demand in zip(forward.ops, demands, strict=True) if op.kind is Kind.FORWARD)
     copied_s = {op.block: demand.alone_s for op, demand in zip(forward.ops, demands, strict=True) if op.kind is Kind.LOAD}
-    # One that is resident comes with the pass that begins a run of them
+    # Resident blocks are uploaded in the first pass of a run
     streamed_s = sum(s for block, s in copied_s.items() if block not in plan.policy.resident_blocks)
     seconds = simulate(forward, demands, region).step_s
     return ForwardPass(forward.semantics.batch_size, seconds, max(computed_s, streamed_s))

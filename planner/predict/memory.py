@@ -1,4 +1,4 @@
-"""The memory that a policy needs, and what the machine has."""
+"""Memory footprint of a policy: peak bytes on device and host, and the capacities of the machine."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from penstock.runtime.units import show_bytes
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes at the peak, by what they are for, and what the machine has."""
+    """Peak bytes by purpose, and capacities."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -41,22 +41,22 @@ class Footprint:
 
 
 def frame(model: Model, workload: Workload, semantics: Semantics, policy: Policy) -> Setup:
-    """What a plan would be about, in microseconds: all that memory and bounds need to know."""
+    """Build a plan without ops in microseconds; sufficient for memory footprints and bounds."""
     setup = Setup(semantics, policy, model, workload, ())
     return replace(setup, arenas=tuple(arenas_of(setup)))
 
 
 def footprint(plan: Setup, profile: Profile) -> Footprint:
-    """The peaks of a plan: arenas, what autograd keeps, the block being computed, and what the process needs besides."""
-    of = profile.device
-    device = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
-    device |= {"context": round(of.context_bytes.value)}
+    """Compute peak bytes: arenas, saved tensors, temporaries of the current block, and the process itself."""
+    hardware = profile.device
+    device = device_needs(plan, hardware.kind == "cuda", hardware.workspace_bytes.value if hardware.workspace_bytes else None)
+    device |= {"context": round(hardware.context_bytes.value)}
     host = host_needs(plan, max(1, plan.semantics.ranks // profile.n_hosts)) | {"runtime": round(profile.host.runtime_bytes.value)}
     return Footprint(device, host, int(profile.device.memory_bytes.value), int(profile.host.memory_bytes.value))
 
 
 def short_of(needs: Footprint) -> str:
-    """`host memory is 141 GB short (needs 1.64 TB, has 1.5 TB)`, for each memory that is too small."""
+    """Format a shortage, e.g. `host memory is 141 GB short (needs 1.64 TB, has 1.5 TB)`, for each memory that is too small."""
     places = (
         ("device", needs.device_peak_bytes, needs.device_memory_bytes, needs.short_device_bytes),
         ("host", needs.host_peak_bytes, needs.host_memory_bytes, needs.short_host_bytes),

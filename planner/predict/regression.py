@@ -1,9 +1,8 @@
-"""Robust regression: the fewest factors that explain measured times.
+"""Sparse robust regression: the fewest speed factors that explain measured times.
 
-Least squares over logarithms (Gauss-Newton), with the prior belief in each factor as one more observation, and Cauchy's loss for
-outliers: an op that the cost model gets wrong in a way of its own moves little. In every round the model is taken to be as steep as
-it is near the factors found so far, and factors are taken in one by one, the one that explains most first, until no other explains
-enough: many sets of factors give nearly the same times, and the fewest causes are the likeliest.
+Gauss-Newton on log times, with a Gaussian prior on each log factor and Cauchy loss, so that one badly modelled op has little
+influence. In every round the model is linearised at the current factors, and forward selection adds the factor with the largest
+gain until the gain is too small: many sets of factors yield nearly the same times, and the smallest set is the most likely.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +10,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-BELIEF = 0.5  # standard deviation of a factor's logarithm before anything was seen: two of three within 1.65 times as fast or slow
-TRUSTED = 0.02  # relative difference of rows of one cause: a cost model is no nearer
-LEAST_SCALE = 0.005  # however well the rows agree in the end
-LEAST_GAIN = 4.0  # of the sum of squares, in these units: two standard deviations
-LOSS_WIDTH = 2.385  # in such units: a row beyond it is an outlier; at this width 95 % of what normal rows tell is used
-MEDIAN_TO_DEVIATION = 1.4826  # of a normal distribution
-PROBES = (0.4, 0.4, 0.1, 0.1, 0.05)  # steps of a logarithm for finite differences, one a round: wide at first, then narrower
-LARGEST_MOVE = 0.7  # of a logarithm in one round: twice as fast
-N_REWEIGHTED = 12  # solutions of a robust problem, each with outliers weighed by the one before
+BELIEF = 0.5  # prior standard deviation of a log factor: two of three are within a factor of 1.65
+TRUSTED = 0.02  # initial scale of the residuals: relative error of a good cost model
+LEAST_SCALE = 0.005  # lower limit of the residual scale
+LEAST_GAIN = 4.0  # smallest decrease of the objective for a factor: two standard deviations, squared
+LOSS_WIDTH = 2.385  # Cauchy width in units of the scale: 95 % efficiency on normal residuals
+MEDIAN_TO_DEVIATION = 1.4826  # ratio of standard deviation to median absolute deviation, for a normal distribution
+PROBES = (0.4, 0.4, 0.1, 0.1, 0.05)  # finite-difference steps of a log factor, one per round
+LARGEST_MOVE = 0.7  # largest change of a log factor per round: a factor of two
+N_REWEIGHTED = 12  # iterations of reweighted least squares
 
 Floats = NDArray[np.float64]
 
@@ -27,51 +26,51 @@ Floats = NDArray[np.float64]
 def fit_factors(
     measured: Floats, weights: Floats, kinds: NDArray[np.str_], n_factors: int, model: Callable[[list[float]], Floats]
 ) -> tuple[Floats, Floats]:
-    """Logarithms of the fewest and likeliest factors, zero for those that are not needed, and the standard deviation of each.
+    """Fit a sparse vector of log factors; return it and the standard deviation of each factor.
 
-    A row is the logarithm of a measured time, the number of independent observations that it counts for, and its kind. `model`
-    gives the logarithm of each row for logarithms of the factors.
+    A row is a measured log time, its weight (number of independent observations) and its kind. `model` maps log factors to
+    predicted log times.
     """
 
-    def left(logs: Floats) -> Floats:
+    def residuals(logs: Floats) -> Floats:
         return measured - np.asarray(model([*logs]))
 
     widths, logs = np.full(len(measured), TRUSTED), np.zeros(n_factors)
     for probe in PROBES:
-        near = _Near(weights, widths, left, logs, probe)
+        near = _Linearisation(weights, widths, residuals, logs, probe)
         logs = logs + np.clip(near.fewest() - logs, -LARGEST_MOVE, LARGEST_MOVE)
-        # A later factor may have made an earlier one superfluous.
+        # Backward elimination: a later factor may have made an earlier one superfluous
         for k in sorted(np.flatnonzero(logs), key=np.abs(logs).__getitem__):
-            without = np.where(np.arange(n_factors) == k, 0.0, logs)
-            if near.unexplained(left(without), without) - near.unexplained(left(logs), logs) < LEAST_GAIN:
-                logs = without
-    sizes = np.abs(left(logs))
-    for kind in np.unique(kinds):  # how far its rows are to be trusted: by the median of what is left, which outliers do not move
-        of = np.flatnonzero(kinds == kind)
-        of = of[np.argsort(sizes[of], kind="stable")]
-        passed = np.cumsum(weights[of])
-        widths[of] = max(LEAST_SCALE, MEDIAN_TO_DEVIATION * sizes[of[np.searchsorted(passed, passed[-1] / 2)]])
-    near = _Near(weights, widths, left, logs, PROBES[-1])
+            reduced = np.where(np.arange(n_factors) == k, 0.0, logs)
+            if near.unexplained(residuals(reduced), reduced) - near.unexplained(residuals(logs), logs) < LEAST_GAIN:
+                logs = reduced
+    sizes = np.abs(residuals(logs))
+    for kind in np.unique(kinds):  # residual scale per kind: weighted median, robust to outliers
+        rows = np.flatnonzero(kinds == kind)
+        rows = rows[np.argsort(sizes[rows], kind="stable")]
+        passed = np.cumsum(weights[rows])
+        widths[rows] = max(LEAST_SCALE, MEDIAN_TO_DEVIATION * sizes[rows[np.searchsorted(passed, passed[-1] / 2)]])
+    near = _Linearisation(weights, widths, residuals, logs, PROBES[-1])
     _, logs = near.solved(np.flatnonzero(logs).tolist())
-    # Of all factors, chosen or not: one that might be the cause as well makes the others less sure.
+    # Include unselected factors, because an alternative cause increases the uncertainty of the selected ones
     return logs, np.sqrt(np.diag(np.linalg.inv(near.normal(logs)[0])))
 
 
-class _Near:
-    """The rows, and the model as steep as it is near some logarithms: central differences of each row for a factor, at most
-    proportional, for ops of several lanes that meet otherwise make a step, which is no slope."""
+class _Linearisation:
+    """Linearisation of the model at some log factors, by central differences. Slopes are clipped to [-1, 1], because a change of
+    the contending ops causes a jump."""
 
-    def __init__(self, weights: Floats, widths: Floats, left: Callable[[Floats], Floats], logs: Floats, probe: float) -> None:
-        falls = [left(logs - move) - left(logs + move) for move in probe * np.eye(len(logs))]
+    def __init__(self, weights: Floats, widths: Floats, residuals: Callable[[Floats], Floats], logs: Floats, probe: float) -> None:
+        falls = [residuals(logs - move) - residuals(logs + move) for move in probe * np.eye(len(logs))]
         self.slopes: Floats = np.clip(np.stack(falls, axis=1) / (2 * probe), -1.0, 1.0)
-        self.wanted: Floats = left(logs) + self.slopes @ logs
+        self.wanted: Floats = residuals(logs) + self.slopes @ logs
         self.weights, self.widths = weights * LOSS_WIDTH**2, widths * LOSS_WIDTH
 
     def fewest(self) -> Floats:
-        """The logarithms of as few factors as explain enough."""
+        """Forward selection of factors; return their log factors."""
         chosen, (least, logs) = list[int](), self.solved([])
-        while others := [k for k in range(len(logs)) if k not in chosen]:
-            tried, k = min((self.solved([*chosen, k])[0], k) for k in others)
+        while candidates := [k for k in range(len(logs)) if k not in chosen]:
+            tried, k = min((self.solved([*chosen, k])[0], k) for k in candidates)
             if least - tried < LEAST_GAIN:
                 break
             chosen.append(k)
@@ -79,7 +78,7 @@ class _Near:
         return logs
 
     def solved(self, chosen: Sequence[int]) -> tuple[float, Floats]:
-        """What the likeliest logarithms of the chosen factors leave unexplained, and these: by reweighted least squares."""
+        """Fit the chosen factors by iteratively reweighted least squares; return the objective and the log factors."""
         logs = np.zeros(self.slopes.shape[1])
         for _ in range(N_REWEIGHTED if chosen else 0):
             normal, trust = self.normal(logs)
@@ -87,11 +86,10 @@ class _Near:
         return self.unexplained(self.wanted - self.slopes @ logs, logs), logs
 
     def normal(self, logs: Floats) -> tuple[Floats, Floats]:
-        """The matrix of the normal equations, with the prior belief as a row for each factor; and the weights of the rows, of which
-        outliers have small ones."""
+        """Return the normal matrix, including the prior, and the row weights, which are small for outliers."""
         trust = self.weights / (self.widths**2 + (self.wanted - self.slopes @ logs) ** 2)
         return self.slopes.T @ (trust[:, None] * self.slopes) + np.eye(len(logs)) / BELIEF**2, trust
 
-    def unexplained(self, left: Floats, logs: Floats) -> float:
-        """The objective: the robust loss of the residuals, and how unlikely the factors are."""
-        return float((self.weights * np.log1p((left / self.widths) ** 2)).sum() + ((logs / BELIEF) ** 2).sum())
+    def unexplained(self, residuals: Floats, logs: Floats) -> float:
+        """Objective: Cauchy loss of the residuals plus the prior's penalty."""
+        return float((self.weights * np.log1p((residuals / self.widths) ** 2)).sum() + ((logs / BELIEF) ** 2).sum())

@@ -1,8 +1,8 @@
-"""The interval of a prediction, P10 to P90.
+"""Prediction interval of the step time, P10 to P90, by stratified Monte Carlo over machines.
 
-Each draw is a machine as the profile's spreads allow it: what one measurement settles moves together, every quantity by its
-own spread; products and attention outside of what was measured, by `off_by` besides. The plan is simulated on each. Draws
-are stratified (every group takes each of its levels once, in an order that the seed shuffles): a few dozen give steady percentiles.
+A sampled machine scales each quantity by its spread, with one deviation per group; extrapolated products and attention deviate by
+`off_by` in addition. The plan is simulated on each machine. Sampling is stratified (Latin hypercube: each group takes each level
+once, in an order shuffled by the seed), so that a few dozen samples yield stable percentiles.
 """
 
 import math
@@ -15,24 +15,24 @@ import numpy as np
 from penstock.hwprofiles.curves import along, interpolated, rows_of
 from penstock.hwprofiles.laws import ProductLaw
 from penstock.hwprofiles.schema import Profile
-from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.op_table import OpTable
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import Dtype
 
 from .cost import CostModel, region_of
-from .faster import Group, group_of, scaled
+from .scaled_profile import Group, group_of, scaled
 from .simulate import Simulator
 
 MOST_DRAWS, LEAST_DRAWS = 32, 8
-DRAWN_OPS = 40_000  # ops of all draws of one interval: about a second and a half on one core
-MAX_STEPS = 8  # of a draw: most plans repeat after two
-DERIVED = 2  # times the spread of the host's rate, by an optimizer that keeps less: AdamW's is measured, its ratio to that is not
-P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # a spread covers 80 %, which is this many standard deviations to each side
+DRAWN_OPS = 40_000  # simulated ops per interval over all samples: about 1.5 s on one core
+MAX_STEPS = 8  # simulated steps per sample; most plans are periodic after two
+DERIVED = 2  # factor on the spread of the optimizer's rate for low-bit optimizers, which are scaled from measured AdamW
+P10_P90_DEVIATIONS = NormalDist().inv_cdf(0.9)  # standard deviations from the median to P90: a spread covers 80 %
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Step times that one machine in ten beats, every other one, and nine in ten, if the profile is off as its spreads say."""
+    """Percentiles of the step time over machines within the profile's spreads."""
 
     p10_step_s: float
     p50_step_s: float
@@ -42,42 +42,44 @@ class Interval:
 
 
 def interval(plan: Plan, profile: Profile, n_draws: int | None = None, seed: int = 0) -> Interval:
-    """P10, P50 and P90 of the plan's step over machines drawn from the profile's spreads; None: as many as are affordable."""
-    ops = Outline.of(plan)
+    """Return P10, P50 and P90 of the step time over `n_draws` sampled machines (None: 8 to 32, fewer for large plans)."""
+    ops = OpTable.from_plan(plan)
     if n_draws is None:
-        n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, ops.n_simulated)))  # fewer for plans of many ops
+        n_draws = max(LEAST_DRAWS, min(MOST_DRAWS, DRAWN_OPS // max(1, ops.n_simulated)))  # fewer for large plans
     assert n_draws > 0, "an interval needs a draw"
     nearest = CostModel(profile)
     nearest.demands_of(plan, ops)
     dtype = plan.semantics.compute_dtype
-    off = {name: of if isinstance(of, float) else off_by(profile, dtype, of) for name, of in nearest.outside.items()}
+    off = {name: x if isinstance(x, float) else off_by(profile, dtype, x) for name, x in nearest.outside.items()}
     simulator, steps_s = Simulator(ops), list[float]()
     wider = {Group.OPTIMIZER: DERIVED} if plan.semantics.is_lean else {}
     spreads = [
-        (place, 1 + of.spread_fraction * wider.get(group, 1), group)
-        for place, of in profile.quantities()
+        (place, 1 + quantity.spread_fraction * wider.get(group, 1), group)
+        for place, quantity in profile.quantities()
         if (group := group_of(place)) is not None
     ]
-    # Standard normal deviations, one per group (None: of what lies outside) and draw: the middles of equally likely strata
+    # Standard normal deviations by group (None: extrapolations) and sample: midpoints of equally likely strata
     rng, levels = random.Random(seed), [NormalDist().inv_cdf((i + 0.5) / n_draws) for i in range(n_draws)]
-    groups = sorted((*Group, None), key=lambda group: group is Group.DISK)  # the newest last: all others are drawn as before
+    groups = sorted((*Group, None), key=lambda group: group is Group.DISK)  # newest last: the other samples do not change
     of_groups = {group: rng.sample(levels, n_draws) for group in groups}
     for i in range(n_draws):
         deviations = {group: of_draws[i] for group, of_draws in of_groups.items()}
-        # A quantity is as likely better by a factor as worse by it.
-        drawn = scaled(profile, {place: f ** (deviations[group] / P10_P90_DEVIATIONS) for place, f, group in spreads})
+        # Log-normal: a factor and its inverse are equally likely
+        machine = scaled(profile, {place: f ** (deviations[group] / P10_P90_DEVIATIONS) for place, f, group in spreads})
         longer = {name: factor ** (deviations[None] / P10_P90_DEVIATIONS) for name, factor in off.items()}
-        demands = CostModel(drawn, longer_outside=longer).demands_of(plan, ops)
-        steps_s.append(simulator.run(demands, region_of(drawn), MAX_STEPS).step_s)
-    # Each draw stands for the middle of its stratum.
+        demands = CostModel(machine, longer_outside=longer).demands_of(plan, ops)
+        steps_s.append(simulator.run(demands, region_of(machine), MAX_STEPS).step_s)
+    # A sample is the midpoint of its stratum
     p10_step_s, p50_step_s, p90_step_s = np.quantile(steps_s, (0.1, 0.5, 0.9), method="hazen").tolist()
     return Interval(p10_step_s, p50_step_s, p90_step_s, n_draws, seed)
 
 
 def off_by(profile: Profile, dtype: Dtype, outside: tuple[float, float] | None) -> float:
-    """The largest factor by which nearest points of products are off: at an edge of the grid, if the grid ended before it, or of a
-    law, between an end of what it was fitted to and half or twice that. `outside`: m and width of the product asked for, which
-    looks at the edges that it is beyond, where it is nearest. None, or beyond none (in a gap of the grid): all of all edges."""
+    """Estimate the largest factor by which extrapolated rates of products are off, by leave-one-out at the edges.
+
+    For a grid, predict each edge without it and compare; for a law, compare the rates at an end of its fitted range and at half or
+    twice that size. `outside` is (m, width) of the product: only the edges that it exceeds count, at the nearest point. None, or a
+    gap within the grid: all points of all edges."""
     products, off = profile.device.matmul[dtype], [0.0]
     if isinstance(products, ProductLaw):
         ms, widths = ({low, 2 * low, high // 2, high} for low, high in (products.m, products.width))

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.planner.bounds.bounds import SLACK, places_to_stay
 from penstock.planner.bounds.integer import Program
 from penstock.planner.bounds.work import early_fetches, least_slots
-from penstock.planner.lower.arenas import N_READ_SLOTS, leaving_bytes
+from penstock.planner.lower.arenas import N_READ_SLOTS, gradient_slot_bytes
 from penstock.runtime.plan import Policy, Update
 from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.policy import LEAVE
@@ -274,7 +274,7 @@ class Choices:
                 leaves = p.variable(0, 1)
                 stay = {self.staying[i].count: -1.0} if i in self.staying else {}
                 p.at_most({leaves: -float(len(blocks)), **stay}, -float(len(blocks)))
-                yield leaves, float(n_slots * leaving_bytes(self.plan, blocks[0]))
+                yield leaves, float(n_slots * gradient_slot_bytes(self.plan, blocks[0]))
 
     def fill(self, x: list[float]) -> Fill:
         """What a solution chooses."""

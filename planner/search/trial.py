@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from penstock.hwprofiles.schema import Profile
-from penstock.planner.lower.lower import lower, outline, plan_ops
-from penstock.planner.lower.sheet import Outline
+from penstock.planner.lower.lower import lower, lower_ops, plan_ops
+from penstock.planner.lower.op_table import OpTable
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import short_of
 from penstock.planner.predict.simulate import Prediction, Simulator
@@ -69,13 +69,13 @@ class Trial:
 
     def adopt(self, plan: Plan) -> None:
         """Take a plan as the one of its policy."""
-        self._laid_out[_ordered(plan.policy)] = Simulator(Outline.of(plan))
+        self._laid_out[_ordered(plan.policy)] = Simulator(OpTable.from_plan(plan))
 
     def _simulated(self, policy: Policy, cost: CostModel) -> Prediction:
         """Policies that differ in what layers save on the device have the same ops."""
         key = _ordered(policy)
         if key not in self._laid_out:
-            ops = outline(self.frames.of(policy))
+            ops = lower_ops(self.frames.of(policy))
             while len(self._laid_out) > MOST_KEPT_OPS // len(ops.kinds):
                 del self._laid_out[next(iter(self._laid_out))]
             self._laid_out[key] = Simulator(ops)

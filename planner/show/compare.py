@@ -8,7 +8,7 @@ from typing import Any
 from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.model.kernels import with_kernels
-from penstock.planner.predict.rests_on import rests_on
+from penstock.planner.predict.provenance import provenance_of
 from penstock.planner.search.claim import Certificate, Predicted
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.remedy import Request, TooLongError
@@ -30,7 +30,7 @@ class Speed:
     proof: Certificate
     micro_batch: int
     resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
-    rests_on: dict[str, Any]  # of the device's seconds, as `RestsOn` has it
+    rests_on: dict[str, Any]  # of the device's seconds, as `Provenance` has it
 
     def to_json(self) -> dict[str, Any]:
         predicted = {name: value for name, value in asdict(self.predicted).items() if name not in ("model_flop_per_s", "busy_s")}
@@ -167,6 +167,6 @@ def candidate(
         return Candidate(profile.name, hour, None, Refusal("does not fit", reason, error.smallest_change, fields), least_bytes)
     predicted, resident = answer.claim.prediction, answer.resident
     predicted = replace(predicted, host_peak_bytes=predicted.host_peak_bytes * n_here)
-    provenance, resident_s = rests_on(answer.plan, profile)[0].to_json(), None if resident is None else resident.step_s
+    provenance, resident_s = provenance_of(answer.plan, profile)[0].to_json(), None if resident is None else resident.step_s
     speed = Speed(predicted, answer.certificate, answer.plan.semantics.micro_batch, resident_s, provenance)
     return Candidate(profile.name, hour, speed, None, least_bytes)

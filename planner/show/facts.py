@@ -9,8 +9,8 @@ from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.forward_pass import ForwardPass, forward_pass
 from penstock.planner.predict.memory import footprint
+from penstock.planner.predict.provenance import Provenance, provenance_of
 from penstock.planner.predict.resident import resident_in_parts
-from penstock.planner.predict.rests_on import RestsOn, rests_on
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.answer import Answer, model_flop
 from penstock.planner.search.claim import claimed
@@ -93,9 +93,9 @@ class Facts:
         return gains(self.plan, self.profile) if self.is_analysed else ()
 
     @cached_property
-    def rests_on(self) -> tuple[RestsOn, RestsOn | None]:
+    def rests_on(self) -> tuple[Provenance, Provenance | None]:
         """The device's seconds, and those of the other lanes."""
-        return rests_on(self.plan, self.profile)
+        return provenance_of(self.plan, self.profile)
 
     @cached_property
     def resident_s(self) -> float | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.predict.cost import costs, region_of
-from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.plan import Kind, Lane, Plan
 from penstock.runtime.plan.region import Demand

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from penstock.hwprofiles.quantity import BASES
 from penstock.hwprofiles.schema import Profile
-from penstock.planner.predict.rests_on import RestsOn
+from penstock.planner.predict.provenance import Provenance
 from penstock.planner.search.claim import CUT, Claim, Predicted
 from penstock.runtime.plan import Lane, Plan
 from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
@@ -249,7 +249,7 @@ def _measured(f: Facts, measured: Measured) -> str:
     return f"{exact(measured.step_s)}, {middle}; {against}"
 
 
-def _rests_on(found: RestsOn, whose: str) -> str:
+def _rests_on(found: Provenance, whose: str) -> str:
     this, another, assumed = (f"{found.fraction(basis):.0%}" for basis in BASES)
     least = ", ".join(f"{part.what} {part.fraction:.1%}" for part in found.worst)
     here = f"{this} of {whose} seconds rest on measurements of this device"

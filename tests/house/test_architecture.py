@@ -90,7 +90,7 @@ HOME = {
         *(f"runtime/{room}" for room in ("cuda", "host", "layers", "compute", "machines")),
         *(f"penstock/{room}" for room in ("checkpoint", "data", "training")),
         *("runtime/batch.py", "runtime/ranks.py", "penstock/own_loss.py", "hwprofiles/probe"),
-        *(f"planner/model/{name}.py" for name in ("record", "traced")),
+        *(f"planner/model/{name}.py" for name in ("record", "layer_traces")),
     },
     **{library: {"planner/show/page.py"} for library in ("jinja2", "markupsafe")},
     "scipy": {"planner/bounds/integer.py"},
@@ -373,7 +373,7 @@ def test_the_page_of_the_interface_is_that_of_today() -> None:
 
 
 def test_planning_does_not_wake_torch() -> None:
-    files = [path for path in package_files() if _is_in(_name(path), TORCH_FREE) and path.name not in ("record.py", "traced.py")]
+    files = [p for p in package_files() if _is_in(_name(p), TORCH_FREE) and p.name not in ("record.py", "layer_traces.py")]
     assert len(files) > 50
     code = (
         f"import importlib, sys\nfor name in {[full_name(_module(path)) for path in files]}: importlib.import_module(name)\n"

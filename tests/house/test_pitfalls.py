@@ -168,7 +168,7 @@ OTHER_SEMANTICS = {
     "ranks": 2,
 }
 OF_RESULTS = {"clip_norm", "on_nonfinite"}  # change no op: what they do is held by tests/runtime/test_settling.py
-# The last of types with linear attention: tests/planner/test_outlines.py
+# The last of types with linear attention: tests/planner/test_layer_traces.py
 OF_ONE_VALUE = {"experts", "lora_products", "library_kernels"}
 POLICY = Policy(accumulation_group=4, update=Update.DEFERRED)
 OTHER_POLICY = {

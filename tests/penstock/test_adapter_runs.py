@@ -205,7 +205,7 @@ def test_a_model_published_in_4_bits_is_trained_as_it_is(home):
     found = [files(trained(home, plan, out=str(i), steps=2)) for i, plan in enumerate(plans)]
     assert found[0] == found[1]
     said = penstock("plan", home / "packed", "--machine", "cpu-2core", "--batch-size", "1", "--seq-len", "32", *LORA).stderr
-    assert "plan adapters beside them with --train lora --base nf4" in said
+    assert "train adapters on them with --train lora --base nf4" in said
 
 
 def test_gpt_oss_in_mxfp4_trains_as_a_bf16_copy_of_it(home):

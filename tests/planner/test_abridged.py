@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.planner.predict.cost import costs, region_of
 from penstock.planner.predict.recalibrate import recalibrate
-from penstock.planner.predict.settled import N_KEPT, abridged, abridged_plan, short_plan
 from penstock.planner.predict.simulate import simulate
+from penstock.planner.predict.steady_state import N_KEPT, abridged, abridged_plan, short_plan
 from penstock.planner.predict.uncertainty import interval
 from penstock.planner.show.step import measured_stretch
 from penstock.planner.show.waterfall import gains, waterfall

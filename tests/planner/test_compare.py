@@ -5,7 +5,7 @@ import pytest
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model
-from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.search import search
 from penstock.planner.show.compare import Candidate, candidate, cheapest, notes

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.predict.computing import moved_bytes
+from penstock.planner.predict.compute_time import moved_bytes
 from penstock.planner.predict.cost import CostModel, costs, region_of, update_bytes_per_param, update_params_per_s
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.simulate import simulate

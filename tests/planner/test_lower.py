@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from penstock.planner.check.shape import _own_bytes
 from penstock.planner.lower.lower import barrier
+from penstock.planner.lower.op_table import KINDS, NAMES
 from penstock.planner.lower.passes import (
     computed,
     with_activations,
@@ -21,7 +22,6 @@ from penstock.planner.lower.passes import (
     with_updates,
     with_weights,
 )
-from penstock.planner.lower.sheet import KINDS, NAMES
 from penstock.runtime.plan import Kind, Op, Plan, Policy, Slot, Update, Wait
 from penstock.runtime.plan.footprint import host_needs
 from penstock.runtime.plan.optimizer import STORED_BYTES
@@ -83,13 +83,13 @@ PASSES = [  # each with the ops that it adds, and the operands that it gives to 
 @given(cases())
 def test_a_pass_adds_its_own_ops_and_leaves_the_others(case: Case) -> None:
     step = computed(case.plan)
-    sheet, whole = step.sheet, None
+    builder, whole = step.builder, None
     for one_pass, kinds, names in PASSES:
-        n_ops, n_parts, n_uses = sheet.n_ops, len(sheet.ops), len(sheet.operands)
+        n_ops, n_parts, n_uses = builder.n_ops, len(builder.ops), len(builder.operands)
         whole = one_pass(step, *([whole] if whole else [])) or whole
-        assert {KINDS[kind] for part in sheet.ops[n_parts:] for kind in part[1]} <= kinds
-        assert {NAMES[name] for of, name, _ in np.concatenate(sheet.operands[n_uses:], axis=1).T if of < n_ops} <= names
-    assert sheet.outline(after=partial(barrier, case.plan)).ops() == case.plan.ops
+        assert {KINDS[kind] for part in builder.ops[n_parts:] for kind in part[1]} <= kinds
+        assert {NAMES[name] for of, name, _ in np.concatenate(builder.operands[n_uses:], axis=1).T if of < n_ops} <= names
+    assert builder.build(extra_waits=partial(barrier, case.plan)).ops() == case.plan.ops
 
 
 @pytest.mark.drawn

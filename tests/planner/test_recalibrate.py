@@ -14,9 +14,9 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, costs, region_of
-from penstock.planner.predict.faster import sped_up, with_quantities
 from penstock.planner.predict.recalibrate import RESOURCES, recalibrate
 from penstock.planner.predict.regression import BELIEF, LEAST_GAIN, fit_factors
+from penstock.planner.predict.scaled_profile import sped_up, with_quantities
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError, ProfileError
 from penstock.runtime.executor import execute
@@ -106,8 +106,8 @@ def test_a_run_that_went_as_predicted_changes_nothing(machine):
     assert found.profile == profile
     assert found.changes == ()
     assert found.step_after_s == found.step_before_s == pytest.approx(found.measured_step_s)
-    assert any("nothing is changed" in line for line in found.words())
-    assert {*found.confirmed, *found.untold} == {name.format(dtype="bf16") for name in RESOURCES}
+    assert any("no changes" in line for line in found.words())
+    assert {*found.confirmed, *found.undetermined} == {name.format(dtype="bf16") for name in RESOURCES}
     assert f"matrix products, {plan.semantics.compute_dtype}" in found.confirmed
 
 

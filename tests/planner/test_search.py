@@ -22,10 +22,10 @@ from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
-from penstock.planner.predict.faster import Group, faster
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.resident import resident as all_resident
 from penstock.planner.predict.resident import shares_memory
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.branch import Tree
 from penstock.planner.search.claim import CUT

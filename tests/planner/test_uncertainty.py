@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
-from penstock.planner.predict.computing import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
+from penstock.planner.predict.compute_time import ACTIVATIONS, ACTIVATIONS_OFF_BY, CALLS, FAULTED_BYTES, FAULTS_OFF_BY
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.faster import Group, group_of, with_quantities
+from penstock.planner.predict.scaled_profile import Group, group_of, with_quantities
 from penstock.planner.predict.uncertainty import interval, off_by
 from penstock.planner.show.waterfall import RESOURCES
 from penstock.runtime.host import slabs
@@ -132,12 +132,12 @@ def test_outside_a_grid_a_rate_is_as_unsure_as_the_grids_edge():
 def test_large_logits_on_a_cpu_take_new_pages_and_widen():
     """Of a vocabulary of 152,000 tokens; an eighth of as many logits takes none."""
     assert FAULTED_BYTES == slabs.LARGE_BYTES
-    model, profile, name = read_model("qwen2.5-0.5b"), read_profile("cpu-2core"), "new pages for logits of 38.9 MB"
+    model, profile, name = read_model("qwen2.5-0.5b"), read_profile("cpu-2core"), "page faults of 38.9 MB logits"
     found = {}
     for seq_len, factor in ((8, 1.0), (64, 1.0), (64, FAULTS_OFF_BY), (64, 0.0)):
         semantics, cost = Semantics(seq_len=seq_len, batch_size=1, micro_batch=1), CostModel(profile, longer_outside={name: factor})
         found[seq_len, factor] = cost.loss_s(build_workload(model, semantics).blocks[-1], semantics)
-        assert {of: how for of, how in cost.outside.items() if "pages" in of} == ({name: FAULTS_OFF_BY} if seq_len == 64 else {})
+        assert {of: how for of, how in cost.outside.items() if "faults" in of} == ({name: FAULTS_OFF_BY} if seq_len == 64 else {})
     pages_s = 64 * 151_936 * 20 * 10 / profile.device.memory_bytes_per_s.value
     assert found[64, 1.0] - found[64, 0.0] == pytest.approx(pages_s)
     assert found[64, FAULTS_OFF_BY] - found[64, 1.0] == pytest.approx((FAULTS_OFF_BY - 1) * pages_s)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.hwprofiles.schema import Profile
 from penstock.planner.lower.lower import lower
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.show.waterfall import FREE, MAX_STEPS, RESOURCES, gains, waterfall
 from penstock.runtime.plan import Policy, Semantics, Update, saves
 from penstock.runtime.plan.train import Train

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import several
 from benchmarks.several import exchange_bytes_per_s, layer_rows, machine_of, published_cells, read_published, sharded_rows
 from benchmarks.sharded import SYSTEMS, Sharded, predict
-from penstock.planner.predict.faster import Group, faster
+from penstock.planner.predict.scaled_profile import Group, faster
 from tests.tour import ROOT
 
 PAGE = ROOT / "docs" / "accuracy.md"

@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.hwprofiles.schema import read_profile
-from penstock.planner.model.tape import Tape, Tensor
+from penstock.planner.model.memory_replay import Tape, Tensor
 from penstock.planner.model.workload import build_workload
-from penstock.planner.predict.computing import Computing, moved_bytes
+from penstock.planner.predict.compute_time import ComputeTime, moved_bytes
+from penstock.runtime.batch import Batch
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.executor import execute
@@ -424,7 +425,7 @@ def test_adapters_move_the_bytes_that_are_counted() -> None:
     assert backward.n_bytes == 2 * forward.n_bytes
     tape = Tape(4)
     tape.adapted(Tensor(m * 64, 4), m, 64, [128, 32, 32], 4)
-    products, computing = [m for m in tape.matmuls if not m.frozen], Computing(read_profile("h200-16core"))
+    products, computing = [m for m in tape.matmuls if not m.frozen], ComputeTime(read_profile("h200-16core"))
     assert sum(moved_bytes(m, 4) for m in products) == pytest.approx(forward.n_bytes, rel=0.1)
     least_s = forward.n_bytes / computing.profile.device.memory_bytes_per_s.value
     assert sum(computing._matmul("fp32", m) for m in products) >= least_s

@@ -12,7 +12,7 @@ from penstock.planner.check.check import check
 from penstock.planner.lower.lower import lower
 from penstock.planner.model import fused
 from penstock.planner.model.kernels import FUSED
-from penstock.planner.model.tape import Tape, Tensor
+from penstock.planner.model.memory_replay import Tape, Tensor
 from penstock.planner.model.workload import build_workload, fusible
 from penstock.planner.predict.memory import footprint
 from penstock.runtime.errors import DoesNotFitError, PlanError

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from penstock.planner.check.check import check
-from penstock.planner.lower.lower import outline_folded
+from penstock.planner.lower.lower import folded_ops
 from penstock.runtime.plan import PlanFile, Policy, Update, saves
 from tests.edits import plan_by
 from tests.running import lines_of, make_home, penstock, plan_anew, plan_in, train, weights_sha
@@ -27,7 +27,7 @@ class Delayed(Remembering):
 
 def folded_plan_of(config, semantics, policy):
     written = plan_of(config, semantics, policy)
-    found = plan_by(outline_folded, written.model, written.workload, semantics, policy)
+    found = plan_by(folded_ops, written.model, written.workload, semantics, policy)
     assert found is not None
     check(found)
     return found

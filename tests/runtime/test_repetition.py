@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.planner.check.check import _Clocks, _legal_order, check
-from penstock.planner.lower.lower import outline_folded, outline_written_out
+from penstock.planner.lower.lower import folded_ops, unfolded_ops
 from penstock.planner.predict.event_loop import MAX_CYCLE
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.errors import PlanError
@@ -49,7 +49,7 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
         one_group |= {"square_on_device": False, "device_blocks": ()}
     n_missing = -case.semantics.batch_size % case.semantics.micro_batch  # the last micro-batch stays as small as it was
     semantics = replace(case.semantics, batch_size=n * case.semantics.micro_batch - n_missing, sum_groups=1)
-    found = plan_by(outline_folded, MODEL, case.workload, semantics, replace(case.policy, **one_group))
+    found = plan_by(folded_ops, MODEL, case.workload, semantics, replace(case.policy, **one_group))
     assert found is not None
     return found
 
@@ -57,7 +57,7 @@ def folding(case: Case, n_groups: int, n_more: int) -> Plan:
 def small(n_micro_batches: int = 12, n_layers: int = 3, **policy: Any) -> Plan:
     """A folded plan of `small_workload`."""
     semantics, workload = Semantics(4, n_micro_batches, 1), small_workload(n_layers, tied=False)
-    found = plan_by(outline_folded, MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy))
+    found = plan_by(folded_ops, MODEL, workload, semantics, Policy(**{"update": Update.DEFERRED} | policy))
     assert found is not None
     return found
 
@@ -132,7 +132,7 @@ def test_a_wait_that_cannot_be_is_refused_in_one_line() -> None:
 @given(folded())
 def test_written_out_it_has_the_ops_of_a_plan_never_folded(plan: Plan) -> None:
     """Slots may be others of the same arenas; the ops, their order and the arenas are the same."""
-    plain = plan_by(outline_written_out, MODEL, plan.workload, plan.semantics, plan.policy)
+    plain = plan_by(unfolded_ops, MODEL, plan.workload, plan.semantics, plan.policy)
     assert [op.name for op in unrolled(plan).ops] == [op.name for op in plain.ops]
     assert plan.arenas == plain.arenas
 
@@ -206,7 +206,7 @@ NORM, LAST = Train(names=("norm.weight",)), Train(layers=(4, 4))
 def test_a_long_step_is_folded_whatever_part_is_trained(train: Train, base: Any) -> None:
     """Layers that no backward comes to are used in circles: by Belady's algorithm other ones are there after each group."""
     semantics, policy = Semantics(4, 40, 1, train=train, base=base, gradient_dtype="fp32"), Policy(prefetch_depth=2)
-    plan = plan_by(outline_folded, MODEL, small_workload(5, False, train=train), semantics, policy)
+    plan = plan_by(folded_ops, MODEL, small_workload(5, False, train=train), semantics, policy)
     assert plan is not None
     check(plan)
     check(unrolled(plan))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from penstock.planner.model import kept
+from penstock.planner.model import trace_cache
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import supported_attention
 from penstock.runtime.compute.blocks import Templates
@@ -22,9 +22,9 @@ def cache(tmp_path, monkeypatch):
     """A memory of its own, which begins empty, for the command, too."""
     module._tried.cache_clear()
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    token = kept.folder.set(tmp_path / "kept")
+    token = trace_cache.folder.set(tmp_path / "kept")
     yield tmp_path / "kept"
-    kept.folder.reset(token)
+    trace_cache.folder.reset(token)
 
 
 def llama(n_vocab=97):

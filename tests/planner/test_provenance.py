@@ -7,7 +7,7 @@ from penstock.hwprofiles.schema import Profile, read_profile, shipped_profiles
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.predict.rests_on import rests_on, standard
+from penstock.planner.predict.provenance import provenance_of, standard
 from penstock.runtime.plan import Lane, Policy, Semantics
 
 
@@ -60,7 +60,7 @@ def test_a_share_is_the_seconds_of_its_ops():
         point["flop_per_s"]["value"] *= 1e6
     without_s = device_s(CostModel(Profile.from_json(fast)))
     by_hand = 1 - without_s / device_s(cost)
-    device, _ = rests_on(plan, only(whole, "device.matmul"))
+    device, _ = provenance_of(plan, only(whole, "device.matmul"))
     assert device.fraction("assumptions") == pytest.approx(by_hand, abs=0.001)
     assert 0.2 < device.fraction("assumptions") < 0.95
     assert device.worst[0].what == "matrix products"

@@ -1,7 +1,7 @@
-"""Groups of a profile's rates, and the profile with some of them faster.
+"""Scaled profiles: a machine with some groups of rates faster by a factor, for "what if" questions and intervals.
 
-Speeds that one measurement settles together form a group and change together: on a machine twice as fast a rate doubles and a time
-halves. Prices and sizes stay. Every "what if" is such a profile, costed and simulated like any other.
+Quantities from one measurement form a group and scale together: on a machine twice as fast a rate doubles and a time halves. Prices
+and sizes do not scale. A scaled profile is costed and simulated like any other.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from penstock.hwprofiles.schema import Profile
 
 
 class Group(StrEnum):
-    """Speeds of a machine that one measurement settles together."""
+    """Speeds of a machine that depend on one measurement."""
 
     MATMUL = "matrix products"
     SUSTAINED = "products under load"
@@ -32,7 +32,7 @@ class Group(StrEnum):
     DISK = "reads from a disk"
 
 
-# Every speed of a profile: what it is a speed of, its group, and how the places of its quantities begin.
+# Name of each speed of a profile -> its group, and path prefixes of its quantities
 SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "matrix products": (Group.MATMUL, ("device.matmul.",)),
     "products under load": (Group.SUSTAINED, ("device.sustained_fraction",)),
@@ -46,9 +46,9 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "device memory": (Group.DEVICE_MEMORY, ("device.memory_bytes_per_s",)),
     "kernels' overhead": (Group.LAUNCH, ("device.kernel_overhead_s",)),
     "ops' overhead": (Group.LAUNCH, ("device.op_overhead_s",)),
-    "rate of uploads": (Group.UPLOAD, tuple(f"link.h2d.{of}bytes_per_s" for of in ("", "pageable_", "under_optimizer_"))),
+    "rate of uploads": (Group.UPLOAD, tuple(f"link.h2d.{mode}bytes_per_s" for mode in ("", "pageable_", "under_optimizer_"))),
     "latency of uploads": (Group.LAUNCH, ("link.h2d.latency_s",)),
-    "rate of downloads": (Group.DOWNLOAD, tuple(f"link.d2h.{of}bytes_per_s" for of in ("", "pageable_", "under_optimizer_"))),
+    "rate of downloads": (Group.DOWNLOAD, tuple(f"link.d2h.{mode}bytes_per_s" for mode in ("", "pageable_", "under_optimizer_"))),
     "latency of downloads": (Group.LAUNCH, ("link.d2h.latency_s",)),
     "both directions at once": (Group.DUPLEX, tuple(f"link.{way}duplex_bytes_per_s" for way in ("", "h2d.", "d2h."))),
     "host DRAM": (Group.DRAM, ("host.dram_bytes_per_s",)),
@@ -59,41 +59,40 @@ SPEEDS: dict[str, tuple[Group, tuple[str, ...]]] = {
     "latency between devices": (Group.LAUNCH, ("peers.latency_s",)),
     "exchange between hosts": (Group.NETWORK, ("network.bytes_per_s",)),
     "latency between hosts": (Group.LAUNCH, ("network.latency_s",)),
-    "reads from a disk": (Group.DISK, tuple(f"disk.{of}_bytes_per_s" for of in ("read", "under_copies", "write"))),
+    "reads from a disk": (Group.DISK, tuple(f"disk.{mode}_bytes_per_s" for mode in ("read", "under_copies", "write"))),
 }
 
 
 def speed_of(place: str) -> str | None:
-    """The name in `SPEEDS` of the quantity at a place of a profile; None for sizes and prices."""
+    """Return the name in `SPEEDS` of the quantity at a path in a profile; None for sizes and prices."""
     return next((name for name, (_, begins) in SPEEDS.items() if place.startswith(begins)), None)
 
 
 def group_of(place: str) -> Group | None:
-    """The group of the quantity at a place of a profile; None for sizes and prices."""
+    """Return the group of the quantity at a path (`link.h2d.latency_s`: `Group.LAUNCH`); None for sizes and prices."""
     name = speed_of(place)
     return None if name is None else SPEEDS[name][0]
 
 
 def faster(profile: Profile, factors: Mapping[Group, float]) -> Profile:
-    """The machine with each named group faster by its factor."""
-
-    of_places = ((place, group_of(place)) for place, _ in profile.quantities())
-    return scaled(profile, {place: factors[group] for place, group in of_places if group is not None and group in factors})
+    """Return the profile of a machine with these groups faster by their factors."""
+    groups = ((place, group_of(place)) for place, _ in profile.quantities())
+    return scaled(profile, {place: factors[group] for place, group in groups if group is not None and group in factors})
 
 
 def scaled(profile: Profile, factors: Mapping[str, float]) -> Profile:
-    """The machine with the speed at each of these places faster by its factor."""
-    return with_quantities(profile, lambda place, of: sped_up(place, of, factors[place]) if place in factors else of)
+    """Return the profile of a machine with the speeds at these paths faster by their factors."""
+    return with_quantities(profile, lambda place, q: sped_up(place, q, factors[place]) if place in factors else q)
 
 
 def sped_up(place: str, quantity: Quantity, factor: float) -> Quantity:
-    """The quantity of a machine that is faster by `factor`."""
+    """Divide a time, or multiply a rate, by `factor`."""
     is_time = place.endswith("_s") and not place.endswith("_per_s")
     return quantity.model_copy(update={"value": quantity.value / factor if is_time else quantity.value * factor})
 
 
 def with_quantities(profile: Profile, change: Callable[[str, Quantity], Quantity]) -> Profile:
-    """The profile with `change(place, quantity)` for every quantity. It is not validated again: a "what if" may bend curves."""
+    """Map `change(place, quantity)` over all quantities. The result is not validated, because a "what if" may bend curves."""
 
     def changed(place: str, part: Any) -> Any:
         match part:
@@ -108,5 +107,5 @@ def with_quantities(profile: Profile, change: Callable[[str, Quantity], Quantity
                 return tuple(changed(f"{place}.{i}", item) for i, item in enumerate(part))
         return part
 
-    made: Profile = changed("", profile)
-    return made
+    result: Profile = changed("", profile)
+    return result

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
-from penstock.planner.predict.faster import SPEEDS, Group, faster, group_of
+from penstock.planner.predict.scaled_profile import SPEEDS, Group, faster, group_of
 from tests.strategies import MADE_UP, cases, predicted
 
 

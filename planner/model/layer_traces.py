@@ -1,7 +1,7 @@
-"""Outlines of a model, recorded: what comes before its layers, each kind of layer, the norm after them, and the head.
+"""Record the layer traces of a model: embedding (all before the layers), each kind of layer, final norm, and head.
 
-Sizes are recorded for some micro-batches, and become polynomials (`sizes.py`); where there are none (loops over parts of a
-sequence), the size asked for is recorded itself.
+Traces of a few micro-batch sizes are fitted by polynomials (`sizes.py`); if no polynomial fits (loops over chunks of a sequence),
+the requested size is recorded itself.
 """
 
 import copy
@@ -23,18 +23,18 @@ from penstock.runtime.layers.meta_models import meta_model
 from penstock.runtime.layers.split import Call, Epilogue, Split
 from penstock.runtime.plan import Semantics
 
-from . import kept
+from . import trace_cache
 from .record import functions, record, storage_of
-from .sizes import How, at_size, evaluated, of_any_size, polynomial, window_of
+from .sizes import Kernels, at_size, evaluated, fit_sizes, polynomial, window_of
 
-MOST_RECORDED = 2  # sequences; larger micro-batches follow
-LONGEST_RECORDED = 256  # tokens of a sequence; what is known of longer ones follows, if it can
+MOST_RECORDED = 2  # sequences; larger micro-batches are extrapolated
+LONGEST_RECORDED = 256  # tokens; longer sequences are extrapolated if possible
 
 
 @cache
 def about(config: str) -> dict[str, list[str]]:
-    """What transformers lets a configuration (JSON) run with: attention, the better one first, and kernels of other packages that
-    its layers could compute with, sorted, if there are any."""
+    """Return the implementations that a configuration (JSON) supports: `attention`, the preferred one first, and, if any, the
+    sorted `library_kernels` of other packages."""
     try:
         attention, (split, _) = ["sdpa", "eager"], split_of(config, "sdpa")
     except WorkloadError as error:
@@ -48,7 +48,7 @@ def about(config: str) -> dict[str, list[str]]:
 
 @lru_cache(maxsize=8)
 def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
-    """A model of a configuration without numbers, and what its outlines say of it as a whole."""
+    """Build a configuration's model on the meta device; return its layer chain and the model-level fields of its trace."""
     semantics = Semantics(1, 1, 1, attention=attention)  # type: ignore[arg-type]
     with _watched(config):
         split = Split(meta_model(json.loads(config), semantics))
@@ -60,11 +60,11 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
             "names": names,
             "tied": f"{split.embedding_name}.weight" if head.weight is embedding.weight else None,
             "vocab": head.weight.shape[0],
-            "logits": _of_logits(split, head.weight.shape[1]),
+            "logits": _logit_calls(split, head.weight.shape[1]),
         }
         split.look()
         names["norm"] = split.norm_name
-        split.make_buffers("cpu", of_layers=True)  # so that it is known that a run can
+        split.make_buffers("cpu", of_layers=True)  # raises for a model that cannot be run
         for layer in split.layers:
             layer.to("meta")
     return split, about
@@ -72,8 +72,8 @@ def split_of(config: str, attention: str) -> tuple[Split, dict[str, Any]]:
 
 @contextmanager
 def _watched(config: str) -> Iterator[None]:
-    """Until the context ends nothing is logged of a model that never computes, and what its code raises is a WorkloadError."""
-    before = logging.root.manager.disable
+    """Suppress logs and warnings of model code on meta tensors, and convert its exceptions to WorkloadError."""
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
@@ -81,64 +81,63 @@ def _watched(config: str) -> Iterator[None]:
             yield
     except PenstockError:
         raise
-    except Exception as error:  # whatever it makes of tensors without numbers
+    except Exception as error:  # model code may raise anything on meta tensors
         words = " ".join(f"{type(error).__name__}: {error}".split())[:120]
         raise WorkloadError(f"{json.loads(config)['model_type']} models cannot be recorded by layers ({words})") from error
     finally:
-        logging.disable(before)
+        logging.disable(level)
 
 
-def outlines(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
-    """The outlines of a configuration (JSON) for a micro-batch; what they say of more than two sequences follows from fewer."""
-    of_size, found = partial(recorded, config, how), None
+def outlines(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
+    """Return the traces of a configuration (JSON) for a micro-batch, extrapolated from smaller recordings if possible."""
+    of_size, traces = partial(recorded, config, how), None
     if seq_len > LONGEST_RECORDED and [*how.library_kernels] == about(config).get("library_kernels", []):
-        found = at_size(polynomials(config, how.attention), how, n_sequences, seq_len)
-    if found is None and n_sequences > MOST_RECORDED:
+        traces = at_size(polynomials(config, how.attention), how, n_sequences, seq_len)
+    if traces is None and n_sequences > MOST_RECORDED:
         with suppress(ValueError):
-            fewer = (MOST_RECORDED, MOST_RECORDED + 1)  # a single one may be computed otherwise
-            found = evaluated(polynomial(of_size, fewer, (seq_len,), [(MOST_RECORDED + 2, seq_len)]), n_sequences, seq_len)
-    return of_size(n_sequences, seq_len) if found is None else found
+            fewer = (MOST_RECORDED, MOST_RECORDED + 1)  # not 1: a single sequence may be computed differently
+            traces = evaluated(polynomial(of_size, fewer, (seq_len,), [(MOST_RECORDED + 2, seq_len)]), n_sequences, seq_len)
+    return of_size(n_sequences, seq_len) if traces is None else traces
 
 
 @lru_cache(maxsize=64)
 def polynomials(config: str, attention: str) -> dict[str, Any]:
-    """Outlines of any size, those that there are. They are of all the library kernels that layers could have, and kept for other
-    processes."""
-    whole = about(config)
-    of_size = partial(recorded, config, How(attention, tuple(whole.get("library_kernels", ()))))
-    found = [whole | {"attention": attention} | of for of in of_any_size(of_size, window_of(json.loads(config)))]
-    kept.write(config, attention, whole | {"outlines": found})
-    return whole | {"outlines": found}
+    """Return the traces with polynomial sizes, recorded with all library kernels that the layers support; cache them on disk."""
+    support = about(config)
+    of_size = partial(recorded, config, Kernels(attention, tuple(support.get("library_kernels", ()))))
+    entries = [support | {"attention": attention} | entry for entry in fit_sizes(of_size, window_of(json.loads(config)))]
+    trace_cache.write(config, attention, support | {"outlines": entries})
+    return support | {"outlines": entries}
 
 
 @lru_cache(maxsize=256)
-def recorded(config: str, how: How, n_sequences: int, seq_len: int) -> dict[str, Any]:
+def recorded(config: str, how: Kernels, n_sequences: int, seq_len: int) -> dict[str, Any]:
     split, about = split_of(config, how.attention)
     tokens_BT = torch.zeros(n_sequences, seq_len, dtype=torch.long)
     with _watched(config), split.blank():
-        embedding = _of_embedding(split, tokens_BT)
-        first_BTD, calls = split.noted()  # or masks would be kept as long as the split is
+        embedding = _trace_embedding(split, tokens_BT)
+        first_BTD, calls = split.noted()  # moves the masks out of the layer chain
         hidden = first_BTD.detach().to("meta")
         kinds: dict[object, int] = {}
         trees, layers = list[dict[str, Any]](), list[int]()
         for layer, call in zip(split.layers, calls, strict=True):
             if (key := split.kind(layer, call)) not in kinds:
                 kinds[key] = len(trees)
-                trees.append(_of_layer(layer, call, hidden, seq_len, how))
+                trees.append(_trace_layer(layer, call, hidden, seq_len, how))
             layers.append(kinds[key])
-        norm = _of_norm(split, hidden)
-    beside = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
-    return about | beside | {
+        norm = _trace_norm(split, hidden)
+    optional = {} if split.carried is None else {"carried": hidden.shape[-1] - split.head.weight.shape[1]}
+    return about | optional | {
         "layers": layers, "kinds": trees, "embedding": embedding, "norm": norm, "shared": _shared(calls), "width": hidden.shape[-1],
         "has_experts": any(call[0] == "_grouped_mm" for tree in trees for call in tree["calls"]),
     }  # fmt: skip
 
 
-def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
-    """The outline of what comes before the layers: of its calls those that a gradient goes back through.
+def _trace_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
+    """Trace the model up to the first layer, restricted to calls with a backward.
 
-    `handed`: elements and bytes of each of what layers are given of it that learns, and of each gradient of that; `needed`: weights
-    that its backward uses. Where there are neither, no tensors are told."""
+    `handed`: elements and bytes of layer arguments that require grad, and of each of their gradients; `needed`: weights that the
+    backward uses. Without both, `made` is empty."""
     tree = record(split.model, lambda: _prologue(split, tokens_BT), None, [tokens_BT])
     learns = set[int]()
     for call in tree["calls"]:
@@ -146,10 +145,10 @@ def _of_embedding(split: Split, tokens_BT: torch.Tensor) -> dict[str, Any]:
             learns |= {*call[3]}
     calls = [call for call in tree["calls"] if learns & {*call[3]}]
     sides = [t for call in split.calls for t in call.leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-    made = tree["made"] if sides or "needed" in tree else []
-    more = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
+    tensors = tree["made"] if sides or "needed" in tree else []
+    optional = {"handed": [*_sizes(sides), *([t.numel(), t.element_size()] for t in sides)]} if sides else {}
     parameters = {name: list(p.shape) for name, p in split.outside.items()}
-    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": made} | more
+    return tree | {"parameters": parameters, "calls": calls, "groups": [], "made": tensors} | optional
 
 
 def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
@@ -157,7 +156,7 @@ def _prologue(split: Split, tokens_BT: torch.Tensor) -> Any:
     return split.hidden_BTD
 
 
-def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: How) -> dict[str, Any]:
+def _trace_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, how: Kernels) -> dict[str, Any]:
     leaves = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in call.leaves)
     meta, x = replace(call, leaves=leaves), hidden.detach().requires_grad_()
     tree = record(
@@ -172,33 +171,33 @@ def _of_layer(layer: nn.Module, call: Call, hidden: torch.Tensor, seq_len: int, 
     return tree
 
 
-def _of_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
+def _trace_norm(split: Split, hidden: torch.Tensor) -> dict[str, Any]:
     x = hidden.detach().requires_grad_()
     norm = split.norm if isinstance(split.norm, Epilogue) else copy.deepcopy(split.norm).to("meta")
     return record(norm, lambda: norm(split.last(x)), x, list(norm.buffers()))
 
 
-def _of_logits(split: Split, width: int) -> list[int]:
-    """Calls of the head besides its product, and how many of the tensors made after that autograd saves."""
+def _logit_calls(split: Split, width: int) -> list[int]:
+    """Return the head's calls in addition to its matrix product, and the number of later outputs that autograd saves."""
     rows = torch.empty(1, 8, width, device="meta", dtype=split.model.dtype, requires_grad=True)
     tree = record(split.model, lambda: split.logits(None, rows), rows, [])
     products = [n for n, call in enumerate(tree["calls"]) if call[0] in ("mm", "addmm")]
     if len(products) != 1:
         raise WorkloadError("the head is no single product")
-    after = tree["calls"][products[0] + 1 :]
-    makes = {i for call in after for i in call[3]}
-    besides = [call for call in tree["calls"] if any(tree["made"][i][3] for i in call[3])]  # what makes no floats is no logits'
-    return [len(besides) - 1, len(makes & {i for call in after for i in call[4]})]
+    later_calls = tree["calls"][products[0] + 1 :]
+    makes = {i for call in later_calls for i in call[3]}
+    float_calls = [call for call in tree["calls"] if any(tree["made"][i][3] for i in call[3])]  # only calls with floating outputs
+    return [len(float_calls) - 1, len(makes & {i for call in later_calls for i in call[4]})]
 
 
 def _shared(calls: Sequence[Call]) -> list[list[int]]:
-    """Elements and bytes of each of what layers are given besides their hidden states: tables and masks."""
+    """Elements and element bytes of the tables and masks that layers get in addition to the hidden state."""
     leaves = (t for call in calls for t in call.leaves if isinstance(t, torch.Tensor))
     return _sizes([t for t in leaves if t.dtype is not torch.int64 and not t.requires_grad])
 
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Elements and bytes of each, of those that lie in one place once."""
+    """Elements and element bytes of each distinct storage."""
     return [
         [t.untyped_storage().nbytes() // t.element_size(), t.element_size()] for t in {storage_of(t): t for t in tensors}.values()
     ]

@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from penstock.planner.model import config, fused, kept, traced, workload
+from penstock.planner.model import config, fused, layer_traces, trace_cache, workload
 from penstock.planner.model.config import essence_of, library_kernels, outlines, shipped_model, shipped_models
-from penstock.planner.model.sizes import How, evaluated, fitted, monomials
-from penstock.planner.model.tape import Tape, Tensor
+from penstock.planner.model.memory_replay import Tape, Tensor
+from penstock.planner.model.sizes import Kernels, evaluated, fitted, monomials
 from penstock.planner.model.workload import build_workload, can_tile_mlp, fusible, supported_attention
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.layers.kernels import gate_of, turns_whole
@@ -44,7 +44,7 @@ def test_a_folder_of_a_shipped_model_is_planned_without_torch(monkeypatch: pytes
 
 def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Unless what records it, or the file, is another."""
-    token = kept.folder.set(tmp_path / "outlines")
+    token = trace_cache.folder.set(tmp_path / "outlines")
     model, sizes = Model(tiny_config("gemma2", sliding_window=300, num_hidden_layers=3)), Semantics(512, 4, 2, attention="eager")
     found = build_workload(model, sizes)
     (file,) = (tmp_path / "outlines").iterdir()
@@ -63,13 +63,13 @@ def test_a_folder_that_is_planned_again_is_not_recorded_again(monkeypatch: pytes
             with pytest.raises(pytest.fail.Exception):
                 planned()
         file.write_bytes(whole)
-        patch.setattr(kept, "_versions", lambda: ("2.99", "6.0", "other code"))
+        patch.setattr(trace_cache, "_versions", lambda: ("2.99", "6.0", "other code"))
         with pytest.raises(pytest.fail.Exception):
             planned()
     for nowhere in (file, None):
-        kept.folder.set(nowhere)
+        trace_cache.folder.set(nowhere)
         assert planned() == found
-    kept.folder.reset(token)
+    trace_cache.folder.reset(token)
 
 
 @pytest.mark.fast("some")
@@ -78,10 +78,10 @@ def test_shipped_outlines_are_what_is_recorded_at_any_size(name: str) -> None:
     """Also at sizes that were not looked at when they were made."""
     model = shipped_model(name)
     key = json.dumps(model.config, sort_keys=True)
-    (attention, *_) = traced.about(key)["attention"]
+    (attention, *_) = layer_traces.about(key)["attention"]
     for n_sequences, seq_len in ((1, 37), (2, 80), (5, 101)):
         shipped = outlines(model, attention, n_sequences, seq_len)
-        found = traced.recorded(key, How(attention, library_kernels(model)), n_sequences, seq_len)
+        found = layer_traces.recorded(key, Kernels(attention, library_kernels(model)), n_sequences, seq_len)
         assert json.loads(json.dumps(found)) == shipped, (n_sequences, seq_len)
 
 
@@ -89,23 +89,23 @@ def test_what_is_no_polynomial_is_recorded_itself() -> None:
     """Linear attention in torch's own way loops over parts of a sequence; more sequences follow from fewer all the same."""
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
     sizes = [(n, seq_len) for n in (1, 2) for seq_len in (32, 80, 160)]
-    with pytest.raises(ValueError, match="sizes have other"):
-        fitted({size: traced.recorded(key, How("sdpa"), *size) for size in sizes})
-    for n_sequences, seq_len in ((5, 80), (1, 300), (2, 520)):
-        assert traced.outlines(key, How("sdpa"), n_sequences, seq_len) == traced.recorded(key, How("sdpa"), n_sequences, seq_len)
+    with pytest.raises(ValueError, match="sizes have different"):
+        fitted({size: layer_traces.recorded(key, Kernels("sdpa"), *size) for size in sizes})
+    for n, seq_len in ((5, 80), (1, 300), (2, 520)):
+        assert layer_traces.outlines(key, Kernels("sdpa"), n, seq_len) == layer_traces.recorded(key, Kernels("sdpa"), n, seq_len)
 
 
 def test_a_kernel_of_another_package_is_one_call_among_the_same() -> None:
     key = json.dumps(tiny("qwen3_next"), sort_keys=True)
-    kernels = tuple(traced.about(key)["library_kernels"])
-    own, at_once = ([c[0] for c in traced.recorded(key, How("sdpa", of), 1, 80)["kinds"][0]["calls"]] for of in ((), kernels))
+    kernels = tuple(layer_traces.about(key)["library_kernels"])
+    trees = (layer_traces.recorded(key, Kernels("sdpa", names), 1, 80) for names in ((), kernels))
+    own, at_once = ([call[0] for call in tree["kinds"][0]["calls"]] for tree in trees)
     first, second = map(at_once.index, kernels)
     before, between, after = at_once[:first], at_once[first + 1 : second], at_once[second + 1 :]
     begin = next(i for i in range(first, len(own)) if own[i : i + len(between)] == between)
     assert (own[:first], own[-len(after) :]) == (before, after)
-    assert begin > first
-    assert len(own) - len(after) - begin - len(between) > 60
-    assert len(own) < len(traced.recorded(key, How("sdpa"), 1, 200)["kinds"][0]["calls"])
+    assert first < begin < len(own) - len(after) - len(between) - 60
+    assert len(own) < len(layer_traces.recorded(key, Kernels("sdpa"), 1, 200)["kinds"][0]["calls"])
 
 
 def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
@@ -123,7 +123,7 @@ def test_the_delta_rule_moves_what_its_kernels_read_and_write() -> None:
     assert tape.work.pointwise_bytes == tape.work.fused_bytes == 2 * sum(size[of] for launch in launches for of in launch.split())
     scales_bytes = 2 * 4 * n * n_tokens * heads
     kept_bytes = 2 * sum(size[of] for of in ("q", "q", "v", "g", "A")) + scales_bytes
-    assert sum(t.n_bytes for t in tape.steps[0].made[1:]) == kept_bytes
+    assert sum(t.n_bytes for t in tape.steps[0].outputs[1:]) == kept_bytes
 
 
 def test_polynomials_give_back_the_numbers_they_were_made_of() -> None:
@@ -160,7 +160,7 @@ def test_layers_are_told_apart_by_what_they_compute() -> None:
     """Dense and sparse, with and without a window, rotated or not: in the order of the model."""
     for name, overrides, kinds in (("qwen3_moe", {}, [0, 1, 0]), ("smollm3", {}, [0, 1]), ("llama", {}, [0, 0])):
         key = json.dumps(tiny_config(name, **overrides), sort_keys=True)
-        assert traced.recorded(key, How("sdpa"), 1, 16)["layers"] == kinds, name
+        assert layer_traces.recorded(key, Kernels("sdpa"), 1, 16)["layers"] == kinds, name
 
 
 def test_kernels_are_fused_only_where_they_compute_the_same() -> None:
