@@ -1,9 +1,9 @@
 """Facets: linear prices of ops, dual prices of the machine's capacity, that bound a step under contention.
 
-A *facet* prices the work of ops: whatever runs at the same time, the prices of the ops that run, each times its speed, never add
-up to more than one per second. So no stretch of time is shorter than the priced work of the ops that lie in it. Each lane is a
-facet (its ops cost their seconds), each shared resource (ops cost the share of it that they draw), and so are lanes that slow
-each other down: an op of the first costs its seconds, one of another what it takes away from the first.
+A *facet* assigns each kind of op a price per second of work. For any set of ops that run concurrently, the sum of price times speed
+is at most 1. Therefore no interval is shorter than the priced work of the ops inside it. Three sorts of facets exist: each lane (an
+op costs its seconds), each shared resource (an op costs the share that it draws), and lanes that slow each other (an op of the
+first lane costs its seconds, an op of another the seconds that it takes away from the first).
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from penstock.runtime.plan.ops import Often
 from penstock.runtime.plan.region import Demand, Region, Resource, Uses, shares
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-LEAST_PRICE = 0.01  # what takes less away is no facet of its own
+LEAST_PRICE = 0.01  # smaller prices give no useful facet
 
 
 class Meeting(NamedTuple):
-    """Ops of several lanes that slow each other; the first, and those of its lane, are priced in full. `any_of`: those of them that
-    a plan has, not only where it has all."""
+    """Ops of several lanes that slow each other. The first op and others of its lane have full price. `any_of`: use the kinds that
+    a plan has; without it, the plan must have every kind."""
 
     kinds: tuple[Kind, ...]
     any_of: bool = False
@@ -54,39 +54,39 @@ MEETINGS = tuple(_meetings())
 
 
 class Facets:
-    """The facets of plans on these lanes whose ops use no more than this; those of the same uses are the same."""
+    """Facets valid for every plan on these lanes with resource uses in `uses`. Equal uses give equal facets."""
 
     def __init__(self, uses: frozenset[tuple[Kind, Uses]], lanes: Sequence[Lane], cost: CostModel) -> None:
         self.uses, priced = uses, _priced(uses, Region(tuple(cost.capacity.items())))
         self.keys: tuple[Key, ...] = (*lanes, *Resource, *(meeting for meeting, _ in priced))
-        # A lane and a direction of the link may have one name
+        # Two dicts, because a lane and a direction of the link may have equal names
         self._of_lane = {lane: i for i, lane in enumerate(lanes)}
         self._of_resource = {resource: len(self._of_lane) + i for i, resource in enumerate(Resource)}
         self._capacity = cost.capacity
-        self._prices: dict[Kind, list[tuple[int, float]]] = {kind: [] for kind in Kind}  # of a second of an op
+        self._prices: dict[Kind, list[tuple[int, float]]] = {kind: [] for kind in Kind}  # (facet, price of a second) by kind of op
         for i, (_, prices) in enumerate(priced, start=len(self._of_lane) + len(Resource)):
             for kind, price in prices:
                 self._prices[kind].append((i, price))
         self._prices[Kind.SPECULATE] = self._prices[Kind.SETTLE] = self._prices[Kind.UPDATE]
 
     def number(self, lane: Lane) -> int:
-        """The place of a lane in what `of` returns."""
+        """Index of a lane's facet in the result of `of`."""
         return self._of_lane[lane]
 
     def of(self, kind: Kind, demand: Demand) -> Array:
-        """What one op costs on each facet, in the order of `keys`."""
+        """Cost of one op on each facet, in the order of `keys`."""
         load = np.zeros(len(self.keys))
         load[self._of_lane[LANE_OF[kind]]] = demand.uncontended_s
         for resource, per_s in demand.uses:
-            # Alone, an op may draw more than several get together: then it has the whole.
+            # An op that runs alone may draw more than the shared capacity: its share is then 1.
             load[self._of_resource[resource]] = min(1.0, per_s / self._capacity[resource]) * demand.alone_s
-        for i, price in self._prices[kind] if demand.uses else ():  # a copy within the device contends for nothing
+        for i, price in self._prices[kind] if demand.uses else ():  # copies within the device have no uses and do not contend
             load[i] = price * demand.alone_s
         return load
 
 
 def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Uses]]:
-    """What a block's ops use, kind by kind: speculation asks for what updates ask for."""
+    """Yield (kind, resource uses) of a block's ops. Speculative updates use the same resources as updates."""
     alike = [m for m, _ in plan.alike(range(plan.semantics.n_micro_batches))]
     for kind, row in OPS.items():
         is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
@@ -98,13 +98,13 @@ def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Us
 
 @lru_cache(maxsize=256)
 def _priced(uses: frozenset[tuple[Kind, Uses]], region: Region) -> list[tuple[Meeting, list[tuple[Kind, float]]]]:
-    """The price of a second of each kind, for every meeting of ops that the plans have."""
+    """For each meeting that these uses allow: the price of a second of each kind of op."""
     of_kind = {kind: [use for of, use in sorted(uses) if of is kind] for kind in Kind}
-    # What each lane may be doing, or None: any of these at once with any of the others'.
+    # Possible states of each lane, None if idle. Lanes are independent, so any combination may occur.
     doing: dict[Lane, list[tuple[Kind, Uses] | None]] = {lane: [None] for lane in Lane}
     for kind, found in of_kind.items():
         doing[LANE_OF[kind]] += [(kind, use) for use in found]
-    moments: list[dict[Kind, float]] = []  # the speed of each that works
+    moments: list[dict[Kind, float]] = []  # speed of each running op, one dict per combination
     for together in product(*doing.values()):
         working = [op for op in together if op is not None]
         speeds = shares(tuple(use for _, use in working), region)
