@@ -1,9 +1,8 @@
-"""Whether the claim of a plan file follows from the plan's own ops on its own profile.
+"""Verification of a plan file's claim with the planner.
 
-The checker (`check.py`) proves a plan right as it stands, without the planner. Here the planner is asked again: blocks
-are built from the model, arenas from the policy, the step is simulated and bounded, and what is claimed is compared. What another
-version of the planner works out otherwise is told, not refused. A search takes as long as `plan` did, and is done where it is asked
-for.
+The checker (`check.py`) proves a plan correct without the planner. This module runs the planner again: it builds blocks from the
+model and arenas from the policy, simulates and bounds the step, and compares the results with the claim. Differences from claims by
+another version of the planner are reported, not rejected. A search takes as long as `plan` did and only runs on request.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,15 +28,16 @@ from penstock.runtime.units import on_one_line
 
 from .shape import AGAIN
 
-# Fields of a block that say how long it takes, and nothing of what it is or needs: another version may count them otherwise.
+# Fields of a block that affect its time, but not its identity or memory. Another version may count them differently.
 _OF_TIME: dict[str, Any] = {"matmuls": (), "attention": None, "tiers": ()} | dict.fromkeys(
     ("pointwise_bytes", "fused_bytes", "norm_bytes", "n_kernels", "tile_sum_bytes"), 0
 )
 
 
 def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
-    """PlanError where blocks or arenas are not those of the plan's model, semantics and policy, or hosts share the ranks unequally;
-    else what was not held to: with a claim of other code, what only costs rest on."""
+    """Check blocks and arenas against the plan's model, semantics and policy, and ranks against the number of hosts; PlanError if
+    they differ. Return the parts that were not verified: for a claim of other code, blocks may differ in fields that only affect
+    costs."""
     n_hosts = _profile_of(plan).n_hosts
     if plan.semantics.ranks % n_hosts:
         raise PlanError(f"profile: {n_hosts} hosts cannot have equally many of {plan.semantics.ranks} ranks; {AGAIN}")
@@ -55,8 +55,8 @@ def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
 
 
 def check_claim(plan: Plan, claim: Claim) -> list[str]:
-    """PlanError where a claim does not follow from the plan; else what was not held to, and why. Everything but the search: a bound
-    on all policies is taken as it is claimed."""
+    """Check the prediction and the bounds of a claim; PlanError if they do not follow from the plan. Return the parts that were not
+    verified, with the reason. The bound on all policies is taken from the claim, because it needs a search."""
     proof = claim.certificate
     trial = Trial(plan.model, plan.workload, plan.semantics, _profile_of(plan), proof.clipped_fraction)
     trial.adopt(plan)
@@ -68,9 +68,9 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:
-    """The same; and searching again, as it was searched, finds this plan, and for all others the bound that is claimed."""
+    """Repeat the search with the claim's inputs and compare plan and bounds with the claim; otherwise like `check_claim`."""
     proof = claim.certificate
-    fixed = None if proof.n_families else plan.policy  # whose bound is its own, and depends on its ops
+    fixed = None if proof.n_families else plan.policy  # a fixed policy has its own bound, which depends on its ops
     try:
         profile, sizes, free = _profile_of(plan), [(plan.semantics, plan.workload)], frozenset(proof.free or ())
         if (proof.n_sizes or 1) > 1:
@@ -85,11 +85,11 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
 
 
 def _held(claim: Claim, answer: Answer, *unheld: str) -> list[str]:
-    """PlanError at a difference of a claim from the answer; of another version's claim that difference is told."""
+    """Compare a claim with a new result: PlanError for a claim of this code; a claim of another version returns the difference."""
     said, found = claim.to_json(), answer.claim.to_json()
     for part, name in [(part, name) for part, fields in found.items() for name in fields if name not in ("arithmetic", *unheld)]:
         old, new = said[part][name], found[part][name]
-        if _same(old, new) or (old is None and not claim.by_this_code):  # an older file does not know the field
+        if _same(old, new) or (old is None and not claim.by_this_code):  # absent from older files
             continue
         what = f"claim: {part}.{name} is {old}, not {new} as the plan on its profile has it"
         if claim.by_this_code:
@@ -99,7 +99,7 @@ def _held(claim: Claim, answer: Answer, *unheld: str) -> list[str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are one, but for rounding of numbers."""
+    """True if two values are equal up to rounding of numbers."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     are_numbers = isinstance(a, float | int) and isinstance(b, float | int)
@@ -107,7 +107,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def strangers(plan: Plan) -> Iterator[str]:
-    """Where a model or a machine bears the name of one that comes with Penstock, and is not that."""
+    """Yield a warning if the model or machine has the name of a shipped one and differs from it."""
     if plan.model.name in shipped_models():
         shipped = shipped_model(plan.model.name).config
         if {key: plan.model.config.get(key) for key in shipped} != shipped:
@@ -117,7 +117,7 @@ def strangers(plan: Plan) -> Iterator[str]:
     of = profile.name.removesuffix(name_of_shared("", here, profile.n_hosts))
     if of in shipped_profiles():
         shipped = dict(shared_by(read_profile(of), here).quantities())
-        for place, quantity in profile.quantities():  # but for what users may give, and what is of all hosts
+        for place, quantity in profile.quantities():  # except values that users may set, and those of all hosts
             is_given = quantity.source.startswith("user_") or place.startswith(("network.", "price."))
             if not is_given and quantity != shipped.get(place):
                 yield f"the machine is called {profile.name} as a shipped one is, but {place} is another"
