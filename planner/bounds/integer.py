@@ -117,8 +117,7 @@ class Rows:
         return found
 
     def positive(self, quantities: Array) -> Array:
-        """Elementwise max(0, row). Rows without positive coefficients are at most 0, because variables are not negative: they need
-        no variable."""
+        """Elementwise max(0, row). Rows without positive coefficients are at most 0, as variables are not negative."""
         found = np.zeros_like(quantities)
         is_constant = ~quantities[:, 1:].any(axis=1)
         found[is_constant, 0] = np.maximum(0.0, quantities[is_constant, 0])
@@ -131,8 +130,7 @@ class Rows:
 
 @contextmanager
 def _nothing_printed() -> Iterator[None]:
-    """Redirect standard output to /dev/null: HiGHS occasionally prints a line even with `disp` off, which would corrupt `--json`
-    output."""
+    """Redirect standard output to /dev/null: HiGHS prints lines even with `disp` off, which would corrupt `--json` output."""
     try:
         stdout = os.dup(1)
     except OSError:  # standard output is closed

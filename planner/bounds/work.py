@@ -94,8 +94,7 @@ class Work:
         self.largest: dict[str, Array] = dict(zip(LARGEST, largest, strict=True))
 
     def add(self, other: "Work", times: float, column: int = 0) -> None:
-        """Add the work of a policy `times` times, to the constants or to the coefficients of one variable. For the largest ops,
-        take the maximum of both."""
+        """Add the work of a policy `times` times to one column, constant or coefficient; take the maximum of the largest ops."""
         for of, more in zip(self.all[:2], other.all[:2], strict=True):
             of[..., column] += times * more[..., 0]
         np.maximum(self.all[2], other.all[2], out=self.all[2])
@@ -343,8 +342,7 @@ def until_each_block_s(
 
 def spared_ops(plan: Setup, cost: CostModel, of: Callable[[Kind, Demand], Array]) -> Iterator[tuple[Kind, Array]]:
     """Yield (kind, cost) of the loads saved because weights are still in a slot when one sweep ends and the next begins. Each such
-    turn saves at most one load per slot. The most expensive loads count as saved, separately per quantity in `of`, so that the
-    bound holds."""
+    turn saves at most one load per slot. For a valid bound, the most expensive loads count as saved, separately per facet."""
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
     n_slots = plan.policy.prefetch_depth + least_slots(plan)
     n_unpacked = min(n_slots, plan.n_streaming)

@@ -108,8 +108,7 @@ class _Clocks:
 
 
 def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:
-    """Check that every two uses of a slot, at least one a write, are ordered: later uses after the last write, writes after all
-    uses since."""
+    """Check that conflicting uses of a slot are ordered: uses after the last write, and a write after all uses since."""
     numbers: dict[Slot, int] = {}  # slot indices: a plan has many uses of few slots
     uses: list[list[tuple[int, bool]]] = []  # per op: (slot, True if written)
     for op in plan.ops:

@@ -36,8 +36,7 @@ _OF_TIME: dict[str, Any] = {"matmuls": (), "attention": None, "tiers": ()} | dic
 
 def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     """Check blocks and arenas against the plan's model, semantics and policy, and ranks against the number of hosts; PlanError if
-    they differ. Return the parts that were not verified: for a claim of other code, blocks may differ in fields that only affect
-    costs."""
+    they differ. Return the parts that were not verified: for a claim of other code, fields that only affect costs."""
     n_hosts = _profile_of(plan).n_hosts
     if plan.semantics.ranks % n_hosts:
         raise PlanError(f"profile: {n_hosts} hosts cannot have equally many of {plan.semantics.ranks} ranks; {AGAIN}")

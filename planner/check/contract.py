@@ -67,8 +67,7 @@ _RULES = {
 
 
 def check_ops(plan: Plan, shape: Shape) -> None:
-    """Check that the step has exactly the required ops (any number of loads for streamed blocks), with operands in the right arenas
-    and in slots that are large enough."""
+    """Check that the step has exactly the required ops (any number of loads if streamed) with operands in suitable slots."""
     slot_bytes = {a.name: a.slot_bytes for a in plan.arenas}
     seen, fitting = set[tuple[Kind, int, int | None]](), set[tuple[str, Slot, Kind, int]]()
     for i, op in enumerate(plan.ops):

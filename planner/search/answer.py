@@ -1,4 +1,4 @@
-"""The answer of a search: a plan, its prediction, and its certificate."""
+"""Result of a search: a plan, its prediction and its certificate."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +18,27 @@ from penstock.runtime.plan.workload import Block
 from .claim import Certificate, Claim, Predicted, arithmetic
 from .trial import MAX_STEPS, Trial
 
-ROUNDING = 1 - 1e-9  # of sums of floats
-BUSY_FRACTION = 0.9  # a lane or resource in use for this share of the step is what binds it
+ROUNDING = 1 - 1e-9  # tolerance for sums of floats
+BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the step is the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The plan chosen, and all that is known of it."""
+    """The chosen plan with its prediction, claim, memory and alternatives."""
 
     plan: Plan
-    prediction: Prediction  # of a step that is not clipped
+    prediction: Prediction  # of a step without clipping
     claim: Claim
     needs: Footprint
     baselines: dict[str, dict[str, Any]]
-    outside: tuple[str, ...]  # what the profile never measured and the costs rest on
-    next_best: tuple[Policy, float] | None  # the fastest of another family or with another use of memory, and its step
-    clipped_step_s: float | None  # of a step whose speculative updates are done again; None: there are none
-    resident: Resident | None  # what a step would take with all state on the device; None: device and host are one memory
+    outside: tuple[str, ...]  # inputs outside the measured range that costs depend on
+    next_best: tuple[Policy, float] | None  # the fastest policy with a different structure, and its step time
+    clipped_step_s: float | None  # step time if speculative updates are repeated; None without such updates
+    resident: Resident | None  # step with all state on the device; None if device and host share one memory
 
     @property
     def step_s(self) -> float:
-        """The mean over steps that are clipped and steps that are not."""
+        """Mean step time over clipped and unclipped steps."""
         return self.claim.prediction.step_s
 
     @property
@@ -46,13 +46,14 @@ class Answer:
         return self.claim.certificate
 
     def all_baselines(self) -> dict[str, dict[str, Any]]:
-        """The schedules of other systems, and `resident` where that means something: what a step takes, or why it does not fit."""
+        """Step time of the schedules of other systems and of `resident`, or the reason why they do not fit. `resident` is omitted
+        where device and host share one memory."""
         return self.baselines | ({} if self.resident is None else {"resident": self.resident.to_json()})
 
 
 def model_flop(plan: Plan) -> int:
-    """FLOP of one step as models are compared: forward and twice that backward, no recompute, causal half of attention; of frozen
-    weights no gradient."""
+    """Model FLOP of one step, the convention for MFU: forward plus twice that for backward, without recompute, with the causal half
+    of attention. Frozen weights have no gradient."""
     counts = plan.alike(range(plan.semantics.n_micro_batches))
     first = plan.workload.first_trained
 
@@ -64,21 +65,21 @@ def model_flop(plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What was proven of all policies that were not taken."""
+    """Lower bounds on the policies of a search."""
 
-    size_s: float  # no step is below, with the micro-batch and tiles of the plan
-    others_s: float  # with any others that were free
-    n_families: int  # that the first covers; 0: it is that of one policy
+    size_s: float  # over all policies with the plan's micro-batch and tiles
+    others_s: float  # over all policies with other free sizes
+    n_families: int  # number of families that `size_s` covers; 0: a single policy
     free: tuple[str, ...] = ()
     n_sizes: int = 1
 
 
 def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> Answer:
-    """Prediction and certificate of a simulated policy. `known`: the steps of other systems' schedules."""
+    """Build prediction and certificate of a simulated policy. `known`: results of other systems' schedules."""
     best, step_s, profile = plan.policy, trial.step_s(plan.policy), trial.profile
     prediction = simulate(plan, trial.cost.demands(plan), trial.region, MAX_STEPS)
     machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
-    # Steps that find no rhythm are a mean of the last, which may be any moment's.
+    # Steps without a period are the mean of the last ones, which may start at any phase.
     assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
     size_bound_s = max(min(step_s, proven.size_s), machine.seconds)
     policy_bound_s = min(size_bound_s, proven.others_s)
@@ -112,9 +113,10 @@ def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[st
 
 
 def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | None:
-    """What the step is full of: the resource, or else the lane, in use for most of it. None: no one of them binds, but their order.
+    """Name of the bottleneck: a resource, or else a lane, that is busy for at least `BUSY_FRACTION` of the step. None if
+    dependencies limit the step.
 
-    A shared resource comes before the lanes: one that is used up slows every lane that draws on it, and makes them look busy.
+    Resources are checked before lanes: an exhausted resource slows every lane that uses it, so these lanes appear busy.
     """
     drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
     for i, demand in enumerate(cost.demands(plan)):

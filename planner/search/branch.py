@@ -1,10 +1,9 @@
-"""Branch and bound over the policies of one size, best bound first, and the climbs that follow it.
+"""Branch and bound over the policies of one size (micro-batch and tiles), best-first, followed by local search.
 
-A node is a family, then a family with its buffers, then one policy. Families and buffers are
-bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and ring
-(`planner/bounds`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
-proof whether or not the budget sufficed. Equal bounds are opened in the order in which they were found: the search is
-deterministic.
+A node is a family, a family with fixed buffers, or one policy. The bound of the first two is an integer program over all choices
+per block (`relax.py`), the bound of a policy is the largest constraint in `planner/bounds`. Remaining policies are lowered and
+simulated exactly. Unopened nodes keep their bound, so the certificate is a proof for any budget. Nodes with equal bounds are opened
+in order of creation: the search is deterministic.
 """
 
 import heapq
@@ -21,68 +20,68 @@ from .remedy import too_long
 from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
 from .trial import Trial
 
-CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
-MAX_SEARCHED_OPS = 24_000  # ops of all plans that branch and bound simulates
-MOST_RELAXED = 120  # parts whose bound is asked for, once that is spent
-FIRST_FAMILIES = 3  # of which one policy each is tried before others: of long plans the budget pays for few
+CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
+MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans
+MOST_RELAXED = 120  # number of relaxations after which families are not opened any more, once that budget is spent
+FIRST_FAMILIES = 3  # families that suggest the first policies; with long plans, the budget only covers a few
 FIRST_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
-MOST_CLIMBED_OPS = 120_000  # of the plans of all climbs
-MOST_RESTARTED_OPS = 12_000  # of the plans of one climb in a smaller space
-CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
-HOPELESS_FRACTION = 0.25  # by which a plan may be slower than that of another size, and still be climbed from
-LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
-SAVED_SLOTS = 3  # of each kind, in what is suggested; a climb sees to others
-REFILLED_STEPS = (1, 3, -1)  # slots more or fewer, where a climb fills memory anew
+MOST_CLIMBED_OPS = 120_000  # budget of all climbs, in ops of simulated plans
+MOST_RESTARTED_OPS = 12_000  # budget of one climb in a restricted space
+CLIMBED_FRACTION = 0.002  # no climb starts within this relative gap to the lower bound
+HOPELESS_FRACTION = 0.25  # a plan slower by more than this than that of another size is not climbed from
+LEAST_GAIN_FRACTION = 1e-5  # minimum gain of a climbing step, relative to the step time
+SAVED_SLOTS = 3  # of each tier, in suggested policies; climbs try other numbers
+REFILLED_STEPS = (1, 3, -1)  # slots to add or remove when a climb fills memory again
 
 
 class _By(IntEnum):
-    """What bounds a part of the space, each nearer than the one before."""
+    """Source of a node's bound, in order of increasing tightness."""
 
-    ANY_CHOICE = 0  # what all of its policies do alike
-    LINEAR = 1  # program
-    INTEGER = 2  # program, or the policy's own bound
+    ANY_CHOICE = 0  # work that every member of the family has
+    LINEAR = 1  # linear program
+    INTEGER = 2  # integer program, or the policy's own bound
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Node:
-    """A part of the space, and a bound for all of it. Ordered by bound, then by when it was found."""
+    """Part of the search space with a lower bound. Ordered by bound, then by creation."""
 
     bound_s: float
     number: int
     family: Family = field(compare=False)
-    n_slots: int | None = field(compare=False, default=None)  # for gradients
+    n_slots: int | None = field(compare=False, default=None)  # gradient slots
     policy: Policy | None = field(compare=False, default=None)
     by: _By = field(compare=False, default=_By.INTEGER)
 
     @property
     def can_be_simulated(self) -> bool:
-        """Whether it is one policy, or so small a part that its policies are next."""
+        """True if the node is one policy, or if its next expansion yields policies."""
         return self.policy is not None or self.n_slots is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether no program is left that would bound it nearer."""
+        """True if no program can tighten the bound."""
         return self.policy is not None or (self.n_slots is not None and self.by is _By.INTEGER)
 
 
 class Tree:
-    """The search of one workload's space."""
+    """Branch-and-bound search over the policies of one workload."""
 
     def __init__(self, trial: Trial) -> None:
-        from .relax import Relaxation  # scipy takes a while to load, and a policy that is asked for by name needs none
+        from .relax import Relaxation  # importing scipy is slow, and a fixed policy does not need it
 
         self.trial = trial
         self.relaxation = Relaxation(trial.frames, trial.clipped_fraction)
         self.families = families(trial.semantics, trial.workload)
         self.best: Policy | None = None
-        self.known_s = inf  # a step with other sizes
+        self.known_s = inf  # step time of the incumbent with other sizes
         self.n_nodes = 0
         self.open: list[_Node] = []
-        self.opened: list[_Node] = []  # parts of which policies are suggested: a few of those that their bounds cover
-        self.too_long: list[Policy] = []  # to simulate; of these the one with the lowest bound
+        self.opened: list[_Node] = []  # expanded nodes: only some of their policies were suggested, so their bounds remain
+        self.too_long: list[Policy] = []  # to simulate: the policy with the lowest bound
 
     def relax(self) -> float:
-        """Bound what may be lowest of the families by linear programs; asked again, by integer programs. Infinite: nothing fits."""
+        """Tighten the lowest family bounds by linear, in a second call by integer programs. Return the lowest (inf if none)."""
         least = _By.INTEGER if self.n_nodes else _By.LINEAR
         for family in () if self.n_nodes else self.families:
             self._push(self.relaxation.least_s(family), family, by=_By.ANY_CHOICE)
@@ -92,11 +91,11 @@ class Tree:
 
     @property
     def lowest_s(self) -> float:
-        """No policy is below, simulated or not, but for those that were."""
+        """Lower bound on all policies that were not simulated."""
         return min([node.bound_s for nodes in (self.open, self.opened) for node in nodes[:1]], default=inf)
 
     def tighten(self) -> bool:
-        """Bound the lowest part by smaller ones, or nearer; no policy is simulated. False where its policies would be next."""
+        """Tighten or split the node with the lowest bound, without simulation. Return False if its policies would be next."""
         nodes = min(filter(None, (self.open, self.opened)), key=lambda nodes: nodes[0], default=None)
         if nodes is None or nodes[0].is_last:
             return False
@@ -108,8 +107,8 @@ class Tree:
         return True
 
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
-        """The step of the best of what the relaxation of the most promising family suggests and of these policies; infinite if none
-        fits. `known_s`: a step with other sizes; what is far above it is not tried."""
+        """Simulate the relaxation's suggestions for the most promising family and the policies `start`. Return the step time of the
+        best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
         first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
         for policy in chain(self._first_of(self.open[:1], first), start):
             if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
@@ -117,23 +116,22 @@ class Tree:
         return inf if self.best is None else self.trial.step_s(self.best)
 
     def explore(self, known_s: float = inf) -> None:
-        """Find the best policy; `lowest_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
-        a climb goes."""
+        """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
         self.known_s = known_s
         for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
             for policy in self._first_of(sorted(self.open)[:FIRST_FAMILIES], [(*of, slots) for of in FIRST_BUFFERS]):
                 self._take(policy)
-        self.trial.n_ops = 0  # what was tried first is not counted
+        self.trial.n_ops = 0  # first policies do not count
         while self.open:
             node = self.open[0]
             out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
             may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
             if self._close_to_best(node.bound_s) or not may_expand:
-                break  # nothing that is open has a lower bound
+                break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
         of = self.trial
         lean = (plan.policy for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits)
-        for policies in (self.too_long, lean):  # where nothing else fits; what was suggested may need a little more than there is
+        for policies in (self.too_long, lean):  # used if no other plan fits: suggestions may exceed memory slightly
             for policy in policies if self.best is None else ():
                 if not too_long(of.workload, of.semantics, policy):
                     self._take(policy)
@@ -142,8 +140,7 @@ class Tree:
             self._prefetch_less()
 
     def _first_of(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
-        """Of each part the first policy of its smallest groups that fits, of those that the relaxation suggests with one of these
-        buffers."""
+        """For each family, yield the first suggestion that fits, with its smallest groups and one of these buffer sizes."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
             suggested = (policy for of in several for policy in self._suggested(one, *of))
@@ -152,14 +149,14 @@ class Tree:
                 yield from (policy, *filter(self._may_try, (other for _, other in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
-        """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""
+        """Push a family with its linear bound, which is at least its parent's bound `least_s`."""
         bound_s = self.relaxation.linear_bound_s(family, n_slots)
         if bound_s < inf:
             self._push(max(bound_s, least_s), family, n_slots, by=_By.LINEAR)
 
     def _close_to_best(self, bound_s: float) -> bool:
-        """Whether what has such a bound can hardly be better than the best of this size. That of another size closes nothing: what
-        is suggested here may be slower, and what is climbed to from it faster."""
+        """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
+        climbs may improve suggestions of this size."""
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
@@ -169,7 +166,7 @@ class Tree:
         self.n_nodes += 1
 
     def _expand(self, node: _Node) -> None:
-        """Open a family into smaller ones, one into numbers of slots, these into policies, or simulate a policy."""
+        """Split a family by group size, then by gradient slots, then into policies; simulate a policy."""
         family, n_slots = node.family, node.n_slots
         if node.policy is not None and self.trial.is_too_long(node.policy):
             heapq.heappush(self.opened, node)
@@ -196,8 +193,8 @@ class Tree:
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
-        """What is suggested for the first of the usual depths that fits; a climb sees to the others. And what saves and moves
-        nothing, for copies take longer than a relaxation thinks."""
+        """Suggestions for the first usual prefetch depth that fits (climbs try others), and a policy without saved or moved
+        activations, because copies take longer than the relaxation assumes."""
         saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else SAVED_SLOTS
         for depth in PREFETCH_DEPTHS:
             suggested = list(self._suggested(family, depth, n_slots, saved_slots))
@@ -215,7 +212,7 @@ class Tree:
         lacking: Omission | None = None,
         below_s: float = inf,
     ) -> Iterator[Policy]:
-        """Policies of these buffers that use memory as the relaxation would, packed and spread."""
+        """Policies with these buffers that use memory as in the relaxation's solution, packed and spread."""
         relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking, below_s)
         if relaxed is None:
             return
@@ -227,7 +224,7 @@ class Tree:
             if not suggested.offload_blocks:
                 suggested = replace(suggested, saved_slots=lean.saved_slots)
             found[suggested] = None
-            found[replace(suggested, speculate_blocks=())] = None  # what speculation costs the relaxation may not see
+            found[replace(suggested, speculate_blocks=())] = None  # speculation may cost more than in the relaxation
         yield from found
 
     def _take(self, policy: Policy) -> None:
@@ -237,8 +234,8 @@ class Tree:
             self.best = policy
 
     def _climb_all(self) -> None:
-        """Climb from the best policy; from what it becomes without one kind of choice, in the space that lacks it; and from the
-        best of all these in the whole space, block by block."""
+        """Climb from the best policy; then, for each kind of choice, from the best policy without it, in a space without it;
+        finally from the best of all in the whole space, including single blocks."""
         assert self.best is not None
         self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
         for omission in OMISSIONS:
@@ -256,14 +253,14 @@ class Tree:
         return is_near or self.trial.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
-        """The policy without a kind of choice, and what the relaxation then suggests."""
+        """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
         yield (lean := omission.without(policy))
         one = family_of(lean, self.trial.semantics)
         one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
         yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, lean.saved_slots, omission)
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
-        """Go from neighbour to faster neighbour, until none is faster or so many ops have been simulated."""
+        """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
         best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
         speculates, climbing = self.trial.clipped_fraction is not None, True
         tried = [*[self._refilled] * (lacking is None), *[early] * speculates, *MOVES, *[single_blocks] * fine]
@@ -276,7 +273,7 @@ class Tree:
                     continue
                 if self.trial.beats(policy, best, LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
-                    tried = [move, *(other for other in tried if other is not move)]  # what gained is tried first
+                    tried = [move, *(other for other in tried if other is not move)]  # move to front: retry successful moves
                     break
         return best
 
@@ -284,7 +281,7 @@ class Tree:
         return not self.trial.is_too_long(policy) and self.trial.fits(policy)
 
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-        """The policy with other buffers or groups, and memory used as the relaxation would with these."""
+        """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
         saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)
@@ -299,7 +296,7 @@ class Tree:
                 yield from self._suggested(one, d, slots, saved, below_s=below_s)
 
     def _prefetch_less(self) -> None:
-        """Of plans that are as fast, the one with the fewest slots for weights."""
+        """Of equally fast plans, choose the one with the fewest weight slots."""
         assert self.best is not None
         limit_s, depth = self.trial.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
         fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)

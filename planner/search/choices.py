@@ -1,7 +1,7 @@
-"""Choices of a family, as variables of an integer program: how many equal blocks are treated in which way.
+"""Choices of a policy family as variables of an integer program: the number of equal blocks with each treatment.
 
-What a choice asks for is a difference: the work, and the memory, of a policy with one block treated so, less those without
-(`planner/bounds/work.py`, `planner/predict/memory.py`). A new way to treat a block is a line here.
+The coefficients of a choice are differences in work and memory between two policies: with one block treated in this way, and
+without (`planner/bounds/work.py`, `planner/predict/memory.py`). A new treatment is one line here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,13 +33,13 @@ class Choice:
 
     blocks: Sequence[int]
     treated: Treated
-    instead: Treated  # of the policy's own: as they are
-    count: int  # the variable
-    used: int  # whether any is
+    instead: Treated  # the alternative, usually the policy unchanged
+    count: int  # variable: number of blocks
+    used: int  # variable: 1 if any block
 
 
 def _added(name: str) -> Treated:
-    """Blocks are named in a list of the policy."""
+    """Treatment that adds blocks to a tuple field of the policy."""
 
     def treated(policy: Policy, blocks: Sequence[int]) -> Policy:
         return replace(policy, **{name: tuple(sorted({*getattr(policy, name), *blocks}))})  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
 
 
 class Choices:
-    """The variables of a program. Its cost is the mean step: `clipped_fraction` of steps repeat their early updates."""
+    """Variables of the program. The objective is the mean step: a share `clipped_fraction` of steps repeats its early updates."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class Choices:
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
         is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
-        self.spared = p.variable(0, inf, integer=False)  # loads that turns of the walk over the layers save
+        self.spared = p.variable(0, inf, integer=False)  # loads saved between sweeps
         self.spared_reads = p.variable(0, inf, integer=False)
-        self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
-        self.early_saved = p.variable(0, inf, integer=False)  # what layers saved that is
-        # Slots for what leaves of each kind besides those of the lean policy, where any number may be
+        self.early = p.variable(0, inf, integer=False)  # boundaries fetched before the first loss
+        self.early_saved = p.variable(0, inf, integer=False)  # saved activations fetched before it
+        # Offload slots per tier in addition to those of the smallest policy; 0 if the number is fixed
         most_slots = 0 if saved_slots else n_layers * self.group
         self.more_slots = {saved: p.variable(0, most_slots, integer=False) for saved in LEAVE}
-        self.squares = p.variable(0, 1)  # whether the device squares all gradients that are whole there
-        # By way and class: to save so, stay loaded, spill the output, be updated early, be squared, keep the state, be read.
+        self.squares = p.variable(0, 1)  # 1 if the device squares all complete gradients
+        # Choices by class of equal blocks: tier of saved activations, resident weights, and so on
         self.saving: dict[tuple[int, Way], Choice] = {}
         self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
         self.on_disk, self.read_once = dict[int, Choice](), dict[int, Choice]()
@@ -103,7 +103,7 @@ class Choices:
         spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
         for i, blocks in enumerate(self.classes):
             b = blocks[0]
-            if i in self.layers:  # if no backward comes to it, it saves nothing more
+            if i in self.layers:  # layers below the first trained one save only their input
                 ways = ways_of(self.workload.blocks[b], family.boundary_stride)
                 for way in ways if b >= self.workload.first_trained else ways[:1]:
                     self.saving[i, way] = self._choice(blocks, _saving(way))
@@ -125,7 +125,7 @@ class Choices:
         self.read = [*self.on_disk.values(), *self.read_once.values()]
         several = [*self.leaving.values(), [*self.spilled.values()], self.read]
         apart = {choice.count for choice in chain(*several, self.squared.values())}
-        # Choices whose blocks share slots
+        # Groups of choices that share slots
         self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in apart)]
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
@@ -145,7 +145,7 @@ class Choices:
             yield from of_classes.values()
 
     def together(self, lacking: Omission | None = None) -> None:
-        """Rows for what may be chosen together. `lacking`: a kind of choice that is not made."""
+        """Add the constraints between choices. `lacking`: a kind of choice that is disabled."""
         p, n_layers = self.program, self.workload.n_layers
         for choice in self.all():
             if lacking is not None and lacking.has(choice.treated(self.lean, choice.blocks[:1])):
@@ -154,42 +154,42 @@ class Choices:
             p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)
         for i in self.layers:
             of_class = {choice.count: 1.0 for (j, _), choice in self.saving.items() if j == i}
-            for sign in (1.0, -1.0):  # each layer saves in one way
+            for sign in (1.0, -1.0):  # each layer saves in exactly one way
                 p.at_most({n: sign * one for n, one in of_class.items()}, sign * len(self.classes[i]))
         spilled = {choice.count: 1.0 for choice in self.spilled.values()}
         kept = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
-        p.at_most({**spilled, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
-        # As many activations may be back early as have a slot
+        p.at_most({**spilled, **kept}, float(n_layers))  # a layer that saves everything keeps its input on the device
+        # Early fetches are limited by the number of slots
         p.at_most({self.early: 1.0}, early_fetches(self.group, n_layers))
         p.at_most({self.early: 1.0, **dict.fromkeys(spilled, -float(self.group))}, 0.0)
         p.at_most({self.early_saved: 1.0, **{of.count: -float(self.group) for of in chain(*self.leaving.values())}}, 0.0)
         each = dict.fromkeys(self.more_slots.values(), -1.0)
         p.at_most({self.early_saved: 1.0, **each}, float(len(LEAVE) * self.lean.saved_slots))
-        for saved, leaving in self.leaving.items():  # no slots where nothing passes through them
+        for saved, leaving in self.leaving.items():  # no extra slots for a tier that is not used
             most = -float(n_layers * self.group)
             p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], most)}, 0.0)
-        for i, squared in self.squared.items():  # what stays is squared on the device, and all else if anything is
+        for i, squared in self.squared.items():  # blocks with state on the device are squared there; all others if any is
             n, stays = float(len(squared.blocks)), {self.staying[i].count: 1.0} if i in self.staying else {}
             p.at_most({**stays, squared.count: -1.0}, 0.0)
             p.at_most({squared.count: 1.0, **dict.fromkeys(stays, -1.0), self.squares: -n}, 0.0)
             p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
-        for i, stays_of in self.staying.items():  # on the host it neither waits nor is guessed
+        for i, stays_of in self.staying.items():  # such blocks are neither resident nor updated early
             for others in (self.early_updated, self.resident):
                 if i in others:
                     p.at_most({stays_of.count: 1.0, others[i].count: 1.0}, float(len(stays_of.blocks)))
-        n_turns = 2 * self.n_groups - 1  # of the walk over the layers; one more slot than are prefetched, or two
+        n_turns = 2 * self.n_groups - 1  # between sweeps; the number of reusable slots is least_slots + prefetch depth
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns * least_slots(self.plan)))
         on_device = [of[i].count for of in (self.resident, self.read_once, self.staying) for i in self.layers if i in of]
         p.at_most({self.spared: 1.0, **dict.fromkeys(on_device, float(n_turns))}, float(n_turns * n_layers))
         most = float(n_turns * (least_slots(self.plan) + N_READ_SLOTS))
         p.at_most({self.spared_reads: 1.0, self.depth: -float(n_turns)}, most)
         p.at_most({self.spared_reads: 1.0, **{of.count: -float(n_turns) for of in self.on_disk.values()}}, 0.0)
-        for i in self.on_disk:  # a block is one of these, or none
+        for i in self.on_disk:  # at most one of these per block
             either = [of[i].count for of in (self.resident, self.on_disk, self.read_once) if i in of]
             p.at_most(dict.fromkeys(either, 1.0), float(len(self.classes[i])))
 
     def within_memory(self) -> None:
-        """A row for the device and one for the host, each in shares of what the machine has."""
+        """Add one memory constraint for the device and one for the host, in shares of capacity."""
         p, blocks, needs = self.program, self.workload.blocks, self.frames.needs(self.lean)
         has = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
         rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
@@ -199,7 +199,7 @@ class Choices:
                 row[number] = row.get(number, 0.0) + n / of
 
         def largest(of: Iterable[tuple[int, float]], least_bytes: float = 0.0, place: int = 0) -> None:
-            """Memory of the device, or the host, for the largest of those that are used, at least so much."""
+            """Add memory for the maximum of all used choices, at least `least_bytes`. `place`: 0 for device, 1 for host."""
             room = p.variable(0, inf, integer=False)
             for used, n_bytes in of:
                 p.at_most({used: n_bytes / has[place], room: -1.0}, 0.0)
@@ -233,7 +233,7 @@ class Choices:
             p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / of + SLACK)
 
     def _bytes(self) -> list[list[list[int]]]:
-        """What `_asked_bytes` finds: memory is affine in the size of groups, where there are several."""
+        """Result of `_asked_bytes`, interpolated: memory is affine in the group size if the step has several groups."""
         lean, known, n = replace(self.lean, gradient_slots=1), self.frames.asked_bytes, self.lean.accumulation_group
         sizes = (n,) if n < 3 or self.plan.reduced else (1, 2)
         of_sizes = [replace(lean, accumulation_group=size) for size in sizes]
@@ -244,8 +244,8 @@ class Choices:
         return [(a + (n - sizes[0]) * (b - a)).tolist() for a, b in zip(first, last, strict=True)]
 
     def _asked_bytes(self, lean: Policy) -> list[Numbers]:
-        """Memory of device and host: of the lean policy, what one more slot for weights asks for, and squares on the device; and of
-        choices that share slots what each asks for one more block, and for the first."""
+        """(device, host) bytes of the smallest policy, of one more weight slot, and of squares on the device. Then, per group of
+        choices that share slots, two rows per choice: bytes of one more block, and of the first block."""
 
         def more(policy: Policy, than: Policy) -> list[int]:
             return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
@@ -257,7 +257,7 @@ class Choices:
             for choice in group:
                 instead, first = choice.instead(lean, choice.blocks[:1]), choice.blocks[:1]
                 one = choice.treated(instead, first)
-                there, then = one, choice.blocks[1:2]  # slots are there, and one more block needs no more
+                there, then = one, choice.blocks[1:2]  # slots exist already, so one more block needs none
                 if not then:
                     there, then = instead, first
                     for other in group:
@@ -267,7 +267,7 @@ class Choices:
         return [np.array(numbers, dtype=np.int64).reshape(-1, 2) for numbers in found]
 
     def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:
-        """What the slots need through which gradients of layers, or of the vocabulary, leave: by class, unless all of it stay."""
+        """Yield (variable, bytes) of gradient slots for each class of layers or vocabulary blocks with state on the host."""
         p, n_slots = self.program, self.plan.policy.gradient_slots if of_layers else 1
         for i, blocks in enumerate(self.classes):
             if (i in self.layers) is of_layers and blocks[0] not in self.lean.device_blocks:
@@ -277,7 +277,7 @@ class Choices:
                 yield leaves, float(n_slots * leaving_bytes(self.plan, blocks[0]))
 
     def fill(self, x: list[float]) -> Fill:
-        """What a solution chooses."""
+        """Decode a solution."""
 
         def counts(of: dict[int, Choice]) -> tuple[int, ...]:
             return tuple(round(x[of[i].count]) if i in of else 0 for i in range(len(self.classes)))

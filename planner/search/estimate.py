@@ -1,7 +1,7 @@
-"""Greedy policies, with which a search begins.
+"""Greedy policies, the starting points of a search.
 
-Two buffers each way, all micro-batches in one group or as many as fit, or one by one; boundaries on the device or on the host; and
-memory filled with what saves most recompute per byte.
+They have two buffers in each direction; all micro-batches in one group, the largest group that fits, or single ones; boundaries on
+the device or on the host. Memory is filled in order of recompute seconds saved per byte.
 """
 
 from bisect import bisect_left
@@ -17,16 +17,16 @@ from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 from .frames import Frames
 from .space import Way, can_spill, eager_is_legal, evenly, most, most_on_device, places_of_mixed, places_on_disk, staying, with_ways
 
-BUFFERS = ((2, 2), (1, 1))  # prefetch depth and gradient slots: the first that fit
-# Micro-batches of a group that sends away what layers save: of more, one layer's fill the slots and the next wait.
+BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
+# Largest group that offloads saved activations: with more micro-batches, one layer fills the slots and others wait.
 MOST_LEAVING = 12
 FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
-GOLDEN = (5**0.5 - 1) / 2  # in steps of this share of a circle, any first few points are spread evenly
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 spread evenly for any number of points
 
 
 @dataclass(frozen=True, slots=True)
 class _Upgrade:
-    """A layer that saves more than it did, so that it computes less again."""
+    """A layer that saves a richer tier and recomputes less."""
 
     seconds_per_byte: float
     block: int
@@ -41,20 +41,20 @@ class Greedy:
         self.cost = frames.cost
 
     def policies(self) -> list[Policy]:
-        """Those that fit."""
+        """Return the greedy policies that fit."""
         n, least = self.semantics.n_micro_batches, self.semantics.least_group
         found: dict[Policy, None] = {}
-        leaves = False  # whether there is anything that would rather be on the host
+        leaves = False  # True if the device cannot hold every upgrade
         for group in dict.fromkeys((n, least)):
             smaller = [size for size in halves(n // 2) if size > least] if group == n else []
             for spills in (False, True):
-                in_groups = (self._filled(size, spills) for size in (group, *smaller))  # of the largest size that fits
+                in_groups = (self._filled(size, spills) for size in (group, *smaller))  # the largest that fits
                 filled, has_all = next((one for one in in_groups if one[0] is not None), (None, False))
                 if filled is not None:
                     found[filled] = None
                 leaves |= not has_all
                 if has_all:
-                    break  # what boundaries on the host would make room for is there
+                    break  # the device holds every upgrade, so offloading boundaries would not help
         for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
             away = self._leaving(saved)
             if not away:
@@ -64,7 +64,7 @@ class Greedy:
             found |= dict.fromkeys(islice(filter(None, fitting), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
                 found[one_by_one] = None
-        # The first blocks, as many as leave their state room on the device under a lean policy
+        # State of the first blocks on the device, as many as fit next to the smallest policy
         whole = self.frames.of(Policy(accumulation_group=n, update=Update.DEFERRED))
         stay = most_on_device(whole, self.profile)[0].policy.device_blocks
         if stay and (kept := self._filled(n, spills=False, stay=stay)[0]) is not None:
@@ -72,7 +72,7 @@ class Greedy:
         return list(found)
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
-        """The layers that may send this to the host as fast as they compute forward, evenly spaced; none that cannot save it."""
+        """Evenly spaced layers that can offload this tier as fast as they compute forward; empty if a layer cannot save it."""
         first = max(1, self.workload.first_trained)
         block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
         if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
@@ -83,7 +83,7 @@ class Greedy:
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
 
     def _some(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
-        """All of these layers; of several ranks, whose groups cannot be smaller, also fewer, for which the host may have room."""
+        """Yield all these layers; with several ranks, where groups cannot shrink, also fewer, for which host memory may suffice."""
         for each in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
             if each == 1 or each < len(away):
                 yield dict(islice(away.items(), None, None, each))
@@ -91,12 +91,12 @@ class Greedy:
     def _filled(
         self, group: int, spills: bool, away: Mapping[int, Way] = MappingProxyType({}), stay: Sequence[int] = ()
     ) -> tuple[Policy | None, bool]:
-        """The lean policy with as many upgrades, then resident weights, as fit, and whether all do; None if not even that."""
+        """Add upgrades, then resident weights, while they fit. Return the policy (None if none fits), True if all upgrades fit."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
         mixed = places_of_mixed(self.semantics, self.workload)[0]
         spilled = can_spill(self.workload) if spills else ()
-        # First the blocks that are needed first, the last; or where weights come again for every group, blocks spread evenly, so
-        # that between two uploads there is always something to compute.
+        # With one group, the last blocks come first, because backward needs them first. With several groups, which load weights
+        # again, blocks are spread evenly, so that uploads alternate with compute.
         in_one_group = group == self.semantics.n_micro_batches
         blocks = [b for b in range(len(self.workload.blocks)) if b not in stay]
         blocks.sort(key=lambda b: -b if in_one_group else b * GOLDEN % 1.0)
@@ -107,7 +107,7 @@ class Greedy:
         lean = next((lean for lean in leans if self.frames.needs(lean).fits), None)
         if lean is None:
             return None, False
-        blocks.sort(key=lambda b: b not in lean.disk_blocks)  # what stays is read once; what is trained on the host, every time
+        blocks.sort(key=lambda b: b not in lean.disk_blocks)  # disk blocks first: resident ones are read only once
         blocks = [b for b in blocks if b not in lean.disk_blocks or mixed]
         framed = self.frames.of(lean)
         of_others = (upgrade for upgrade in self._upgrades(lean) if upgrade.block not in away)
@@ -116,7 +116,7 @@ class Greedy:
         return _with(lean, upgrades, blocks, n), n >= len(upgrades)
 
     def _with_disk(self, policy: Policy) -> Policy:
-        """The policy with the fewest layers on the disk with which the host has room; without one, the policy."""
+        """Place the fewest layers on the disk that make the host memory sufficient; unchanged without a disk."""
         may_read, needs = places_on_disk(self.semantics, self.workload, self.profile), self.frames.needs
         if not may_read or not needs(policy).short_host_bytes:
             return policy
@@ -125,7 +125,7 @@ class Greedy:
         return _on_disk(policy, may_read, n)
 
     def _fits(self, lean: Setup, policy: Policy) -> bool:
-        """Whether the device has room for what a lean plan that fits would save and keep besides."""
+        """True if the device has memory for the saved activations and resident weights of `policy`, given that `lean` fits."""
         of = self.profile.device
         plan = replace(lean, policy=policy)
         needs = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
@@ -134,15 +134,15 @@ class Greedy:
         return sum(needs.values()) + resident_bytes + of.context_bytes.value <= of.memory_bytes.value
 
     def _upgrades(self, lean: Policy) -> Iterator[_Upgrade]:
-        """Of each layer the ways to save, each worth less per byte than the one before."""
+        """Yield upgrades of each layer, with decreasing gain per byte."""
         for blocks in self.workload.classes:
             block = self.workload.blocks[blocks[0]]
             if block.kind is not BlockKind.LAYER or blocks[0] < self.workload.first_trained:
                 continue
-            ways: list[tuple[float, float, Saved]] = []  # bytes that it saves of a micro-batch, and seconds that it computes again
+            ways: list[tuple[float, float, Saved]] = []  # bytes saved per micro-batch, seconds of recompute, tier
             for saved in Saved:
                 again = block.recompute(saved)
-                if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # which saves its input too
+                if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # Saved.ALL includes the input
                     ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
             for per_byte, what in _hull(ways):
                 yield from (_Upgrade(per_byte, b, what) for b in blocks)
@@ -153,21 +153,21 @@ def _on_disk(policy: Policy, may_read: Sequence[int], n: int) -> Policy:
 
 
 def halves(n: int) -> Iterator[int]:
-    """n, half of it, and so on to one."""
+    """Yield n, n // 2, ... 1."""
     while n:
         yield n
         n //= 2
 
 
 def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
-    """The policy with the first n upgrades; beyond the last one, weights of the first of these blocks stay on the device."""
-    saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # a layer's last one counts
+    """Apply the first n upgrades. If n exceeds their number, make the weights of the first blocks resident."""
+    saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # the last upgrade of a layer wins
     resident = tuple(sorted(blocks[: max(0, n - len(upgrades))]))
     return replace(with_ways(lean, {b: Way(what) for b, what in saved.items()}), resident_blocks=resident)
 
 
 def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:
-    """Seconds that each further byte saves, and for what: from the first way on, always the one that saves most."""
+    """Upper convex hull of the tiers: (seconds gained per byte, tier), each the best step from the previous one."""
     n_bytes, seconds, _ = ways[0]
     found: list[tuple[float, Saved]] = []
     while better := [((seconds - s) / max(1.0, b - n_bytes), b, s, saved) for b, s, saved in ways if s < seconds and b >= n_bytes]:

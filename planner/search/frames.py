@@ -1,4 +1,4 @@
-"""Policies of one workload on one machine, with arenas and without ops: what they need of memory, and what bounds them."""
+"""Memory and lower bounds of policies of one workload on one machine, from plans with arenas but without ops."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -19,7 +19,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Frames:
-    """Each worked out once."""
+    """Memoised memory footprint and lower bound of each policy."""
 
     def __init__(self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel) -> None:
         self.model, self.workload, self.semantics, self.cost = model, workload, semantics, cost
@@ -27,21 +27,21 @@ class Frames:
         self.of = cache(partial(frame, model, workload, semantics))
         self.bare = cache(lambda policy: Setup(semantics, policy, model, workload, ()))
         self.needs = cache(lambda policy: footprint(self.of(policy), self.profile))
-        # Seconds below which no step of the policy is
+        # Lower bound on the step time
         self.bound_s = cache(lambda policy: max(bound.seconds for bound in policy_bounds(self.of(policy), self.works)))
-        self.of_family: dict[Family, list[Work]] = {}  # work of the last that was asked for: of steps not clipped, and clipped
-        self.asked_bytes: dict[Policy, list[Numbers]] = {}  # by lean policies, of what a family may choose (`choices.py`)
+        self.of_family: dict[Family, list[Work]] = {}  # work of the latest family, without and with clipping
+        self.asked_bytes: dict[Policy, list[Numbers]] = {}  # coefficients of `choices.py`, by smallest policy
         self._peaks = cache(self._peaks_of)
 
     def forget(self) -> None:
-        """All but numbers."""
+        """Free plans and work; keep numbers."""
         self.of.cache_clear()
         self.bare.cache_clear()
         self.works = Works(self.cost)
         self.of_family.clear()
 
     def peaks(self, policy: Policy) -> tuple[int, int]:
-        """Bytes of device and host but for those of the block being computed, and of the slots through which gradients leave."""
+        """Peak bytes on device and host, without the block being computed and the gradient slots."""
         return self._peaks(replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1))
 
     def _peaks_of(self, policy: Policy) -> tuple[int, int]:

@@ -1,9 +1,8 @@
-"""Relaxation of a family of policies: a lower bound on every member's step, and suggested choices.
+"""Relaxation of a policy family: a lower bound on the step of every member, and suggested choices.
 
-An integer program over counts of equal blocks (`choices.py`). The step is at least as long as every reason in
-`planner/bounds/reasons.py` says, of quantities that are affine in these counts. It leaves out order and names, so its optimum
-bounds every policy of the family from below: only its dual bound is claimed. Its choices are suggestions, to be lowered and
-simulated.
+It is an integer program over counts of equal blocks (`choices.py`). The constraints in `planner/bounds/reasons.py` are affine in
+these counts. The program ignores the order and identity of blocks, so its optimum is a lower bound for the family. Only the dual
+bound is used as a proof. The solution is a suggestion, to be lowered and simulated.
 """
 
 from collections.abc import Iterator
@@ -27,13 +26,13 @@ from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, p
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
-LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
+LONGEST_PER_FACET = 8  # upper limits on the variables for maxima: per facet, and in addition
 MORE_LONGEST = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """No policy of the family, with these buffers, has a step below `bound_s`; `fill` is what the program would choose."""
+    """Result of a relaxation: a lower bound for the family with these buffers, and the solution's choices."""
 
     bound_s: float
     prefetch_depth: int
@@ -41,9 +40,9 @@ class Relaxed:
 
 
 class Relaxation:
-    """The integer programs of one workload on one machine, one per family and pair of buffers.
+    """Integer programs of one workload on one machine, memoised per family and buffer sizes.
 
-    A prefetch depth above the usual ones stands for itself and all that are deeper, and so do gradient slots for more of them.
+    The largest usual prefetch depth and number of gradient slots also represent all larger values.
     """
 
     def __init__(self, frames: Frames, clipped_fraction: float | None) -> None:
@@ -52,7 +51,7 @@ class Relaxation:
         self._clipped_works = Works(CostModel(frames.profile, clipped=True))
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
-        self._programs: dict[_Part, tuple[Choices, float]] = {}  # of which only the linear bound is known
+        self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
 
     def solve(
         self,
@@ -63,8 +62,8 @@ class Relaxation:
         lacking: Omission | None = None,
         below_s: float = inf,
     ) -> Relaxed | None:
-        """The relaxation with these buffers (None: any number of slots); None where nothing fits. For a suggestion: `lacking`, a
-        kind of choice that is not made; `below_s`, a step that no member is to be above."""
+        """Solve the integer program with these buffers (None: any number of slots); None if infeasible. For suggestions: `lacking`,
+        a disabled kind of choice; `below_s`, a step time that the result must beat."""
         key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
@@ -78,9 +77,9 @@ class Relaxation:
         return self.known[key]
 
     def least_s(self, family: Family) -> float:
-        """A lower bound than that of any program: what every member does. Where layers share boundaries, these save nothing else,
-        so all compute as much, but for unpacking, of which layers that stay ask least; where the host sums micro-batches, no
-        choice spares what is done with gradients."""
+        """Lower bound from work that every member has, cheaper and weaker than a program. If layers share boundaries, they save
+        nothing else, so compute is equal except for unpacking, of which resident layers have the least. If the host sums
+        micro-batches, no choice reduces the work on gradients."""
         lean = family.policy()
         plan, facets = self._frames.bare(lean), self._facets_of(lean)
         staying = self._frames.bare(replace(lean, resident_blocks=tuple(range(len(plan.workload.blocks)))))
@@ -92,7 +91,7 @@ class Relaxation:
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
-        """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""
+        """Bound of the linear program: lower than that of `solve`, in a fraction of the time. Infinity if infeasible."""
         key = (family, None, gradient_slots, None, None)
         self._programs[key] = choices, scale_s = self._program(*key)
         found = choices.program.solve(integers=False)
@@ -106,7 +105,7 @@ class Relaxation:
         saved_slots: int | None,
         lacking: Omission | None,
     ) -> tuple[Choices, float]:
-        """The program, and how many seconds its unit is."""
+        """Build the program. Return its choices and the seconds of its time unit."""
         lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
         choices = Choices(self._frames, lean, family, prefetch_depth, saved_slots, self.clipped_fraction)
         facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
@@ -114,7 +113,7 @@ class Relaxation:
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
         of_family = self._frames.of_family
-        if family not in of_family:  # other buffers are asked of the last one, as a rule
+        if family not in of_family:  # consecutive calls usually differ in buffers only
             of_family.clear()
             of_family[family] = [self._work(lean, choices, groups, width, step == choices.clipped_step) for step in steps]
         works = of_family[family]
@@ -127,7 +126,7 @@ class Relaxation:
         return choices, rows.scale
 
     def _facets_of(self, lean: Policy) -> Facets:
-        """Facets that hold for every policy which sums gradients where this lean one does, and trains in the same places."""
+        """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
         plan = self._frames.of(lean)
         key = (plan.reduced, lean.device_blocks)
         if key not in self._facets:
@@ -135,7 +134,7 @@ class Relaxation:
         return self._facets[key]
 
     def _others(self, plan: Setup) -> Iterator[Setup]:
-        """Policies under which ops are there that the lean one does not have, or draw otherwise on what is shared."""
+        """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
         of, lean = self._frames.of, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
             yield of(replace(lean, spill_blocks=can_spill(plan.workload)))
@@ -152,7 +151,7 @@ class Relaxation:
                     yield of(with_ways(lean, {b: way}))
 
     def _work(self, lean: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
-        """Work of the family: the lean policy's, plus each choice's difference times its count."""
+        """Work of the family: that of the smallest policy, plus the difference of each choice as a coefficient of its count."""
         facets = self._facets_of(lean)
         whole = Work(len(facets.keys), width)
         for first, blocks in choices.plan.blocks_alike.items():
@@ -162,7 +161,7 @@ class Relaxation:
             treated = self._of_block(choice.treated(lean, (b,)), b, groups, facets, clipped)
             whole.add(treated, 1, 1 + choice.count)
             whole.add(self._of_block(choice.instead(lean, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
-        # Loads that turns save, and the one layer that is still unpacked, are of the largest for safety.
+        # Saved loads, and the layer that is still unpacked, count at the largest cost, so that the bound holds.
         whole["total"][:, 1 + choices.spared] -= whole.largest["load"] + whole.largest["gather"]
         whole["total"][:, 1 + choices.spared_reads] -= whole.largest["read"]
         whole["total"][:, 0] -= (2 * groups.n - 1) * whole.largest["unpacking"]
@@ -176,7 +175,7 @@ class Relaxation:
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
     ) -> Subject:
         plan, lean = choices.plan, choices.lean
-        n_slots = plan.workload.n_layers * self._frames.semantics.n_micro_batches  # as many as there are gradients
+        n_slots = plan.workload.n_layers * self._frames.semantics.n_micro_batches  # one slot per gradient
         if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
@@ -191,7 +190,7 @@ class Relaxation:
         n_saved = {saved: rows.variable(number) for saved, number in choices.more_slots.items()}
         for n in n_saved.values():
             n[0] = lean.saved_slots
-        # Early updates and state on the device, of any blocks, count as if all were of earlier blocks
+        # Early updates, and updates on the device, count as if all preceded the block
         sooner = work.scalars["update"] - work.scalars["forwards"]
         facets, one_block = self._facets_of(lean), list[Array]()
         of_class = [(blocks, self._of_block(lean, blocks[0], groups, facets, False)) for blocks in choices.classes]

@@ -24,28 +24,28 @@ from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
 from .space import leanest, policy_of
 from .trial import Trial
 
-# Optimizers of which each keeps less
+# Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
 LEANER = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
-BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights published in bf16, those that take most first
+BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # for frozen weights published in bf16, the largest first
 MAX_CHANGES = 3
-USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; whether a plan fits does not depend on it
-MOST_HALVINGS = 8  # of a sequence, or a batch
-MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
+USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; it does not affect memory
+MOST_HALVINGS = 8  # of a sequence or a batch
+MAX_PLAN_OPS = 500_000  # a plan file of about 50 MB; a larger micro-batch is the better choice
 
 
 def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = None) -> int:
-    """More ops than the policy's plan has; without one, than the plan of one micro-batch after another, which is the shortest."""
+    """Upper bound on the ops of the policy's plan. Default policy: one micro-batch after another, the shortest plan."""
     return plan_ops(workload, semantics, policy or Policy(), 2 * MOST_ALIKE_GROUPS + 1)
 
 
 def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> bool:
-    """Whether the plan may be too long to write."""
+    """True if the plan may exceed MAX_PLAN_OPS."""
     return most_ops(workload, semantics, policy) > MAX_PLAN_OPS
 
 
 class TooLongError(PlanError):
-    """Nothing fits but plans that are too long to write."""
+    """Raised if only plans with too many ops fit."""
 
     def __init__(self, of: Semantics, n_ops: int) -> None:
         self.n_micro_batches, self.n_ops = of.n_micro_batches, n_ops
@@ -56,26 +56,25 @@ class TooLongError(PlanError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. `free`: sizes that were chosen, not given, so that a change of something else chooses them again."""
+    """Model, semantics and machine of a search. `free`: sizes chosen by the search, which change with other settings."""
 
     model: Model
     semantics: Semantics
     profile: Profile
-    fixed: Policy | str | None  # a policy, or another system's name
+    fixed: Policy | str | None  # policy, or name of another system
     free: frozenset[str]
 
     def fits(self) -> bool:
-        """Whether some policy that may be chosen fits. More micro-batches than MOST_MICRO_BATCHES are none."""
+        """True if some allowed policy fits. More than MOST_MICRO_BATCHES micro-batches count as not fitting."""
         return self.semantics.n_micro_batches <= MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
 
     def resized(self) -> "Request":
-        """With the first of the sizes to search with which some policy fits; else the last, which needs least of the device."""
+        """Choose the first candidate size that fits; otherwise the last, which needs the least device memory."""
         sizes = [replace(self, semantics=of) for of, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
         return next((one for one in sizes[:-1] if one.fits()), sizes[-1])
 
     def tokens_per_s(self) -> float:
-        """About how fast it is, if it fits: by the policy asked for, else by a greedy one with these sizes, or the leanest, which a
-        search may beat."""
+        """Estimate the speed: from the fixed policy, or from a greedy or smallest one, which a search may improve."""
         workload = build_workload(self.model, self.semantics)
         trial = Trial(self.model, workload, self.semantics, self.profile, None)
         if (fixed := policy_of(self.fixed, self.semantics, workload)) is not None:
@@ -85,7 +84,7 @@ class Request:
         return self.semantics.tokens_per_step / trial.step_s(min(policies, key=trial.frames.bound_s))
 
     def needs(self) -> Iterator[Footprint]:
-        """What the policy asked for needs, or each of the leanest; none where it is illegal, or its plan too long to write."""
+        """Yield the memory needs of the fixed policy, or of each smallest one; nothing if it is illegal or its plan too long."""
         workload = build_workload(self.model, self.semantics)
         fixed = policy_of(self.fixed, self.semantics, workload)
         if too_long(workload, self.semantics, fixed):
@@ -95,15 +94,15 @@ class Request:
             return
         try:
             refuse_illegal(workload, self.semantics, fixed)
-        except PlanError:  # with other micro-batches, say, than its groups have
+        except PlanError:  # for example if it has larger groups than the step has micro-batches
             return
         yield footprint(frame(self.model, workload, self.semantics, fixed), self.profile)
 
 
 def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
-    """The error that names the missing bytes and the smallest changes that fit; `found`: what each policy needs.
+    """Build the error with the missing bytes and the smallest changes that fit. `found`: needs of each policy.
 
-    The missing bytes and the change of memory are those of one policy, so that the one mends the other.
+    Missing bytes and larger memory refer to one policy, so that the change resolves the shortage.
     """
     nearest = _nearest(found)
     every = chain(_of_same_bits(request, nearest), _changes(request, found))
@@ -116,7 +115,7 @@ def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
 
 
 def _nearest(found: list[Footprint]) -> Footprint:
-    """What is missing least: host memory first, for it can be bought; a device's is what it is."""
+    """Policy with the smallest shortage. Host memory is preferred, because users can add it."""
     on_device = [n for n in found if not n.short_device_bytes]
     on_host = [n for n in found if not n.short_host_bytes]
     if on_device:
@@ -127,13 +126,13 @@ def _nearest(found: list[Footprint]) -> Footprint:
 
 
 def _with_rate(text: str, changed: Request) -> str:
-    """A change with about how fast it is."""
+    """Append the estimated speed to a change."""
     rate = f"about {changed.tokens_per_s():,.0f} tokens/s"
     return f"{text[:-1]}, {rate})" if text.endswith(")") else f"{text} ({rate})"
 
 
 def _of_same_bits(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
-    """A disk, where it helps, and the first memory that fits: with the same sizes not a bit is another."""
+    """Changes with bitwise identical results: a disk for frozen weights, and the smallest larger memory that fits."""
     s, profile = request.semantics, request.profile
     if request.fixed is None and profile.disk is None and not s.train.all and s.ranks == 1:
         said = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
@@ -142,13 +141,13 @@ def _of_same_bits(request: Request, needs: Footprint) -> Iterator[tuple[str, Req
 
 
 def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
-    """Single changes of semantics to try: first a size, which costs no precision, then what costs nothing but bits."""
+    """Single changes to try: first sizes, which cost no precision, then settings that change the arithmetic."""
     s = request.semantics
     fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
-    yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
+    yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest of the first kind that helps
     yield from _leaner(request)
-    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # loses small updates
+    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # small updates are lost
         yield "--master bf16", _changed(request, master_dtype="bf16")
     yield from _frozen(request)
     if s.sum_groups > 1:
@@ -160,10 +159,10 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
 
 
 def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
-    """The first optimizer that keeps so little of what is trained that it fits, with its bytes of a parameter and what it costs."""
+    """The first low-bit optimizer that fits, with its bytes per parameter and its effect."""
     s = request.semantics
     now = s.state_bytes + ITEM_BYTES[s.gradient_dtype]
-    own = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # said in --optimizer
+    own = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # part of --optimizer
     for said in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
         changed = _changed(request, **own | optimizing(said, None))
         of = changed.semantics
@@ -175,7 +174,7 @@ def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
-    """Less that is trained, or frozen weights in fewer bits: the most that fits."""
+    """Train adapters only, or quantize frozen weights: the largest base that fits."""
     s = request.semantics
     is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
     if request.fixed is not None or is_tiled:
@@ -192,7 +191,7 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
-    """Fewer sequences at a time; no more than the device can have the boundary of one block of."""
+    """Smaller micro-batches, limited to those for which one boundary fits the device."""
     s, workload = request.semantics, build_workload(request.model, request.semantics)
     sequence_bytes = workload.blocks[0].boundary_bytes // s.micro_batch
     below = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
@@ -203,8 +202,7 @@ def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Request]]:
-    """Shorter sequences, or fewer in a step, unless the user said how many are computed at a time; none where even the least do not
-    help."""
+    """Shorter sequences, or smaller batches if the micro-batch is free. Nothing if the smallest does not fit."""
     s, of_batch = request.semantics, field == "batch_size"
     if of_batch and ("micro_batch" not in request.free or request.fixed is not None):
         return
@@ -215,17 +213,16 @@ def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Re
 
 
 def _changed(request: Request, **changes: Any) -> Request:
-    """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
+    """Change semantics; sizes that are free and not changed are chosen again."""
     free, semantics = request.free - changes.keys(), replace(request.semantics, **changes)
     changed = replace(request, semantics=semantics, free=free)
     return replace(changed.resized() if free else changed, free=request.free)
 
 
 def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
-    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them; if a policy was asked for that
-    needs more with the sizes chosen there, also with smaller ones.
+    """Add the missing memory, rounded up to whole GB (to tens above 100 GB). For a fixed policy, also try smaller micro-batches.
 
-    Of one pool the other side has what is left. None where the machine takes no more.
+    In a machine with one memory, the other side gets the rest. Yield nothing if the machine does not support so much.
     """
     sizes = {"device": _rounded_up(needs.device_peak_bytes)} if needs.short_device_bytes else {}
     sizes |= {"host": _rounded_up(needs.host_peak_bytes)} if needs.short_host_bytes else {}
@@ -236,7 +233,7 @@ def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Requ
             return
     elif not request.profile.takes(sizes.get("host", 0)):
         return
-    of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # a host's parts are equal
+    of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # the ranks of a host have equal shards
     text = " ".join(f"--{place}-memory {n // GB * of_all[place]}GB" for place, n in sizes.items())
     larger = _changed(replace(request, profile=request.profile.with_memory(sizes.get("device"), sizes.get("host"))))
     yield text, larger

@@ -1,8 +1,8 @@
-"""Search of sizes and policies: the fastest plan found, and a lower bound on all others.
+"""Search over sizes and policies: the fastest plan found, and a lower bound on all others.
 
-Each size (micro-batch and tiles) that was free is bounded: first as any schedule is (`planner/bounds/machine.py`), then by the
-relaxations of its families. Of each that can still win a few policies are tried; the sizes with the fastest of these
-are searched (`branch.py`), and of the others the bounds are kept.
+Every free size (micro-batch and tiles) is bounded, first for any schedule (`planner/bounds/machine.py`), then by the relaxations of
+its families. A few policies are simulated for sizes that can still win. The most promising sizes are searched (`branch.py`); the
+others keep their bounds.
 """
 
 import heapq
@@ -25,11 +25,11 @@ from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
 from .trial import Trial, without_collection
 
-STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
-MOST_SEARCHED = 2  # sizes, those with the fastest first tries, besides the one with the lowest bound; if none of these fits, others
-MOST_TIGHTENED = 64  # parts of sizes not searched whose bounds are brought nearer
-# Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
-# least about.
+STARTS = 3  # number of greedy starting policies, by lowest bound
+MOST_SEARCHED = 2  # number of sizes to search in addition to the one with the lowest bound; others only if none of these fits
+MOST_TIGHTENED = 64  # nodes of unsearched sizes to tighten
+# Within this relative difference the larger size wins: its plan is shorter and launches fewer kernels, the least certain costs of a
+# profile.
 NEAR_FRACTION = 0.001
 
 
@@ -41,8 +41,8 @@ def searched(
     free: frozenset[str],
     clipped_fraction: float | None = None,
 ) -> tuple[Answer, Profile]:
-    """The fastest plan with any size that is free, on a machine whose one memory is cut as suits it best, if that is free, too; and
-    the machine as it was cut. Where nothing fits any cut, the error is about the machine's own."""
+    """Search all free sizes and, if free, all splits of a single memory. Return the result and the machine with the chosen split.
+    If nothing fits any split, the error refers to the unsplit machine."""
     machines = [*cuts(model, semantics, profile, free)] if fixed is None else []
     machines = machines or [profile]
     free = free if machines != [profile] else free - {CUT}
@@ -59,13 +59,12 @@ def search(
     free: frozenset[str] = frozenset(),
     clipped_fraction: float | None = None,
 ) -> Answer:
-    """The fastest plan found with any of these sizes (`sizes_of`, the larger micro-batches first), with its certificate. `fixed`: a
-    policy, or the schedule of another system by name; then only sizes are compared.
+    """Return the fastest plan found with any of these sizes (from `sizes_of`, larger micro-batches first), and its certificate.
+    `fixed`: a policy, or the schedule of another system by name; only sizes are then compared.
 
-    DoesNotFitError when nothing fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
-    them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: unknown, so no block is updated before
-    the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have, TooLongError
-    where no size makes a plan that can be written.
+    `free`: sizes that were chosen automatically and may be changed in suggestions. `clipped_fraction`: share of steps with clipped
+    gradients; None if unknown, which disables speculative updates unless the semantics never clip. Raises DoesNotFitError if
+    nothing fits, PlanError for illegal semantics or policy, and TooLongError if every plan has too many ops.
     """
     n_ops = [most_ops(workload, of, policy_of(fixed, of, workload)) for of, workload in sizes]
     if min(n_ops) > MAX_PLAN_OPS:
@@ -92,19 +91,19 @@ def search(
 
 
 class _Sizes:
-    """The sizes of a search by number, and what is known of each."""
+    """State of a search, by index of the size."""
 
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = trials
         self.machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
         self.bounds_s = dict.fromkeys(range(len(trials)), inf)
         self.trees: dict[int, Tree] = {}
-        self.first_s: dict[int, float] = {}  # steps of what is tried first
-        self.found: dict[int, float] = {}  # steps of those that are searched
+        self.first_s: dict[int, float] = {}  # step times of the first policies
+        self.found: dict[int, float] = {}  # step times of searched sizes
 
     def bound(self) -> None:
-        """Bound each size, the lowest first, as any schedule is, then by its families; try a few policies of what can still win."""
-        ready = [(bound_s, 0, i) for i, bound_s in enumerate(self.machine_s)]  # seconds, how often families were bounded, which
+        """Bound every size, best-first: for any schedule, then by families. Simulate a few policies of sizes that can win."""
+        ready = [(bound_s, 0, i) for i, bound_s in enumerate(self.machine_s)]  # (bound in seconds, number of relaxations, size)
         heapq.heapify(ready)
         while ready:
             bound_s, n_relaxed, i = heapq.heappop(ready)
@@ -120,14 +119,14 @@ class _Sizes:
             self.trials[i].forget()
 
     def explore(self) -> None:
-        """Search the sizes with the fastest first tries, and the one with the lowest bound; if none of these fits, others."""
+        """Search the sizes with the fastest first policies and the one with the lowest bound; if none fits, others."""
         fastest = sorted(self.first_s, key=lambda i: (self.first_s[i], i))
         likely = sorted(self.first_s, key=lambda i: (self.bounds_s[i], i))
         promising = dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]])
         for i in promising | dict.fromkeys(fastest):
             best_s = min(self.found.values(), default=inf)
             if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.found and i not in promising):
-                continue  # it cannot win, or there is a plan without it
+                continue  # cannot win, or not needed
             self.trees[i].explore(best_s)
             self.trials[i].forget()
             self.bounds_s[i] = max(self.trees[i].lowest_s, self.machine_s[i])
@@ -135,7 +134,7 @@ class _Sizes:
                 self.found[i] = self.trials[i].step_s(best)
 
     def tighten(self) -> None:
-        """A certificate is as good as the lowest bound, of a size that was searched or not."""
+        """Raise the lowest bound over all sizes, on which the certificate depends."""
         best_s = min(self.found.values())
         for _ in range(MOST_TIGHTENED):
             i = min(self.bounds_s, key=lambda i: (self.bounds_s[i], i))
@@ -146,7 +145,7 @@ class _Sizes:
 
 
 def _nothing_found(of: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFitError:
-    """The error of a search without a plan: what there is is too long to write, or nothing fits."""
+    """Error of a search without a plan: every plan is too long, or nothing fits."""
     for tree in of.trees.values():
         for policy in tree.too_long:
             semantics, workload = tree.trial.semantics, tree.trial.workload
@@ -157,7 +156,7 @@ def _nothing_found(of: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFi
 
 
 def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
-    """Seconds that no step is below, with any size and however the machine's one memory is cut."""
+    """Lower bound in seconds over all sizes and all splits of a single memory."""
     whole = uncut(trial.model, trial.semantics, trial.profile, free)
     trials = [
         Trial(trial.model, workload, of, whole, trial.clipped_fraction)
@@ -174,31 +173,31 @@ def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
 
 def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | None:
     if not semantics.train.all:
-        return None  # no block is updated before the norm
-    return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # no step is clipped or skipped
+        return None  # no speculative updates
+    return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # steps are never clipped or skipped
 
 
 def _starts(trial: Trial) -> list[Policy]:
-    """Policies to begin with: other systems' schedules, and some greedy ones."""
+    """Starting policies: schedules of other systems, and greedy ones."""
     others = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
     likely = [policy for policy in Greedy(trial.frames).policies() if not trial.is_too_long(policy)]
     return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, others)]
 
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
-    """The proof holds for what was found."""
+    """Check that the family's bound holds for the plan found."""
     relaxed, step_s = tree.relaxation.solve(family_of(best, tree.trial.semantics)), tree.trial.step_s(best)
     is_periodic = tree.trial.tried[best].periodic
     assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
 
 
 def _chosen(found: Mapping[int, float]) -> int:
-    """Of steps by size the first that is hardly longer than the shortest."""
+    """Smallest index with nearly the shortest step."""
     return min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
 
 
 def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
-    """The sizes with which a given policy is fastest."""
+    """Choose the fastest size for a fixed policy."""
     asked: dict[int, Policy] = {}
     refused: PlanError | None = None
     for i, trial in enumerate(trials):
@@ -206,7 +205,7 @@ def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str
         assert policy is not None
         try:
             refuse_illegal(trial.workload, trial.semantics, policy)
-        except PlanError as error:  # with other micro-batches, say, than its groups have
+        except PlanError as error:  # for example with larger groups than the step has micro-batches
             refused = refused or error
         else:
             asked[i] = policy
