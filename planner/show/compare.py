@@ -1,4 +1,4 @@
-"""Machines ranked for one workload, each with a search, and a micro-batch, of its own."""
+"""Ranking of machines for one workload, with a separate search and micro-batch for each."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,13 +24,13 @@ from .words import advice
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The fastest plan found on a machine that the work fits."""
+    """The fastest plan found for a machine."""
 
-    predicted: Predicted  # with the host memory of all ranks of a host
+    predicted: Predicted  # host memory: sum over all ranks of a host
     proof: Certificate
     micro_batch: int
-    resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
-    rests_on: dict[str, Any]  # of the device's seconds, as `RestsOn` has it
+    resident_step_s: float | None  # with all state on the device; None if it does not fit, or if both share one memory
+    rests_on: dict[str, Any]  # shares of the device's seconds, from `RestsOn`
 
     def to_json(self) -> dict[str, Any]:
         predicted = {name: value for name, value in asdict(self.predicted).items() if name not in ("model_flop_per_s", "busy_s")}
@@ -41,39 +41,39 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there is no plan, and the smallest change after which there is one."""
+    """Reason for a missing plan, and the smallest change that makes one possible."""
 
     status: str
     reason: str
     smallest_change: str
-    fields: dict[str, int]  # of the JSON: bytes that are missing, or ops that are too many
+    fields: dict[str, int]  # JSON fields: missing bytes, or the number of ops
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One machine, what an hour of it costs, and the speed of the work on it or why there is no plan."""
+    """A machine, its hourly price, and its speed or the reason for a missing plan."""
 
     machine: str
     hourly: Hourly
     speed: Speed | None
     refusal: Refusal | None
-    smallest_host_bytes: int | None = None  # of all policies that the device has memory for; None: for none, or a plan too long
+    smallest_host_bytes: int | None = None  # minimum over policies that fit the device; None if none does, or if plans are too long
 
     @property
     def tokens_per_s(self) -> float | None:
         return None if self.speed is None else self.speed.predicted.tokens_per_s
 
     def per_million(self) -> tuple[float | None, float | None]:
-        """USD of a million tokens, rented and bought; None where there is no plan or no price."""
+        """USD per million tokens, rented and bought; None without a plan or a price."""
         return (None, None) if self.tokens_per_s is None else self.hourly.per_million(self.tokens_per_s)
 
     def rank(self) -> tuple[bool, bool, float, str]:
-        """The fastest first; then those that the work does not fit, the nearest first; then plans that are too long."""
+        """Sort key: by speed, then machines that do not fit by missing bytes, then those with plans that are too long."""
         missing = {} if self.refusal is None else self.refusal.fields
         return self.speed is None, "n_ops" in missing, sum(missing.values()) - (self.tokens_per_s or 0.0), self.machine
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
-        """All fields; with the job of `--tokens`, where that is given and there is a plan."""
+        """Convert to JSON fields, with the job of `--tokens` if given and possible."""
         hour, (rented, bought), refusal = self.hourly, self.per_million(), self.refusal
         return {
             "machine": self.machine,
@@ -92,7 +92,7 @@ class Candidate:
         } | hour.job_fields(n_tokens, self.tokens_per_s)
 
     def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
-        """One text per title of `COLUMNS`, and of `JOB_TITLES` where a job is asked about."""
+        """Cells for the titles in `COLUMNS` and, if a job is given, in `JOB_TITLES`."""
         cells = {title: "-" if self.speed is None else text(self, self.speed) for title, text in COLUMNS.items()}
         cells |= {"machine": self.machine} | ({} if self.refusal is None else {"tokens/s": self.refusal.status})
         if self.smallest_host_bytes is not None:
@@ -120,12 +120,12 @@ COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
 
 
 def cheapest(candidates: Iterable[Candidate], bought: bool) -> tuple[float, str] | None:
-    """USD per million tokens where these cost least to rent, or to buy, and the machine; None: no machine has a price."""
+    """Lowest price per million tokens, to rent or to buy, and its machine; None if no machine has a price."""
     return min(((usd, c.machine) for c in candidates if (usd := c.per_million()[bought]) is not None), default=None)
 
 
 def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
-    """The cheapest machines, why machines have no plan, where streaming is the slower way, missing prices and their age."""
+    """Yield notes: cheapest machines, reasons for missing plans, resident training that is faster, missing prices and dates."""
     for bought, how in ((False, "to rent"), (True, "to buy")):
         if (found := cheapest(candidates, bought)) is not None:
             are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in candidates)
@@ -148,8 +148,8 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
 def candidate(
     model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
 ) -> Candidate:
-    """One machine with the fastest plan found, or with a `fixed` policy. `free`: sizes that the machine chooses for itself, as it
-    does its kernels. PlanError for semantics or a policy that no plan can have."""
+    """Search a machine, or evaluate a `fixed` policy. `free`: sizes to choose per machine; kernels are always chosen per machine.
+    PlanError for illegal semantics or policy."""
     of = with_kernels(model, semantics, profile)
     hour, n_here = hourly(profile), of.ranks // profile.n_hosts
     sizes = sizes_of(model, of, profile, free)

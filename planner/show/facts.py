@@ -1,4 +1,4 @@
-"""The facts of a plan, and of a run of it: numbers in base units, computed once for the text and the page."""
+"""Facts about a plan and a run of it: numbers in base units, computed once for the text report and the page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,50 +22,50 @@ from .price import hourly
 from .run_log import LoggedRun
 from .waterfall import Gain, Waterfall, gains, waterfall
 
-MOST_ANALYSED_OPS = 60_000  # of a plan: beyond that the ten further simulations would take most of a minute
-SAME_FRACTION = 1e-3  # a claimed step that differs by less from the simulated one is that step
+MOST_ANALYSED_OPS = 60_000  # of a plan; with more, ten further simulations take most of a minute
+SAME_FRACTION = 1e-3  # tolerance between a claimed and a simulated step
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step by the clock, after the warm-up where there were steps enough."""
+    """Step time of a run, without warm-up steps if it had enough steps."""
 
-    step_s: float  # the median
+    step_s: float  # median
     p10_step_s: float
     p90_step_s: float
-    n_steps: int  # after the warm-up; 0: the only step
-    settled: Timeline  # of the last steps; without spans where a run left no timeline
+    n_steps: int  # without warm-up; 0: a single step
+    settled: Timeline  # steady-state steps; without spans if the run has no timeline
 
     @property
     def traced_step_s(self) -> float:
-        """The step of `settled`, of which its lanes are busy for a share."""
+        """Median step of the `settled` timeline, the denominator for its busy times."""
         return median([t for t in self.settled.step_times_s if t > 0] or [self.step_s])
 
 
 class Facts:
-    """A plan file on the machine of its profile; of a run of it, and of the search that found it, where they are at hand.
+    """Facts about a plan file on the machine of its profile and, if given, about a run and about the search that found it.
 
-    PlanError for a plan, or a claim, that cannot be right. What takes simulations of its own is worked out when it is asked for.
+    PlanError for an invalid plan or claim. Facts that need simulations are computed on first access.
     """
 
     def __init__(
         self, file: PlanFile, where: str, run: LoggedRun | None = None, answer: Answer | None = None, n_tokens: int | None = None
     ) -> None:
         plan = file.plan
-        self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a job
+        self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a training job
         self.profile = Profile.from_json(plan.profile, where)
         self.cost = CostModel(self.profile)
-        # Of a step whose gradient is not clipped
+        # A step without clipping
         self.prediction = answer.prediction if answer else simulate(plan, self.cost.demands(plan), region_of(self.profile))
-        self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # of the measured grid: what costs rest on
-        self.claim = None if file.claim is None else claimed(file.claim, where)  # None: it has none, or of another step
-        self.unconfirmed_step_s: float | None = None  # a claimed step that the simulation does not confirm
+        self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # inputs outside the measured range
+        self.claim = None if file.claim is None else claimed(file.claim, where)  # None if absent or unconfirmed
+        self.unconfirmed_step_s: float | None = None  # a claimed step that differs from the simulation
         if self.claim is not None:
-            # The mean over clipped steps is longer than the step that was simulated, which is not clipped.
+            # The claim is the mean over clipped steps, which may take longer than the simulated step.
             off = self.claim.prediction.step_s / self.prediction.step_s - 1 if self.prediction.step_s > 0 else 0.0
             if off < -SAME_FRACTION or (off > SAME_FRACTION and not plan.policy.speculate_blocks):
                 self.unconfirmed_step_s, self.claim = self.claim.prediction.step_s, None
-        # Predicted: the mean over steps that are clipped and steps that are not
+        # Predicted: mean over clipped and unclipped steps
         self.step_s = self.prediction.step_s if self.claim is None else self.claim.prediction.step_s
         self.tokens_per_s = plan.semantics.tokens_per_step / self.step_s
         self.model_flop_per_s = model_flop(plan) / self.step_s
@@ -74,7 +74,7 @@ class Facts:
 
     @cached_property
     def forward(self) -> ForwardPass | None:
-        """None: the plan's loss has neither a reference nor a teacher."""
+        """None if the loss needs neither a reference nor a teacher."""
         of, extras = self.plan.semantics, self.plan.semantics.objective.extras
         is_asked = of.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
         return forward_pass(self.plan, self.cost, region_of(self.profile)) if is_asked else None
@@ -85,7 +85,7 @@ class Facts:
 
     @cached_property
     def waterfall(self) -> Waterfall | None:
-        """None: the plan has too many ops."""
+        """None if the plan has too many ops."""
         return waterfall(self.plan, self.profile) if self.is_analysed else None
 
     @cached_property
@@ -94,18 +94,18 @@ class Facts:
 
     @cached_property
     def rests_on(self) -> tuple[RestsOn, RestsOn | None]:
-        """The device's seconds, and those of the other lanes."""
+        """Provenance of the device's seconds, and of the seconds of other lanes."""
         return rests_on(self.plan, self.profile)
 
     @cached_property
     def resident_s(self) -> float | None:
-        """Of a step with all state on the device; None: it does not fit, or device and host are one memory."""
+        """Step with all state on the device; None if it does not fit, or if device and host share one memory."""
         found = resident_in_parts(self.plan, self.cost)
         return None if found is None else found.step_s
 
 
 def measured(timeline: Timeline | None, times_s: Sequence[float]) -> Measured | None:
-    """The settled step of a run with these step times; without any, the only step of its timeline. None: no step at all."""
+    """Steady-state step of a run; if `times_s` is empty, the only step of its timeline. None without any step."""
     whole = timeline or Timeline(())
     first = min((span.step for span in whole.spans), default=0)
     later = whole.from_step(first + 1)

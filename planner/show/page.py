@@ -1,8 +1,8 @@
-"""The HTML report of a plan, and of a run of it: one file that needs nothing else.
+"""HTML report of a plan and of a run of it, as a single self-contained file.
 
-Names come from files that anybody may have made. The template escapes every value, data are JSON in which no tag can begin, and the
-page's own policy lets a browser run nothing but the script written here: no other script, no network, no frame. Tables and bars are
-plain HTML, so that the page says the same without its script.
+Names come from untrusted files. The template escapes every value, data is JSON in which no tag can start, and a
+Content-Security-Policy allows only the inline script and style: no network, no frames. Tables and bars are plain HTML, so that the
+page is complete without its script.
 """
 
 import base64
@@ -27,13 +27,13 @@ from .memory import Held, held
 from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
-MOST_LINES_OPS = 30_000  # of a plan: beyond that the ops' own lines, some hundred bytes each, would make the page unwieldy
-MOST_STRETCHES = 750  # of a curve: half the columns of a wide screen
-TICKS = 5_000_000  # of the longer stretch: times are drawn to that many parts, in whole numbers that are short to write
+MOST_LINES_OPS = 30_000  # of a plan; with more, the text of the ops (about 100 bytes each) would make the page too large
+MOST_STRETCHES = 750  # of a curve: half the pixels of a wide screen
+TICKS = 5_000_000  # of the longer stretch: integer times are short to write
 
 
 def page(facts: Facts, where: str, made: str = "") -> str:
-    """The page. `where`: the plan's file; `made`: when, by which version and by which command, as its last line says."""
+    """Render the page. `where`: the plan file; `made`: date, version and command for the last line."""
     plan, run = facts.plan, facts.run
     drawn, prediction = abridged_plan(plan), facts.prediction
     if plan.repeat is not None:
@@ -77,14 +77,14 @@ def _file(name: str) -> str:
 
 
 def _printable(value: object) -> object:
-    """Text with what no terminal would print written out: control characters, and those that turn text around."""
+    """Escape control characters and bidirectional overrides in text."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in value)
 
 
 def _digest(content: str) -> str:
-    """The name of a script or a style in a Content-Security-Policy."""
+    """Content-Security-Policy hash of a script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
 
 
@@ -92,7 +92,7 @@ def _digest(content: str) -> str:
 
 
 def _track(name: str, stretch: Stretch) -> dict[str, Any]:
-    """The pieces of a stretch: their starts as differences, so that most numbers are short."""
+    """Encode a stretch. Start times are stored as differences, to keep the numbers short."""
     tick_s = max(stretch.length_s, 1e-12) / TICKS
     pieces = sorted(stretch.within(), key=lambda s: (s.start_s, s.step, s.op))
     starts = [round(p.start_s / tick_s) for p in pieces]
@@ -108,8 +108,8 @@ def _track(name: str, stretch: Stretch) -> dict[str, Any]:
 
 
 def _held(one: Held) -> dict[str, Any]:
-    """Bytes of each series, those that do not change as a single number."""
-    # The steadiest lie at the bottom, so that what moves does not shake what does not.
+    """Encode memory occupancy; constant series are stored as one number."""
+    # Steady series at the bottom keep the others level.
     names = sorted(one.series, key=lambda name: (max(one.series[name]) - min(one.series[name]), name))
     packed = {name: values[0] if len(set(values)) == 1 else list(values) for name, values in one.series.items()}
     return {
@@ -124,7 +124,7 @@ def _held(one: Held) -> dict[str, Any]:
 
 
 def _worth_drawing(values: Sequence[float | None]) -> list[int]:
-    """Of each of many equal stretches of a curve where it is lowest and highest; a gap is lowest."""
+    """Indices of the minimum and maximum in each of MOST_STRETCHES intervals of a curve; a gap counts as the minimum."""
     each = -(-len(values) // MOST_STRETCHES) or 1
     stretches = (range(i, min(i + each, len(values))) for i in range(0, len(values), each))
     height = [-inf if v is None else v for v in values]
@@ -134,7 +134,7 @@ def _worth_drawing(values: Sequence[float | None]) -> list[int]:
 
 
 def _curves(facts: Facts) -> list[dict[str, Any]]:
-    """Loss with evaluations, then speed with its prediction, then the learning rate: those of which there are numbers."""
+    """Encode the curves with data: loss with evaluations, speed with its prediction, and learning rate."""
     if facts.run is None:
         return []
     log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step

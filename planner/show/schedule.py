@@ -1,4 +1,4 @@
-"""A policy, and the semantics that it serves, in words."""
+"""Text descriptions of a policy and of training semantics."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ UPDATE_WORDS = {
 
 
 def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
-    """The schedule, a clause per topic; no clause where it does the usual thing."""
+    """Describe a schedule: one clause per topic, none for defaults."""
     traits = {
         "order": _order(policy, plan.semantics.n_micro_batches),
         "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
@@ -36,7 +36,7 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
 
 
 def _order(policy: Policy, n_micro_batches: int) -> str:
-    """The way of micro-batches through the layers."""
+    """Describe the order of micro-batches and layers."""
     if n_micro_batches == 1:
         return "one micro-batch: no gradient accumulation"
     if policy.accumulation_group >= n_micro_batches:
@@ -47,7 +47,7 @@ def _order(policy: Policy, n_micro_batches: int) -> str:
 
 
 def _saved(policy: Policy, n_layers: int) -> str:
-    """`saved for backward: all of 5 layers, the inputs of 24 layers; the rest is recomputed (activation checkpointing)`."""
+    """Describe saved activations: `saved for backward: all of 5 layers, the inputs of 24 layers; the rest is recomputed (...)`."""
     words = {
         Saved.ALL: "all",
         Saved.PRODUCTS: "matmul outputs",
@@ -66,7 +66,7 @@ def _saved(policy: Policy, n_layers: int) -> str:
 
 
 def kernels_in_words(semantics: Semantics) -> str:
-    """`fused norm, loss and pointwise; cudnn attention; fla.chunk_gated_delta_rule`: kernels besides matrix products."""
+    """Describe kernels except matrix products: `fused norm, loss and pointwise; cudnn attention; fla.chunk_gated_delta_rule`."""
     fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) != "eager"]
     attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
     others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
@@ -74,14 +74,14 @@ def kernels_in_words(semantics: Semantics) -> str:
 
 
 def trained_in_words(plan: Plan) -> str:
-    """`41.9 M parameters: lora:r=16,alpha=32; the others frozen, quantized to nf4`."""
+    """Describe trained parameters: `41.9 M parameters: lora:r=16,alpha=32; the others frozen, ...`."""
     base = plan.semantics.base
     others = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
     return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {others}"
 
 
 def batch_in_words(semantics: Semantics) -> str:
-    """`67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; of several ranks, those of each."""
+    """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`, per rank if there are several."""
     whole = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
     n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
@@ -91,5 +91,5 @@ def batch_in_words(semantics: Semantics) -> str:
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:
-    """`1 layer`, `2 layers`."""
+    """Format a count: `1 layer`, `2 layers`."""
     return f"{n} {noun}{'' if n == 1 else plural}"

@@ -1,4 +1,4 @@
-"""The text report of `penstock plan`."""
+"""Text report of `penstock plan`."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ Resident: all state on the device, no copies, and AdamW in one pass there, with 
 
 
 def print_plan(facts: Facts, console: Console, verbose: bool = False) -> None:
-    """Print the answer in a dozen lines; if `verbose`, then all facts: what was asked for, what it rests on, and tables."""
+    """Print the answer in a dozen lines; with `verbose`, the full report with provenance and tables."""
     made = Group(*_report(facts)) if verbose else _grid([*answer(facts)])
     if console.is_terminal:
         console.print(made)
@@ -24,7 +24,7 @@ def print_plan(facts: Facts, console: Console, verbose: bool = False) -> None:
     with console.capture() as captured:
         console.print(made)
     for line in captured.get().splitlines():
-        console.file.write(line.rstrip() + "\n")  # a pipe wants neither colours nor the padding of tables
+        console.file.write(line.rstrip() + "\n")  # no colours or padding in pipes
 
 
 def _report(facts: Facts) -> Iterator[RenderableType]:

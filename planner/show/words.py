@@ -1,4 +1,4 @@
-"""The facts of a plan in words, for the text and the page: named lines, and tables."""
+"""Named lines and tables about a plan, for the text report and the page."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ from .memory import SMALL_FRACTION, Held
 from .price import job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
-Line = tuple[str, str]  # a name, and what is said under it
+Line = tuple[str, str]  # name, text
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
 LANE_TITLE |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
-# The content of parts of memory
+# Contents of parts of memory
 GLOSS = {
     "state": "master weights and optimizer states; frozen weights",
     "frozen": "frozen weights, read from the disk",
@@ -49,16 +49,16 @@ PARTS = {
     "optimizer_s": "optimizer",
     "fill_drain_and_launch_s": "fill, drain and launch",
 }
-ENOUGH_FRACTION = 0.75  # of the device's seconds to rest on its measurements; below it the reader is told to measure
-N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # resources that are named with what more of them would save
-MOST_LETTERS = 200  # of the schedule in the answer: two lines
-FAR = 3.0  # times the prediction: from here on not told in percent
+ENOUGH_FRACTION = 0.75  # share of the device's seconds from its own measurements; below it the report recommends a probe
+N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # number of bottlenecks shown, minimum gain
+MOST_LETTERS = 200  # maximum length of the schedule in the short report: two lines
+FAR = 3.0  # times the prediction; from here on not shown in percent
 ALONE = "nothing is known of other GPUs beside this one: they are taken to exchange by way of the host"
 CONVENTION = "forward and twice that, causal half of attention, no recompute"
 
 
 class Bar(NamedTuple):
-    """A bar beside a row of a table on the page; `low_s` and `high_s`: of a range across it."""
+    """Bar next to a row of a table on the page. `low_s` and `high_s`: ends of a range marker."""
 
     kind: str
     start_s: float
@@ -69,7 +69,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; `bars`, one for each row, are drawn on the page alone."""
+    """A table. `bars`, one per row, are only drawn on the page."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -77,7 +77,7 @@ class Table:
 
     @property
     def longest_s(self) -> float:
-        """The scale of the bars."""
+        """Scale of the bars."""
         return max((max(bar.end_s, bar.high_s or 0.0) for bar in self.bars), default=0.0) or 1.0
 
 
@@ -85,7 +85,7 @@ class Table:
 
 
 def verdict(f: Facts) -> Iterator[Line]:
-    """The answer: step, certificate, memory, what binds, and the price."""
+    """Short verdict: step, certificate, memory, bottleneck and price."""
     claim = f.claim
     yield (
         "step",
@@ -130,8 +130,8 @@ def verdict(f: Facts) -> Iterator[Line]:
 
 
 def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
-    """What masters and moments on the disk would take, where no run has them: bytes, time and wear. None where nothing is known of
-    its writes."""
+    """Estimate masters and moments on a disk, which no run supports: bytes, time and wear. None if the profile has no write rate
+    and no endurance."""
     n_bytes, disk = plan.semantics.state_bytes * plan.workload.n_trained, profile.disk
     if disk is None or not (disk.write_bytes_per_s or disk.endurance_bytes):
         return None
@@ -146,7 +146,7 @@ def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
 
 
 def answer(f: Facts) -> Iterator[Line]:
-    """The verdict, the schedule in two lines, and where the rest is: a dozen lines at most."""
+    """Short report: verdict, schedule in two lines, and a reference to further output."""
     yield from verdict(f)
     yield "batch", batch_in_words(f.plan.semantics)
     if f.plan.semantics.is_lean:
@@ -180,8 +180,7 @@ def asked(f: Facts) -> Iterator[Line]:
 
 
 def policy(f: Facts) -> Iterator[Line]:
-    """The schedule, a line per topic; and the fastest plan of another kind, how much slower it is (or faster, than a policy that
-    was asked for), and how it differs."""
+    """The schedule, one line per topic, and the next best plan: its relative speed and its differences."""
     mine = clauses(f.plan.policy, f.plan)
     for i, clause in enumerate(mine.values()):
         yield "" if i else "policy", clause
@@ -195,7 +194,7 @@ def policy(f: Facts) -> Iterator[Line]:
 
 
 def basis(f: Facts) -> Iterator[Line]:
-    """What else is proven, the provenance of the prediction, and what is counted as work and as a checkpoint."""
+    """Further bounds, the provenance of the prediction, and the definitions of model work and checkpoint size."""
     if f.claim is not None:
         yield "proven", _certified(f.claim)[1]
     device, others = f.rests_on
@@ -215,7 +214,7 @@ def basis(f: Facts) -> Iterator[Line]:
 
 
 def advice(resident_s: float | None, step_s: float) -> str | None:
-    """A hint where keeping all state on the device is faster than streaming it; None where it is not, or does not fit."""
+    """Hint if keeping all state on the device is faster than streaming; None if it is not or does not fit."""
     if resident_s is None or resident_s >= step_s:
         return None
     kept = f"all training state fits this device: kept there, a step takes about {show_seconds(resident_s)}"
@@ -223,7 +222,7 @@ def advice(resident_s: float | None, step_s: float) -> str | None:
 
 
 def _certified(claim: Claim) -> tuple[str, str]:
-    """The bound on all that was searched, and those on less and on more."""
+    """Text of the bound on the search space, and of the narrower and wider bounds."""
     proof = claim.certificate
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
     whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
@@ -237,7 +236,7 @@ def _certified(claim: Claim) -> tuple[str, str]:
 
 
 def _measured(f: Facts, measured: Measured) -> str:
-    """The clock's step beside the predicted one."""
+    """Compare the measured step with the prediction."""
     ratio, claim = measured.step_s / f.step_s, f.claim
     against = f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
     if claim is not None:
@@ -257,7 +256,7 @@ def _rests_on(found: RestsOn, whose: str) -> str:
 
 
 def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
-    """Each memory, its parts, and the bytes that the machine has; of several ranks those of one."""
+    """(title, parts, capacity) of each memory; with several ranks, for one of them."""
     each, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
     return (f"device{each}", needs.device, needs.device_memory_bytes), (f"host{each}", needs.host, needs.host_memory_bytes)
 
@@ -266,7 +265,7 @@ def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
 
 
 def lanes(f: Facts) -> Table:
-    """Busy seconds of each lane in a step."""
+    """Busy seconds of each lane per step."""
     columns = [(f.prediction.busy_s(f.plan), f.step_s)]
     titles = ["lane", "busy", "share of the step"]
     if f.measured is not None and (settled := f.measured.settled).spans:
@@ -280,7 +279,7 @@ def lanes(f: Facts) -> Table:
 
 
 def parts(f: Facts) -> Table | None:
-    """The waterfall: the parts of the step, and at last the step."""
+    """The waterfall: parts of the step, and the total."""
     if f.waterfall is None:
         return None
     rows, bars, reached_s, step_s = [], [], 0.0, f.waterfall.step_s
@@ -298,16 +297,16 @@ def parts(f: Facts) -> Table | None:
 
 
 def gains(f: Facts) -> Table:
-    """The gain from 10 % more of each resource."""
+    """Gain from 10 % more of each resource."""
     rows = [(gain.resource, show_seconds(gain.saved_s), f"{gain.saved_fraction:.1%}".replace("-0.0%", "0.0%")) for gain in f.gains]
     bars = [Bar("less" if gain.saved_s < 0 else "gain", 0.0, abs(gain.saved_s)) for gain in f.gains]
     return Table(("10 % more of", "saves", "of the step"), tuple(rows), tuple(bars))
 
 
 def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
-    """The reserved bytes of device and host by what they hold, and what the machine has.
+    """Allocated bytes of device and host by part, and capacities.
 
-    `held`: of device and host, for a further column, the most that each part holds at any moment of a step.
+    `held`: occupancy of both, adds a column with the maximum of each part over the step.
     """
     rows = []
     for i, (place, parts, has) in enumerate(_memories(f)):
@@ -327,7 +326,7 @@ def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
 
 
 def schedules(f: Facts) -> Table:
-    """The schedules of other systems under the same semantics and costs, and training with all state on the device."""
+    """Schedules of other systems under the same semantics and costs, and training with all state on the device."""
     rows = []
     for name, outcome in f.answer.all_baselines().items() if f.answer else ():
         if "step_s" in outcome:
@@ -342,7 +341,7 @@ def p10_to_p90(of: Predicted | Measured) -> str:
 
 
 def exact(s: float) -> str:
-    """`31.99 s`, `412.7 ms`: four digits, so that a bound and a step that are near each other differ."""
+    """Format seconds with four digits, so that close values differ: `31.99 s`, `412.7 ms`."""
     if s >= 1000:
         return f"{s:,.0f} s"
     scale, unit = (1.0, "s") if s >= 1 else (1e3, "ms") if s >= 1e-3 else (1e6, "µs")
