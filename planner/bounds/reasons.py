@@ -57,7 +57,7 @@ class Numbers:
 class Subject:
     """A policy or a policy family, with the counts that the constraints use."""
 
-    plan: Setup  # of the policy, or of the smallest member of the family; without ops
+    plan: Setup  # the policy, or the smallest member of the family; without ops
     groups: Groups
     buffers: Buffers
     n_loads: Array  # layers that may have weights on the device when a sweep begins
@@ -223,7 +223,7 @@ def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> I
     arriving = algebra.longest(work["arriving"])
     shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
     updated = work["updates"] + work["first_loads"]
-    leaving = first_share * work["first_leaving"] - sum(map(of.passing, LEAVING))  # all except the content of the slots
+    leaving = first_share * work["first_leaving"] - sum(map(of.passing, LEAVING))  # except the content of the slots
     until = algebra.longest(
         [
             scalars["update_of_embedding"] + scalars["load_of_embedding"] + way_up,

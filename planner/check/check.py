@@ -25,7 +25,7 @@ N_STEPS, N_REPETITIONS = 2, 2  # docs/checker.md
 def check(plan: Plan) -> None:
     """Raise PlanError with the first error of the plan."""
     refuse_malformed(plan)
-    refuse_illegal(plan.workload, plan.semantics, plan.policy)  # the same rules as in lowering
+    refuse_illegal(plan.workload, plan.semantics, plan.policy)  # lowering uses these rules, too
     shape = Shape(plan)
     check_arenas(plan)
     if plan.repeat is None:
@@ -89,7 +89,7 @@ class _Clocks:
         lanes = tuple(Lane)
         self.lane = [lanes.index(op.lane) for op in plan.ops]
         self.starts, self.ends = ([[list[int]() for _ in plan.ops] for _ in range(N_STEPS)] for _ in range(2))
-        lane_ends = [[0] * len(lanes) for _ in lanes]  # of the latest op of each lane, at its end
+        lane_ends = [[0] * len(lanes) for _ in lanes]  # at the end of each lane's latest op
         for step in range(N_STEPS):
             for i in order:
                 lane = self.lane[i]

@@ -296,7 +296,7 @@ class Tree:
                 yield from self._suggested(one, d, slots, saved, below_s=below_s)
 
     def _prefetch_less(self) -> None:
-        """Of equally fast plans, choose the one with the fewest weight slots."""
+        """Choose the fewest weight slots among equally fast plans."""
         assert self.best is not None
         limit_s, depth = self.trial.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
         fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)

@@ -154,7 +154,7 @@ class Choices:
             p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)
         for i in self.layers:
             of_class = {choice.count: 1.0 for (j, _), choice in self.saving.items() if j == i}
-            for sign in (1.0, -1.0):  # each layer saves in exactly one way
+            for sign in (1.0, -1.0):  # every layer saves in exactly one way
                 p.at_most({n: sign * one for n, one in of_class.items()}, sign * len(self.classes[i]))
         spilled = {choice.count: 1.0 for choice in self.spilled.values()}
         kept = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
@@ -173,7 +173,7 @@ class Choices:
             p.at_most({**stays, squared.count: -1.0}, 0.0)
             p.at_most({squared.count: 1.0, **dict.fromkeys(stays, -1.0), self.squares: -n}, 0.0)
             p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
-        for i, stays_of in self.staying.items():  # such blocks are neither resident nor updated early
+        for i, stays_of in self.staying.items():  # these blocks are neither resident nor updated early
             for others in (self.early_updated, self.resident):
                 if i in others:
                     p.at_most({stays_of.count: 1.0, others[i].count: 1.0}, float(len(stays_of.blocks)))

@@ -155,7 +155,7 @@ def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 
 def _changed(blocks: Sequence[int], of: Sequence[int], more: int) -> Iterator[tuple[int, ...]]:
-    """Yield `blocks` plus `more` evenly spaced blocks of `of`, or minus as many of its own."""
+    """Yield `blocks` plus `more` evenly spaced blocks of `of`, or minus that number of its own."""
     others = [b for b in of if b not in blocks] if more > 0 else list(blocks)
     if abs(more) <= len(others):
         yield tuple(sorted({*blocks} ^ {*evenly(others, abs(more))}))

@@ -15,7 +15,7 @@ from penstock.runtime.units import GB
 from .claim import CUT
 from .space import families, leanest
 
-LEAST_FRACTION = 0.6  # of device memory: if the smallest policy needs more for one sequence, tiles are used
+LEAST_FRACTION = 0.6  # of device memory; if one sequence needs more, tiles are used
 MUCH_FRACTION = 0.02  # of device memory: logits above it justify a smaller tile
 # Parts to divide a batch into; sizes between two neighbours are not much faster than both. More parts only if fewer do not fit: the
 # plan is then long, and a small part costs little of the step.

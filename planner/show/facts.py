@@ -74,7 +74,7 @@ class Facts:
 
     @cached_property
     def forward(self) -> ForwardPass | None:
-        """None if the loss needs neither a reference nor a teacher."""
+        """Forward pass for a reference or teacher; None if the loss needs neither."""
         of, extras = self.plan.semantics, self.plan.semantics.objective.extras
         is_asked = of.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
         return forward_pass(self.plan, self.cost, region_of(self.profile)) if is_asked else None
@@ -85,7 +85,7 @@ class Facts:
 
     @cached_property
     def waterfall(self) -> Waterfall | None:
-        """None if the plan has too many ops."""
+        """Parts of the step by cause; None if the plan has too many ops."""
         return waterfall(self.plan, self.profile) if self.is_analysed else None
 
     @cached_property

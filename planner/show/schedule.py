@@ -81,7 +81,7 @@ def trained_in_words(plan: Plan) -> str:
 
 
 def batch_in_words(semantics: Semantics) -> str:
-    """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`, per rank if there are several."""
+    """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; per rank for several ranks."""
     whole = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
     n_groups, ranks = semantics.whole.sum_groups, semantics.ranks

@@ -48,7 +48,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The same plan with 10 % more of one resource. Contention can make `saved_s` negative."""
+    """Simulation of the plan with 10 % more of one resource. Contention can make `saved_s` negative."""
 
     resource: str
     step_s: float
@@ -63,7 +63,7 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
     """
     burdens = ["device compute"]
     computing = _only(profile, *burdens)
-    # The same ops with all activations saved: backward recomputes nothing.
+    # Ops with all activations saved: backward recomputes nothing.
     policy = replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=())
     levels = [_compute_s(replace(plan, policy=policy), computing, without=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
     for burden in (("link", "disk"), ("optimizer",), ("host DRAM",)):
