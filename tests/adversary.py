@@ -16,7 +16,7 @@ from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import Collective, Profile, read_profile
 from penstock.planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
-from penstock.planner.bounds.work import Works
+from penstock.planner.bounds.work import WorkCache
 from penstock.planner.lower.lower import FEWEST_FOLDED, FEWEST_FOLDED_GROUPS, lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
@@ -374,7 +374,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
     step_s, mean_s = of.step_s(policy), of.mean_step_s(policy)
     if step_s is None or mean_s is None:
         return []
-    bounds = [*policy_bounds(plan, Works(cost)), machine_bound(plan, cost)]
+    bounds = [*policy_bounds(plan, WorkCache(cost)), machine_bound(plan, cost)]
     found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
     there_s = of.busy_s(policy)
     found += [Held(f"ops on {lane}", counted_s, there_s[lane], policy) for lane, counted_s in busy_s(plan, cost).items()]

@@ -40,10 +40,10 @@ _ON_HOST = (Kind.UPDATE, Kind.ACCUMULATE, Kind.NORM)
 def _meetings() -> Iterator[Meeting]:
     for first, kinds in _OF_LANE.items():
         for kind in kinds:
-            others = [[None, *_OF_LANE[lane]] for lane in _OF_LANE if lane is not first]
-            for met in product(*others):
-                if any(met):
-                    yield Meeting((kind, *(other for other in met if other is not None)))
+            choices = [[None, *_OF_LANE[lane]] for lane in _OF_LANE if lane is not first]
+            for partners in product(*choices):
+                if any(partners):
+                    yield Meeting((kind, *(partner for partner in partners if partner is not None)))
     yield Meeting((Kind.ACCUMULATE, Kind.UPDATE, Kind.NORM, Kind.LOAD, Kind.OFFLOAD_GRADIENT))
     up, down, host = _COPIED_UP, _COPIED_DOWN, _ON_HOST
     for of_lanes in ((up, down), (down, up), (up, down, host), (down, up, host), (host, up, down)):
@@ -70,10 +70,10 @@ class Facets:
         self._prices[Kind.SPECULATE] = self._prices[Kind.SETTLE] = self._prices[Kind.UPDATE]
 
     def number(self, lane: Lane) -> int:
-        """Index of a lane's facet in the result of `of`."""
+        """Index of a lane's facet in the result of `op_cost`."""
         return self._of_lane[lane]
 
-    def of(self, kind: Kind, demand: Demand) -> Array:
+    def op_cost(self, kind: Kind, demand: Demand) -> Array:
         """Cost of one op on each facet, in the order of `keys`."""
         load = np.zeros(len(self.keys))
         load[self._of_lane[LANE_OF[kind]]] = demand.uncontended_s
@@ -87,23 +87,23 @@ class Facets:
 
 def uses_of(plan: Setup, cost: CostModel, block: int) -> Iterator[tuple[Kind, Uses]]:
     """Yield (kind, resource uses) of a block's ops. Speculative updates use the same resources as updates."""
-    alike = [m for m, _ in plan.alike(range(plan.semantics.n_micro_batches))]
+    distinct = [m for m, _ in plan.alike(range(plan.semantics.n_micro_batches))]
     for kind, row in OPS.items():
         is_there = row.where(plan, block) or (kind is Kind.UPDATE and OPS[Kind.SPECULATE].where(plan, block))
         if is_there and kind not in (Kind.SPECULATE, Kind.SETTLE):
             has_several = row.often is Often.MICRO_BATCH or (row.often is Often.GRADIENT and not plan.reduced)
-            demands = (cost.demand(plan, Op(kind, block, m)) for m in (alike if has_several else [None]))
+            demands = (cost.demand(plan, Op(kind, block, m)) for m in (distinct if has_several else [None]))
             yield from ((kind, demand.uses) for demand in demands if demand.uses)
 
 
 @lru_cache(maxsize=256)
 def _priced(uses: frozenset[tuple[Kind, Uses]], region: Region) -> list[tuple[Meeting, list[tuple[Kind, float]]]]:
     """For each meeting that these uses allow: the price of a second of each kind of op."""
-    of_kind = {kind: [use for of, use in sorted(uses) if of is kind] for kind in Kind}
+    of_kind = {kind: [use for used_by, use in sorted(uses) if used_by is kind] for kind in Kind}
     # Possible states of each lane, None if idle. Lanes are independent, so any combination may occur.
     doing: dict[Lane, list[tuple[Kind, Uses] | None]] = {lane: [None] for lane in Lane}
-    for kind, found in of_kind.items():
-        doing[LANE_OF[kind]] += [(kind, use) for use in found]
+    for kind, kind_uses in of_kind.items():
+        doing[LANE_OF[kind]] += [(kind, use) for use in kind_uses]
     moments: list[dict[Kind, float]] = []  # speed of each running op, one dict per combination
     for together in product(*doing.values()):
         working = [op for op in together if op is not None]
@@ -111,17 +111,17 @@ def _priced(uses: frozenset[tuple[Kind, Uses]], region: Region) -> list[tuple[Me
         moments.append({kind: speed for (kind, _), speed in zip(working, speeds, strict=True)})
     result = []
     for meeting in MEETINGS:
-        there = [kind for kind in meeting.kinds if of_kind[kind]]
-        if not (meeting.any_of or len(there) == len(meeting.kinds)) or not there:
+        present = [kind for kind in meeting.kinds if of_kind[kind]]
+        if not (meeting.any_of or len(present) == len(meeting.kinds)) or not present:
             continue
-        first, *others = there
-        price = {kind: 1.0 for kind in there if LANE_OF[kind] is LANE_OF[first]}
-        others = [kind for kind in others if kind not in price]
-        for other in others:
-            a, b = shares((min(of_kind[first]), min(of_kind[other])), region)
-            price[other] = min(1.0, (1.0 - a) / b)
-        if all(price[other] < LEAST_PRICE for other in others):
+        first, *rest = present
+        price = {kind: 1.0 for kind in present if LANE_OF[kind] is LANE_OF[first]}
+        rest = [kind for kind in rest if kind not in price]
+        for second in rest:
+            a, b = shares((min(of_kind[first]), min(of_kind[second])), region)
+            price[second] = min(1.0, (1.0 - a) / b)
+        if all(price[second] < LEAST_PRICE for second in rest):
             continue
-        most = max(sum(price.get(kind, 0.0) * speed for kind, speed in moment.items()) for moment in moments)
-        result.append((meeting, [(kind, price[kind] / most) for kind in there]))
+        peak = max(sum(price.get(kind, 0.0) * speed for kind, speed in moment.items()) for moment in moments)
+        result.append((meeting, [(kind, price[kind] / peak) for kind in present]))
     return result

@@ -54,10 +54,10 @@ class Program:
 
     def at_most_each(self, rows: Array, limits: Array) -> None:
         """Add rows @ x <= limits for a dense matrix of rows."""
-        of, columns = rows.nonzero()
-        self.ends += (len(self.columns) + np.searchsorted(of, np.arange(1, len(rows) + 1))).tolist()
+        row_index, columns = rows.nonzero()
+        self.ends += (len(self.columns) + np.searchsorted(row_index, np.arange(1, len(rows) + 1))).tolist()
         self.columns += columns.tolist()
-        self.values += rows[of, columns].tolist()
+        self.values += rows[row_index, columns].tolist()
         self.limits += limits.tolist()
 
     @property
@@ -67,17 +67,17 @@ class Program:
     def solve(self, integers: bool = True) -> tuple[float, list[float]] | None:
         """Return (dual bound, best solution), or None if infeasible. The solution has every variable at its lower limit if none was
         found. With `integers=False`, solve the linear relaxation, a lower bound."""
-        found = self._solved(integers, presolve=False)  # presolve would double the time for a linear program of this size
-        if not integers and found.status not in (OPTIMAL, INFEASIBLE):  # without presolve, programs far from feasible may fail
-            found = self._solved(integers, presolve=True)
-        if found.status == INFEASIBLE:
+        result = self._solved(integers, presolve=False)  # presolve would double the time for a linear program of this size
+        if not integers and result.status not in (OPTIMAL, INFEASIBLE):  # without presolve, programs far from feasible may fail
+            result = self._solved(integers, presolve=True)
+        if result.status == INFEASIBLE:
             return None
-        bound = found.mip_dual_bound if integers and any(self.integer) else found.fun  # for a linear program both are equal
+        bound = result.mip_dual_bound if integers and any(self.integer) else result.fun  # for a linear program both are equal
         if bound is None and integers:  # numerical failure of the solver; the linear bound is valid, too
             linear = self.solve(integers=False)
             return None if linear is None else (linear[0], self.low)
-        assert bound is not None, f"the solver ends with {found.message}"
-        return float(bound), self.low if found.x is None else [float(x) for x in found.x]
+        assert bound is not None, f"the solver ends with {result.message}"
+        return float(bound), self.low if result.x is None else [float(x) for x in result.x]
 
     def _solved(self, integers: bool, presolve: bool) -> Any:
         with _nothing_printed(), warnings.catch_warnings(action="ignore"):
@@ -100,9 +100,9 @@ class Rows:
 
     def variable(self, number: int) -> Array:
         """The variable as an affine function."""
-        found = np.zeros(self.width)
-        found[1 + number] = 1.0
-        return found
+        row = np.zeros(self.width)
+        row[1 + number] = 1.0
+        return row
 
     def at_least(self, numbers: int | Sequence[int], quantities: Array) -> None:
         """Constrain variable >= quantity for each row. `numbers`: one variable for all rows, or one per row."""
@@ -111,21 +111,21 @@ class Rows:
         self.program.at_most_each(rows, -quantities[:, 0] / self.scale)
 
     def longest(self, quantities: Array | Sequence[Array]) -> Array:
-        number, found = self.program.variable(0, inf, integer=False), np.zeros(self.width)
+        number, row = self.program.variable(0, inf, integer=False), np.zeros(self.width)
         self.at_least(number, np.array(quantities))
-        found[1 + number] = self.scale
-        return found
+        row[1 + number] = self.scale
+        return row
 
     def positive(self, quantities: Array) -> Array:
         """Elementwise max(0, row). Rows without positive coefficients are at most 0, as variables are not negative."""
-        found = np.zeros_like(quantities)
+        result = np.zeros_like(quantities)
         is_constant = ~quantities[:, 1:].any(axis=1)
-        found[is_constant, 0] = np.maximum(0.0, quantities[is_constant, 0])
-        others = np.flatnonzero(~is_constant & (quantities > 0).any(axis=1))
-        numbers = [self.program.variable(0, inf, integer=False) for _ in others]
-        found[others, 1 + np.array(numbers, dtype=np.int64)] = self.scale
-        self.at_least(numbers, quantities[others])
-        return found
+        result[is_constant, 0] = np.maximum(0.0, quantities[is_constant, 0])
+        variable_rows = np.flatnonzero(~is_constant & (quantities > 0).any(axis=1))
+        numbers = [self.program.variable(0, inf, integer=False) for _ in variable_rows]
+        result[variable_rows, 1 + np.array(numbers, dtype=np.int64)] = self.scale
+        self.at_least(numbers, quantities[variable_rows])
+        return result
 
 
 @contextmanager

@@ -23,26 +23,26 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
     Any share of the gradients may be squared on the device, and any share of the state that fits may be kept there. The cost of
     each facet is linear in both shares, so the minimum over shares of the largest facet is a linear program.
     """
-    whole = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
-    may_stay, may_square = places_to_stay(whole, cost.profile), [*can_square(plan.workload, plan.semantics)]
+    one_group = replace(plan, policy=Policy(accumulation_group=plan.semantics.n_micro_batches))
+    may_stay, may_square = places_to_stay(one_group, cost.profile), [*can_square(plan.workload, plan.semantics)]
     if not plan.workload.trains_all:
         may_stay = may_square = [*plan.workload.mixed] if plan.semantics.whole.sum_groups == 1 else []
     host = dict(machine_facets(plan, cost, (), ()))
     squared = dict(machine_facets(plan, cost, may_square, ()))
     staying = dict(machine_facets(plan, cost, (), may_stay))
-    stay_bytes = sum(map(whole.staying_bytes, may_stay))
+    stay_bytes = sum(map(one_group.staying_bytes, may_stay))
     program, scale_s = Program(), max(host.values())
-    largest, of_squares = program.variable(0, inf, integer=False, cost=1.0), program.variable(0, 1, integer=False)
-    most = min(1.0, cost.profile.device.memory_bytes.value / stay_bytes) if may_stay else 0.0
-    of_state = program.variable(0, most, integer=False)
+    largest, squared_share = program.variable(0, inf, integer=False, cost=1.0), program.variable(0, 1, integer=False)
+    largest_share = min(1.0, cost.profile.device.memory_bytes.value / stay_bytes) if may_stay else 0.0
+    state_share = program.variable(0, largest_share, integer=False)
     for name in host:
-        more = {of_squares: squared[name] - host[name], of_state: staying[name] - host[name]}
-        program.at_most({largest: -1.0, **{n: s / scale_s for n, s in more.items()}}, -host[name] / scale_s)
-    found = program.solve()
-    assert found is not None, "with no share of either there is a solution"
-    bound, x = found
+        slopes = {squared_share: squared[name] - host[name], state_share: staying[name] - host[name]}
+        program.at_most({largest: -1.0, **{n: s / scale_s for n, s in slopes.items()}}, -host[name] / scale_s)
+    solution = program.solve()
+    assert solution is not None, "with no share of either there is a solution"
+    bound, x = solution
     facets = {
-        name: seconds + x[of_squares] * (squared[name] - seconds) + x[of_state] * (staying[name] - seconds)
+        name: seconds + x[squared_share] * (squared[name] - seconds) + x[state_share] * (staying[name] - seconds)
         for name, seconds in host.items()
     }
     return Bound(bound * scale_s * (1 - SLACK), max(facets, key=lambda name: facets[name]), "machine")
@@ -58,8 +58,8 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
 
     # Forward of every block, and backward down to the first trained block, without recompute. The head does both in one op.
     compute_s, first = 0.0, plan.workload.first_trained
-    for (m, count), (b, *others) in product(plan.alike(range(semantics.n_micro_batches)), plan.workload.classes):
-        block, n = plan.blocks_of(m)[b], count * (1 + len(others))
+    for (m, count), (b, *equal_blocks) in product(plan.alike(range(semantics.n_micro_batches)), plan.workload.classes):
+        block, n = plan.blocks_of(m)[b], count * (1 + len(equal_blocks))
         is_head = block.kind is BlockKind.HEAD
         compute_s += n * (cost.loss_s if is_head else cost.forward_s)(block, semantics)
         compute_s += n * (0.0 if is_head or b < first else cost.backward_s(block, semantics))
@@ -81,15 +81,15 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
         yield LANE_NAME[Lane.DISK], read_bytes / profile.read_bytes_per_s
     down_bytes = n_params * gradient
     link = profile.link
-    drawn: dict[Resource, float] = defaultdict(float)
+    usage: dict[Resource, float] = defaultdict(float)
     for resource, n_bytes in ((Resource.H2D, up_bytes), (Resource.D2H, down_bytes)):
         copy_s = n_bytes / capacity[resource]
         # The cost model caps draws at the capacity (cost.py), so the bound does, too.
-        drawn[resource] += n_bytes
+        usage[resource] += n_bytes
         per_s = {Resource.DUPLEX: capacity[resource], Resource.DRAM: capacity[resource] * link.dram_bytes_per_byte}
         for shared, rate in per_s.items():
-            drawn[shared] += copy_s * min(rate, capacity[shared])
-        drawn[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
+            usage[shared] += copy_s * min(rate, capacity[shared])
+        usage[Resource.CORES] += copy_s * min(link.host_cores_per_copy.value, capacity[Resource.CORES])
 
     # The update of these parameters on all host cores, and the norm of gradients that the device does not square.
     norm_bytes = sum(b.n_trained for i, b in enumerate(blocks) if i not in squared) * gradient / ranks
@@ -98,8 +98,8 @@ def machine_facets(plan: Setup, cost: CostModel, squared: Sequence[int], staying
     leanest = replace(plan, policy=Policy())
     per_param = update_bytes_per_param(leanest, 1) - ITEM_BYTES[leanest.host_gradient_dtype(1)] + gradient
     update_bytes = n_params * per_param
-    drawn[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
-    drawn[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
-    drawn[Resource.CORES] += (update_s + norm_s) * capacity[Resource.CORES]
+    usage[Resource.DRAM] += min(update_bytes, update_s * capacity[Resource.DRAM])
+    usage[Resource.DRAM] += min(norm_bytes, norm_s * capacity[Resource.DRAM])
+    usage[Resource.CORES] += (update_s + norm_s) * capacity[Resource.CORES]
     for resource in Resource:
-        yield FACET[resource], drawn[resource] / capacity[resource]
+        yield FACET[resource], usage[resource] / capacity[resource]

@@ -46,8 +46,8 @@ class Numbers:
     """Algebra of a single policy: quantities are numbers."""
 
     def longest(self, quantities: Array | Sequence[Array]) -> Array:
-        found: Array = np.max(np.array(quantities), axis=0)
-        return found
+        result: Array = np.max(np.array(quantities), axis=0)
+        return result
 
     def positive(self, quantities: Array) -> Array:
         return np.maximum(quantities, 0.0)
@@ -78,10 +78,10 @@ class Subject:
         held = (np.outer(self.work.largest[ring], self.n_passing[ring]) for ring in RINGS[kind])
         return sum(held, np.zeros_like(self.work["total"]))
 
-    def loads(self, way: str, algebra: Algebra) -> Array:  # loads that must run within one sweep
-        return algebra.positive(self.work[way] - np.outer(self.work.largest["load"], self.n_loads))
+    def loads(self, sweep: str, algebra: Algebra) -> Array:  # loads that must run within one sweep
+        return algebra.positive(self.work[sweep] - np.outer(self.work.largest["load"], self.n_loads))
 
-    def later_ways_up(self, algebra: Algebra) -> Array:
+    def later_forward_sweeps(self, algebra: Algebra) -> Array:
         """Forward sweeps of all groups but the first, the largest. Nothing is unpacked: weights are all trained here."""
         work, n = self.work, self.groups.n - 1
         leaving = sum(work[kind] - n * self.passing(kind) for kind in LEAVING) - work["first_leaving"]
@@ -93,13 +93,13 @@ class Subject:
         the head's gradient may then leave last. Otherwise each layer with state on the device subtracts its share: the head's
         gradient can only leave last if n_leaving - n_slots layers have their state there."""
         plan = self.plan
-        alike = [(b, len(blocks)) for b, blocks in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers]
-        n_leaving = sum(n for b, n in alike if plan.n_ops(Kind.OFFLOAD_GRADIENT, b))
+        layers = [(b, len(blocks)) for b, blocks in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers]
+        n_leaving = sum(n for b, n in layers if plan.n_ops(Kind.OFFLOAD_GRADIENT, b))
         if n_leaving * (1 if plan.reduced else self.groups.n_alone) > n_slots:
             return -self.n_staying / max(1, n_leaving - n_slots)
-        found = np.zeros_like(self.n_staying)
-        found[0] = -1.0
-        return found
+        factor = np.zeros_like(self.n_staying)
+        factor[0] = -1.0
+        return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,82 +108,83 @@ class Phases:
 
     up: Array  # forward sweeps
     back: Array  # from the last loss of a group to the end of the embedding's last backward
-    left: Array  # from the last loss of a group until the embedding's last gradient has left
+    offloaded: Array  # from the last loss of a group until the embedding's last gradient has left
 
     def around(self, algebra: Algebra) -> Array:
         """Time from the last losses of groups to the first losses of the next groups."""
-        return algebra.longest([self.back + self.up, self.left])
+        return algebra.longest([self.back + self.up, self.offloaded])
 
-    def after_first_way_up(self, of: Subject, gpu: int, algebra: Algebra) -> Array:
+    def after_first_sweep(self, subject: Subject, gpu: int, algebra: Algebra) -> Array:
         """Time from the first loss of the step to the norm."""
-        work, loss, groups = of.work, of.work.scalars["loss"], of.groups
+        work, loss, groups = subject.work, subject.work.scalars["loss"], subject.groups
         if groups.equal:
-            last = algebra.longest([self.back, self.left])
+            last = algebra.longest([self.back, self.offloaded])
             return loss + (1 - 1 / groups.n) * self.around(algebra) + last / groups.n
-        found = [self.back + algebra.longest(of.later_ways_up(algebra)), self.left]
+        bounds = [self.back + algebra.longest(subject.later_forward_sweeps(algebra)), self.offloaded]
         if np.any(work["last_leaving"]) and groups.n_alone == groups.largest:  # equal compute; most additions in the last group
             staged = np.zeros_like(work["last_leaving"])
-            staged[:, 0] = of.buffers.n_staged * work.largest["staged"]
+            staged[:, 0] = subject.buffers.n_staged * work.largest["staged"]
             last = algebra.longest(work["last_leaving"] - staged) + work.scalars["embedding_home"] / groups.n
-            found.append((1 - 1 / groups.n) * (work["down"][gpu] + work.scalars["embedding"] + self.up) + last)
-        return loss + algebra.longest(found)
+            bounds.append((1 - 1 / groups.n) * (work["down"][gpu] + work.scalars["embedding"] + self.up) + last)
+        return loss + algebra.longest(bounds)
 
 
-def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
+def phases(subject: Subject, facets: Facets, algebra: Algebra) -> Phases:
     """Bound the four phases of a group on the compute lane: forward sweep, loss, backward sweep, embedding backward."""
-    work, groups, buffers, scalars, largest = of.work, of.groups, of.buffers, of.work.scalars, of.work.largest
+    work, groups, buffers = subject.work, subject.groups, subject.buffers
+    scalars, largest = work.scalars, work.largest
 
     def lifted(numbers: Array) -> Array:
-        found = np.zeros_like(work["total"])
-        found[:, 0] = numbers
-        return found
+        vector = np.zeros_like(work["total"])
+        vector[:, 0] = numbers
+        return vector
 
-    n_reads = of.n_loads.copy()
+    n_reads = subject.n_loads.copy()
     n_reads[0] += N_READ_SLOTS
 
-    def way(computing: str, loads: str, reads: str, passing: tuple[Kind, Kind]) -> Array:
+    def sweep(computing: str, loads: str, reads: str, passing: tuple[Kind, Kind]) -> Array:
         """A sweep: its compute, the loads and reads that run entirely within sweeps, and the activations offloaded or fetched."""
-        own = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer may be unpacked before the sweep
-        loading = of.loads(loads, algebra) + algebra.positive(work[reads] - np.outer(largest["read"], n_reads))
-        moving = [work[kind] - groups.n * of.passing(kind) for kind in passing]
-        return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
+        compute = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer may be unpacked before the sweep
+        loading = subject.loads(loads, algebra) + algebra.positive(work[reads] - np.outer(largest["read"], n_reads))
+        moving = [work[kind] - groups.n * subject.passing(kind) for kind in passing]
+        return compute + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(compute))
 
     def leaving(n_slots: int) -> Array:
         """Gradients offloaded before the last backward ends: all except those still in slots or waiting on the host to be added."""
         slipping = n_slots * largest["leaving"] + buffers.n_staged * largest["staged"]
-        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], of.head_missing(n_slots + buffers.n_staged))
+        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], subject.head_missing(n_slots + buffers.n_staged))
         return algebra.positive(work["leaving"] + groups.n * head - lifted(groups.n * slipping))
 
-    up = algebra.longest(way("up", "loads_up", "reads_up", LEAVING))
-    down = way("down", "loads_down", "reads_down", COMING)
+    up = algebra.longest(sweep("up", "loads_up", "reads_up", LEAVING))
+    down = sweep("down", "loads_down", "reads_down", COMING)
     computed = [algebra.longest(down + leaving(buffers.n_slots))]
-    left = [algebra.longest(down + leaving(0))]
-    if of.takes_turns:
+    offloaded = [algebra.longest(down + leaving(0))]
+    if subject.takes_turns:
         turns, late_s = scalars["backwards_in_turn"], groups.n * largest["leaving"][facets.number(LANE_OF[Kind.OFFLOAD_GRADIENT])]
         late = np.zeros_like(turns)
         late[0] = late_s
         computed.append(turns - late)
-        left.append(turns)
+        offloaded.append(turns)
     back = [algebra.longest(computed) + scalars["embedding"]]
-    if not of.plan.workload.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
+    if not subject.plan.workload.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
         computed_until = algebra.longest(back)  # no loss waits for an offload, because the vocabulary blocks share no gradient slot
         return Phases(up, computed_until, computed_until)
-    all_left = algebra.longest(left)
+    all_left = algebra.longest(offloaded)
     if np.any(scalars["embedding_alone"]):
         back.append(all_left + scalars["embedding_alone"])
     return Phases(up, algebra.longest(back), all_left + scalars["embedding_home"])
 
 
-def reasons(of: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str, str, Array]]:
+def reasons(subject: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str, str, Array]]:
     """Yield (name, binding, seconds) for every constraint. `binding` describes the limit to users."""
-    work, scalars = of.work, of.work.scalars
-    gpu, trains_all, update = facets.number(Lane.GPU), of.plan.workload.trains_all, of.plan.policy.update
+    work, scalars = subject.work, subject.work.scalars
+    gpu, trains_all, update = facets.number(Lane.GPU), subject.plan.workload.trains_all, subject.plan.policy.update
     for i, key in enumerate(facets.keys):
         name = f"lane {key}" if isinstance(key, Lane) else f"resource {key}" if isinstance(key, Resource) else "meeting"
         of_key = LANE_NAME[key] if isinstance(key, Lane) else FACET[key] if isinstance(key, Resource) else MEETING
         yield name, of_key, work["total"][i]
-    found = phases(of, facets, algebra)
-    all_phases = scalars["loss"] + found.around(algebra)
+    durations = phases(subject, facets, algebra)
+    all_phases = scalars["loss"] + durations.around(algebra)
     if not trains_all or update is not Update.DEFERRED:
         yield "phases", TURNS, all_phases
     if not trains_all:  # no load of weights waits for an update
@@ -204,35 +205,35 @@ def reasons(of: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str
             yield "eager", "the way home of the last gradient", ring
         case Update.DEFERRED:
             yield "deferred, on the device", UPDATED, work["total"][gpu] + home
-            for quantity in of.one_block:  # after the updates up to the block; only forwards of earlier blocks run before
+            for quantity in subject.one_block:  # after the updates up to the block; only forwards of earlier blocks run before
                 yield "deferred, one block", UPDATED, quantity + computing + home
-            yield from _deferred(of, facets, algebra, found)
+            yield from _deferred(subject, facets, algebra, durations)
 
 
-def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> Iterator[tuple[str, str, Array]]:
+def _deferred(subject: Subject, facets: Facets, algebra: Algebra, durations: Phases) -> Iterator[tuple[str, str, Array]]:
     """Bound the time until the first loss plus the time after it. The head is updated last. Before it is loaded and its input is
     computed, all updates and first loads share the machine. After that, every op follows that is not an update, a first load, a
     first forward or an early fetch."""
-    work, scalars, gpu = of.work, of.work.scalars, facets.number(Lane.GPU)
-    first_share = of.groups.smallest_first / of.groups.largest
-    way_up = algebra.longest([scalars["forwards"] * first_share, found.up / of.groups.n])
-    before = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"]
-    before = before + sum(np.outer(work.largest[f"early_{kind}"], n) for kind, n in of.n_early.items())
+    work, scalars, gpu = subject.work, subject.work.scalars, facets.number(Lane.GPU)
+    first_share = subject.groups.smallest_first / subject.groups.largest
+    first_sweep = algebra.longest([scalars["forwards"] * first_share, durations.up / subject.groups.n])
+    excluded = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"]
+    excluded = excluded + sum(np.outer(work.largest[f"early_{kind}"], n) for kind, n in subject.n_early.items())
     computing = work["total"][gpu] - work["on_device"][gpu] - work["first_forwards"][gpu] + scalars["home"]
-    on_lanes = algebra.longest([computing, found.after_first_way_up(of, gpu, algebra)])
+    on_lanes = algebra.longest([computing, durations.after_first_sweep(subject, gpu, algebra)])
     arriving = algebra.longest(work["arriving"])
-    shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
+    shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - excluded)])
     updated = work["updates"] + work["first_loads"]
-    leaving = first_share * work["first_leaving"] - sum(map(of.passing, LEAVING))  # except the content of the slots
+    leaving = first_share * work["first_leaving"] - sum(map(subject.passing, LEAVING))  # except the content of the slots
     until = algebra.longest(
         [
-            scalars["update_of_embedding"] + scalars["load_of_embedding"] + way_up,
+            scalars["update_of_embedding"] + scalars["load_of_embedding"] + first_sweep,
             scalars["update"] + scalars["load_of_head"],
             algebra.longest([*updated, *(updated + leaving)]),
         ]
     )
     yield "deferred, until the first loss, then all else", UPDATED, until + algebra.longest([on_lanes, shared])
     if np.any(scalars["update_on_device"]):  # does not wait for the last speculative update
-        on_device = scalars["update_on_device"] + way_up
+        on_device = scalars["update_on_device"] + first_sweep
         guessed = algebra.longest([on_lanes, shared - scalars["guess_of_embedding"]])
         yield "deferred, on the device, then all else", UPDATED, on_device + guessed

@@ -93,11 +93,11 @@ class Work:
         self.scalars: dict[str, Array] = dict(zip(SCALARS, scalars, strict=True))
         self.largest: dict[str, Array] = dict(zip(LARGEST, largest, strict=True))
 
-    def add(self, other: "Work", times: float, column: int = 0) -> None:
+    def add(self, addend: "Work", times: float, column: int = 0) -> None:
         """Add the work of a policy `times` times to one column, constant or coefficient; take the maximum of the largest ops."""
-        for of, more in zip(self.all[:2], other.all[:2], strict=True):
-            of[..., column] += times * more[..., 0]
-        np.maximum(self.all[2], other.all[2], out=self.all[2])
+        for target, source in zip(self.all[:2], addend.all[:2], strict=True):
+            target[..., column] += times * source[..., 0]
+        np.maximum(self.all[2], addend.all[2], out=self.all[2])
 
     def __getitem__(self, name: str) -> Array:
         return self.vectors[name]
@@ -114,7 +114,7 @@ class Groups:
     n_alone: int  # micro-batches of the smallest group, as separate gradients of a vocabulary block
 
     @staticmethod
-    def of(plan: Setup, sizes: range) -> "Groups":
+    def from_plan(plan: Setup, sizes: range) -> "Groups":
         n = plan.semantics.n_micro_batches
         largest, n_groups, n_whole = sizes[-1], -(-n // sizes[-1]), n - bool(plan.semantics.n_left)
         # With sum groups on the host, the last group has more additions than the others.
@@ -147,7 +147,7 @@ def of_each_size(plan: Setup, n: int) -> list[tuple[int, int]]:
     return [(m, count) for m, count in ((0, n - n_smaller), (n - 1, n_smaller)) if count]
 
 
-class Works:
+class WorkCache:
     """Memoised work of single blocks, shared by all policies of a workload that treat a block equally. Plans need no arenas."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -171,7 +171,7 @@ class Works:
             self._uses[key] = frozenset(uses_of(plan, self.cost, block))
         return self._uses[key]
 
-    def of(self, plan: Setup, facets: Facets, block: int, groups: Groups) -> Work:
+    def of_block(self, plan: Setup, facets: Facets, block: int, groups: Groups) -> Work:
         key = facets.uses, groups, _treated(plan, block)
         if key not in self._known:
             self._known[key] = work_of(plan, self, facets, block, groups)
@@ -182,7 +182,7 @@ class Works:
         key = facets.uses, plan.reduced, plan.policy.square_on_device, plan.treatments[block]
         if key not in self._loads:
             ops = ops_of(plan, self.cost, block)
-            self._loads[key] = [(kind, demand, count, facets.of(kind, demand)) for kind, demand, count in ops]
+            self._loads[key] = [(kind, demand, count, facets.op_cost(kind, demand)) for kind, demand, count in ops]
         for kind, demand, count, load in self._loads[key]:
             yield kind, demand, plan.n_ops(kind, block) if OPS[kind].often is Often.USE else count, load
 
@@ -193,10 +193,10 @@ def _treated(plan: Setup, block: int) -> tuple[object, ...]:
     return policy.update, policy.accumulation_group, policy.square_on_device, plan.treatments[block]
 
 
-def work_of(plan: Setup, works: Works, facets: Facets, block: int, groups: Groups) -> Work:
+def work_of(plan: Setup, works: WorkCache, facets: Facets, block: int, groups: Groups) -> Work:
     """Count the work of one block."""
-    cost, work, of = works.cost, Work(len(facets.keys)), plan.workload.blocks[block]
-    is_layer, is_resident = of.kind is BlockKind.LAYER, block in plan.policy.resident_blocks
+    cost, work, spec = works.cost, Work(len(facets.keys)), plan.workload.blocks[block]
+    is_layer, is_resident = spec.kind is BlockKind.LAYER, block in plan.policy.resident_blocks
     comes_back = block >= plan.workload.first_trained
     n_left = dict.fromkeys((Kind.FORWARD, *LEAVING), groups.largest)  # ops of the first group, not yet counted
     of_kind: dict[Kind, list[tuple[float, int]]] = {}  # (seconds of one op, count) by kind
@@ -212,7 +212,7 @@ def work_of(plan: Setup, works: Works, facets: Facets, block: int, groups: Group
         of_kind.setdefault(kind, []).append((seconds, count))
         add("total", load, count)
         if kind in _ARRIVING:
-            add("arriving", load, count - ((kind, of.kind) == (Kind.OFFLOAD_GRADIENT, BlockKind.HEAD)))
+            add("arriving", load, count - ((kind, spec.kind) == (Kind.OFFLOAD_GRADIENT, BlockKind.HEAD)))
         if kind in n_left:  # larger micro-batches have the lower indices
             n_first = min(count, n_left[kind])
             n_left[kind] -= n_first
@@ -261,12 +261,12 @@ def work_of(plan: Setup, works: Works, facets: Facets, block: int, groups: Group
                 work.scalars["update_on_device"] += count * seconds
             case _:
                 pass
-    of_block = {kind: sum(seconds * count for seconds, count in found) for kind, found in of_kind.items()}
+    of_block = {kind: sum(seconds * count for seconds, count in costs) for kind, costs in of_kind.items()}
     if is_layer:
         joins = () if plan.reduced or plan.semantics.sum_groups == 1 else _LEFT_AND_ADDED
         n = plan.semantics.n_micro_batches
         for kind, (m, count) in product(joins, plan.alike(range(n - groups.n_alone, n)) if joins else ()):
-            add("last_leaving", facets.of(kind, cost.demand(plan, Op(kind, block, m))), count)
+            add("last_leaving", facets.op_cost(kind, cost.demand(plan, Op(kind, block, m))), count)
         work.scalars["backwards_in_turn"] += _in_turn_s(plan, cost, block, of_block)
         return work
     _add_vocabulary(work, plan, facets, block, groups, of_kind)
@@ -288,8 +288,8 @@ def _add_vocabulary(
     """Add the embedding or the head. Its separate gradients share one slot: the next is computed after the last was offloaded, is
     offloaded after that one was added, and is added after its own offload."""
     scalars = work.scalars
-    first_s = {kind: found[0][0] for kind, found in of_kind.items()}
-    shortest_s = {kind: min(seconds for seconds, _ in found) for kind, found in of_kind.items()}
+    first_s = {kind: costs[0][0] for kind, costs in of_kind.items()}
+    shortest_s = {kind: min(seconds for seconds, _ in costs) for kind, costs in of_kind.items()}
     computing = Kind.LOSS if block else Kind.BACKWARD
     n = sum(count for _, count in of_kind.get(computing, ()))  # 0 for an embedding that is not trained
     total_s, one_s = sum(seconds * count for seconds, count in of_kind.get(computing, ())), shortest_s.get(computing, 0.0)
@@ -327,20 +327,20 @@ def until_each_block_s(
 ) -> Iterator[float]:
     """Yield for each block: the updates up to it, plus its load, minus first forwards of earlier blocks. The load is 0 for blocks
     that may keep their state on the device, so that the bound holds."""
-    of = dict[int, tuple[float, ...]]()  # (update, load, forwards) in seconds
-    for first, alike in plan.blocks_alike.items():
+    times_s = dict[int, tuple[float, ...]]()  # (update, load, forwards) in seconds
+    for first, equal_blocks in plan.blocks_alike.items():
         update_s, forwards_s = (float(of_block[first].scalars[name][0]) for name in ("update", "forwards"))
         load_s = cost.demand(plan, Op(Kind.LOAD, first)).uncontended_s
-        of |= {b: (update_s, load_s * (b not in may_stay), forwards_s) for b in alike}
+        times_s |= {b: (update_s, load_s * (b not in may_stay), forwards_s) for b in equal_blocks}
     updates_s = forwards_s = 0.0
     for b in range(len(plan.workload.blocks)):
-        update_s, load_s, forward_s = of[b]
+        update_s, load_s, forward_s = times_s[b]
         updates_s += update_s
         yield updates_s - forwards_s + load_s
         forwards_s += forward_s
 
 
-def spared_ops(plan: Setup, cost: CostModel, of: Callable[[Kind, Demand], Array]) -> Iterator[tuple[Kind, Array]]:
+def spared_ops(plan: Setup, cost: CostModel, op_cost: Callable[[Kind, Demand], Array]) -> Iterator[tuple[Kind, Array]]:
     """Yield (kind, cost) of the loads saved because weights are still in a slot when one sweep ends and the next begins. Each such
     turn saves at most one load per slot. For a valid bound, the most expensive loads count as saved, separately per facet."""
     n_turns = 2 * -(-plan.semantics.n_micro_batches // plan.policy.accumulation_group) - 1
@@ -350,7 +350,7 @@ def spared_ops(plan: Setup, cost: CostModel, of: Callable[[Kind, Demand], Array]
     layers = [b for b in plan.blocks_alike if 0 < b <= plan.workload.n_layers and b not in plan.policy.resident_blocks]
     for kind, n_held in ((Kind.READ, n_read), (Kind.LOAD, n_slots), (Kind.GATHER, n_unpacked), (Kind.DEQUANTISE, n_unpacked)):
         if again := {b: (plan.n_ops(kind, b) - 1) * len(plan.blocks_alike[b]) for b in layers if plan.n_ops(kind, b) > 1}:
-            loads = np.array([of(kind, cost.demand(plan, Op(kind, b))) for b in again])
+            loads = np.array([op_cost(kind, cost.demand(plan, Op(kind, b))) for b in again])
             most_first = np.argsort(-loads, axis=0, kind="stable")
             counts = np.array([*again.values()])[most_first]
             n_spared = np.clip(n_turns * n_held - (np.cumsum(counts, axis=0) - counts), 0, counts)
@@ -371,7 +371,7 @@ class Buffers:
     n_staged: int  # layer gradients on the host, waiting to be added
 
     @staticmethod
-    def of(plan: Setup, gradient_slots: int) -> "Buffers":
+    def from_plan(plan: Setup, gradient_slots: int) -> "Buffers":
         """With several ranks, layer gradients may also wait as sums for the other ranks."""
         n_slots = gradient_slots + (n_whole_sums(plan) if plan.semantics.ranks > 1 else 0)
         return Buffers(n_slots, 0 if plan.reduced else N_STAGING_SLOTS)
@@ -381,8 +381,8 @@ def n_passing(group: int, n_saved: Mapping[Saved, Array]) -> dict[str, Array]:
     """Maximum number of activations in each ring of slots. `n_saved`: the number per tier; other tiers have no ring."""
     boundaries = np.zeros_like(next(iter(n_saved.values())))
     boundaries[0] = spill_ring_slots(group)
-    found = dict.fromkeys((LEAVING[0], COMING[0]), boundaries)
-    return found | {ring(kind, saved): n for kind in (LEAVING[1], COMING[1]) for saved, n in n_saved.items()}
+    slots = dict.fromkeys((LEAVING[0], COMING[0]), boundaries)
+    return slots | {ring(kind, saved): n for kind in (LEAVING[1], COMING[1]) for saved, n in n_saved.items()}
 
 
 def early_fetches(group: int, n_spilled: float) -> float:

@@ -69,13 +69,13 @@ def _legal_order(plan: Plan) -> list[int]:
 
     Waits for the previous step cannot close a cycle, because no op waits for a later step.
     """
-    before: dict[int, list[int]] = {}
+    predecessors: dict[int, list[int]] = {}
     last_of_lane: dict[Lane, list[int]] = {}
     for i, op in enumerate(plan.ops):
-        before[i] = [w.op for w in op.waits if w.distance == 0] + last_of_lane.get(op.lane, [])
+        predecessors[i] = [w.op for w in op.waits if w.distance == 0] + last_of_lane.get(op.lane, [])
         last_of_lane[op.lane] = [i]
     try:
-        return list(TopologicalSorter(before).static_order())
+        return list(TopologicalSorter(predecessors).static_order())
     except CycleError as error:
         i = min(error.args[1])
         raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle") from None
@@ -122,9 +122,9 @@ def _check_races(plan: Plan, order: list[int], clocks: _Clocks) -> None:
             for slot, writes in uses[i]:
                 for j, j_step in last_write[slot] + uses_since[slot] if writes else last_write[slot]:
                     if not clocks.ordered(j, j_step, i, step):
-                        other = plan.ops[j].name + ("" if j_step == step else ", the step before")
-                        what = f"a race for {list(numbers)[slot]} with op {j} ({other}): neither waits for the other"
-                        raise wrong(i, plan.ops[i], what)
+                        rival = plan.ops[j].name + ("" if j_step == step else ", the step before")
+                        message = f"a race for {list(numbers)[slot]} with op {j} ({rival}): neither waits for the other"
+                        raise wrong(i, plan.ops[i], message)
                 if writes:
                     last_write[slot], uses_since[slot] = [(i, step)], []
                 else:
@@ -138,8 +138,8 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
         first_load = min(i for i, op in enumerate(plan.ops) if op.kind is Kind.LOAD)
         for last_update in last_updates.values():
             if not clocks.ordered(last_update, 0, first_load, 1):
-                what = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
-                raise wrong(first_load, plan.ops[first_load], what)
+                message = f"under barrier it must wait for op {last_update} ({plan.ops[last_update].name}) of the step before"
+                raise wrong(first_load, plan.ops[first_load], message)
     group = 0  # groups run one after another, so that autograd keeps the saved tensors of one group, as `kept_bytes` counts
     for i, op in enumerate(plan.ops):
         if op.lane is Lane.GPU and op.micro_batch is not None:

@@ -45,7 +45,7 @@ def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     except PenstockError as error:
         raise PlanError(f"model: {error}") from None
     is_other, is_by_this = plan.workload != built, claim is None or claim.by_this_code
-    sizes, of_built = ([replace(block, **_OF_TIME) for block in (*of.blocks, *of.smaller)] for of in (plan.workload, built))
+    sizes, of_built = ([replace(block, **_OF_TIME) for block in (*w.blocks, *w.smaller)] for w in (plan.workload, built))
     if is_other and (is_by_this or sizes != of_built):
         raise PlanError(f"workload: its blocks are not those of the model and the semantics; {AGAIN}")
     if sorted(plan.arenas, key=lambda arena: arena.name) != sorted(arenas_of(plan), key=lambda arena: arena.name):
@@ -63,7 +63,7 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     if proof.n_families:
         n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
         proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
-    return _held(claim, answer_of(trial, plan, proven, {}), "n_simulated")
+    return _compare(claim, answer_of(trial, plan, proven, {}), "n_simulated")
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:
@@ -74,26 +74,27 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
         profile, sizes, free = _profile_of(plan), [(plan.semantics, plan.workload)], frozenset(proof.free or ())
         if (proof.n_sizes or 1) > 1:
             sizes = [*sizes_of(plan.model, plan.semantics, profile, free)]
-        found = search(plan.model, sizes, profile, fixed, free, proof.clipped_fraction)
+        result = search(plan.model, sizes, profile, fixed, free, proof.clipped_fraction)
     except PenstockError as error:
         raise PlanError(f"claim: searching again fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
-    left = [] if found.plan == plan else check_claim(plan, claim)
-    if found.plan.policy == plan.policy or claim.by_this_code:
-        return left + _held(claim, found)
-    return [*left, "the search, which finds another plan in this version"]
+    unverified = [] if result.plan == plan else check_claim(plan, claim)
+    if result.plan.policy == plan.policy or claim.by_this_code:
+        return unverified + _compare(claim, result)
+    return [*unverified, "the search, which finds another plan in this version"]
 
 
-def _held(claim: Claim, answer: Answer, *unheld: str) -> list[str]:
+def _compare(claim: Claim, answer: Answer, *skipped: str) -> list[str]:
     """Compare a claim with a new result: PlanError for a claim of this code; a claim of another version returns the difference."""
-    said, found = claim.to_json(), answer.claim.to_json()
-    for part, name in [(part, name) for part, fields in found.items() for name in fields if name not in ("arithmetic", *unheld)]:
-        old, new = said[part][name], found[part][name]
+    claimed, computed = claim.to_json(), answer.claim.to_json()
+    names = [(part, name) for part, fields in computed.items() for name in fields if name not in ("arithmetic", *skipped)]
+    for part, name in names:
+        old, new = claimed[part][name], computed[part][name]
         if _same(old, new) or (old is None and not claim.by_this_code):  # absent from older files
             continue
-        what = f"claim: {part}.{name} is {old}, not {new} as the plan on its profile has it"
+        message = f"claim: {part}.{name} is {old}, not {new} as the plan on its profile has it"
         if claim.by_this_code:
-            raise PlanError(f"{on_one_line(what, 300)}; {AGAIN}")
-        return [f"{what}, but it was claimed by another version"]
+            raise PlanError(f"{on_one_line(message, 300)}; {AGAIN}")
+        return [f"{message}, but it was claimed by another version"]
     return []
 
 
@@ -105,17 +106,17 @@ def _same(a: Any, b: Any) -> bool:
     return isclose(a, b, rel_tol=SAME_FRACTION) if are_numbers else bool(a == b)
 
 
-def strangers(plan: Plan) -> Iterator[str]:
+def name_conflicts(plan: Plan) -> Iterator[str]:
     """Yield a warning if the model or machine has the name of a shipped one and differs from it."""
     if plan.model.name in shipped_models():
         shipped = shipped_model(plan.model.name).config
         if {key: plan.model.config.get(key) for key in shipped} != shipped:
             yield f"the model is called {plan.model.name} as a shipped one is, but its configuration is another"
     profile = _profile_of(plan)
-    here = plan.semantics.ranks // profile.n_hosts
-    of = profile.name.removesuffix(name_of_shared("", here, profile.n_hosts))
-    if of in shipped_profiles():
-        shipped = dict(shared_by(read_profile(of), here).quantities())
+    ranks_per_host = plan.semantics.ranks // profile.n_hosts
+    base_name = profile.name.removesuffix(name_of_shared("", ranks_per_host, profile.n_hosts))
+    if base_name in shipped_profiles():
+        shipped = dict(shared_by(read_profile(base_name), ranks_per_host).quantities())
         for place, quantity in profile.quantities():  # except values that users may set, and those of all hosts
             is_given = quantity.source.startswith("user_") or place.startswith(("network.", "price."))
             if not is_given and quantity != shipped.get(place):

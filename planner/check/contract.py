@@ -48,8 +48,8 @@ _RULES = {
     Kind.LOSS: _Rule(lambda s, b: b == s.head, Often.MICRO_BATCH),
     Kind.BACKWARD: _Rule(lambda s, b: s.first_trained <= b < s.head, Often.MICRO_BATCH),
     Kind.RECOMPUTE: _Rule(lambda s, b: s.is_recomputed(b), Often.MICRO_BATCH),
-    Kind.OFFLOAD_ACTIVATION: _Rule(lambda s, b: b in s.spilled, Often.MICRO_BATCH),
-    Kind.FETCH_ACTIVATION: _Rule(lambda s, b: b in s.spilled, Often.MICRO_BATCH),
+    Kind.OFFLOAD_ACTIVATION: _Rule(lambda s, b: b in s.offloaded, Often.MICRO_BATCH),
+    Kind.FETCH_ACTIVATION: _Rule(lambda s, b: b in s.offloaded, Often.MICRO_BATCH),
     Kind.OFFLOAD_SAVED: _Rule(lambda s, b: b in s.saved_bytes, Often.MICRO_BATCH),
     Kind.FETCH_SAVED: _Rule(lambda s, b: b in s.saved_bytes, Often.MICRO_BATCH),
     Kind.EXCHANGE: _Rule(lambda s, b: s.ranks > 1 and b in s.trained),
@@ -69,14 +69,14 @@ _RULES = {
 def check_ops(plan: Plan, shape: Shape) -> None:
     """Check that the step has exactly the required ops (any number of loads if streamed) with operands in suitable slots."""
     slot_bytes = {a.name: a.slot_bytes for a in plan.arenas}
-    seen, fitting = set[tuple[Kind, int, int | None]](), set[tuple[str, Slot, Kind, int]]()
+    present, fitting = set[tuple[Kind, int, int | None]](), set[tuple[str, Slot, Kind, int]]()
     for i, op in enumerate(plan.ops):
         rule, key = _RULES[op.kind], (op.kind, op.block, op.micro_batch)
         if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.is_each(shape):
             raise wrong(i, op, "a plan with this policy has no such op")
-        if key in seen and (rule.often is not Often.USE or op.block in shape.resident):
+        if key in present and (rule.often is not Often.USE or op.block in shape.resident):
             raise wrong(i, op, "done twice in a step")
-        seen.add(key)
+        present.add(key)
         _check_operands(i, op, shape)
         for name, slot in op.operands:  # sizes are equal for all micro-batches
             if (use := (name, slot, op.kind, op.block)) not in fitting:
@@ -88,9 +88,9 @@ def check_ops(plan: Plan, shape: Shape) -> None:
         if rule.has(shape, b) and (rule.often is not Often.USE or b in shape.resident):
             micro_batches: Sequence[int | None] = range(shape.n_micro_batches) if rule.is_each(shape) else (None,)
             for m in micro_batches:  # lazily, because a malicious plan may declare 2^50 of them
-                if (kind, b, m) not in seen:
-                    of = "" if m is None else f", micro-batch {m}"
-                    raise PlanError(f"the step has no {kind} of block {b}{of}; {AGAIN}")
+                if (kind, b, m) not in present:
+                    suffix = "" if m is None else f", micro-batch {m}"
+                    raise PlanError(f"the step has no {kind} of block {b}{suffix}; {AGAIN}")
 
 
 def _check_operands(i: int, op: Op, shape: Shape) -> None:
@@ -99,9 +99,9 @@ def _check_operands(i: int, op: Op, shape: Shape) -> None:
         name == known and slot.arena == arena and slot.index in slots
         for (name, slot), (known, (arena, slots)) in zip(op.operands, wanted, strict=True)
     ):
-        found = " ".join(f"{name}={slot}" for name, slot in op.operands[:6]) or "nothing"
-        asked = " ".join(f"{name}={arena}[{of.start if len(of) == 1 else 'any'}]" for name, (arena, of) in wanted) or "nothing"
-        raise wrong(i, op, f"must use {asked}, not {found}")
+        actual = " ".join(f"{name}={slot}" for name, slot in op.operands[:6]) or "nothing"
+        rule = " ".join(f"{name}={arena}[{ok.start if len(ok) == 1 else 'any'}]" for name, (arena, ok) in wanted) or "nothing"
+        raise wrong(i, op, f"must use {rule}, not {actual}")
     if op.block and op.kind is Kind.FORWARD and op["x"] == op.get("y"):
         raise wrong(i, op, f"has {op['x']} for both its input and its output")
 
@@ -118,15 +118,15 @@ def check_arenas(plan: Plan) -> None:
 
 def check_repeat(plan: Plan, repeat: Repeat, shape: Shape) -> None:
     """Check that repetitions consist of whole groups of micro-batches, between those of the ops before and after them."""
-    of_first = [m for op in plan.ops[repeat.start : repeat.end] if (m := op.micro_batch) is not None]
-    first = min(of_first, default=0)
-    after = first + repeat.times * repeat.micro_batches
+    repeated = [m for op in plan.ops[repeat.start : repeat.end] if (m := op.micro_batch) is not None]
+    first = min(repeated, default=0)
+    rest_start = first + repeat.times * repeat.micro_batches
     if shape.sum_groups > 1:
         raise PlanError(f"{repeat}: no two of {shape.sum_groups} sum groups are added up alike; {AGAIN}")
     is_whole = first % shape.group == 0 and repeat.micro_batches % shape.group == 0
-    if not is_whole or repeat.times < 2 or not 0 < first < after < shape.n_micro_batches:
+    if not is_whole or repeat.times < 2 or not 0 < first < rest_start < shape.n_micro_batches:
         raise PlanError(f"{repeat}: not whole groups of {shape.group} micro-batches, between the first and the last; {AGAIN}")
-    parts = (range(first), range(first, first + repeat.micro_batches), range(after, shape.n_micro_batches))
+    parts = (range(first), range(first, first + repeat.micro_batches), range(rest_start, shape.n_micro_batches))
     for i, op in enumerate(plan.ops):
         if op.micro_batch is not None and op.micro_batch not in parts[(i >= repeat.start) + (i >= repeat.end)]:
             raise wrong(i, op, f"has a micro-batch of another part of the step: {repeat}")
@@ -147,7 +147,7 @@ def slots_of(name: str, s: Shape, op: Op) -> Sequence[Slots]:
     match name:
         case "state":
             return [source_slot(s, b) if is_load else state_slot(s, b)]
-        case "trained" if b in s.apart and not is_lookup:
+        case "trained" if b in s.separate and not is_lookup:
             return [state_slot(s, b)]
         case "tied" if is_load and b == s.head and (s.tied if op.kind is Kind.GATHER else s.shares_weight):  # owned by block 0
             return [one("state", 0)]
@@ -181,7 +181,7 @@ def slots_of(name: str, s: Shape, op: Op) -> Sequence[Slots]:
         case "arrived":
             return [("staging" if op.kind is Kind.OFFLOAD_GRADIENT and not s.reduced else "host_gradients", ANY)]
         case "norm" if op.kind is Kind.CLIP:
-            return [one("norm", of) for of in sorted(s.trained)]
+            return [one("norm", trained) for trained in sorted(s.trained)]
         case "norm" if {Kind.OFFLOAD_GRADIENT: b in s.squared, Kind.UPDATE: s.eager}.get(op.kind, True):
             return [one("norm", b)]
         case "clip" if not (op.kind is Kind.UPDATE and s.eager):
@@ -202,14 +202,14 @@ def state_slot(shape: Shape, block: int) -> Slots:
 
 def source_slot(shape: Shape, block: int) -> Slots:
     """Slot that the block's weights are loaded from."""
-    return one("state", block) if block in shape.apart else state_slot(shape, block)
+    return one("state", block) if block in shape.separate else state_slot(shape, block)
 
 
 def _leaves_gradient(shape: Shape, op: Op) -> bool:
     """True if a micro-batch writes a gradient: the last one if the device sums, otherwise each one."""
     b, is_last = op.block, op.micro_batch == shape.n_micro_batches - 1
     is_its_sum = shape.reduced and (shape.sums_itself(b) or shape.ranks > 1)
-    return b in shape.trained and b not in shape.apart and not is_its_sum and (is_last or not shape.reduced)
+    return b in shape.trained and b not in shape.separate and not is_its_sum and (is_last or not shape.reduced)
 
 
 def _sums(shape: Shape, op: Op) -> list[Slots]:
@@ -217,7 +217,7 @@ def _sums(shape: Shape, op: Op) -> list[Slots]:
     b, joined = op.block, shape.summed_with(op.micro_batch or 0)
     if op.kind is Kind.ACCUMULATE:
         return [("host_gradients", ANY)] * len(joined)
-    if b in shape.apart:  # all micro-batches are added into the gradient, for any group size
+    if b in shape.separate:  # all micro-batches are added into the gradient, for any group size
         return [("gradients", ANY)]
     is_alone = shape.n_micro_batches == 1 and b != shape.head and shape.ranks == 1 and not shape.sums_itself(b)
     if b not in shape.trained or not shape.reduced or is_alone:  # the head's single gradient is a sum over tiles of tokens
@@ -230,7 +230,7 @@ def n_bytes(name: str, s: Shape, op: Op) -> int:
     """Bytes that an operand needs."""
     b, is_load = op.block, op.kind in LOADS
     match name:
-        case "state" if b not in s.on_device or (is_load and b in s.apart):  # on the host, with the frozen weights
+        case "state" if b not in s.on_device or (is_load and b in s.separate):  # on the host, with the frozen weights
             return s.host_bytes[b]
         case "state" | "trained" | "shadow":
             return s.own_bytes[b]
@@ -250,8 +250,8 @@ def n_bytes(name: str, s: Shape, op: Op) -> int:
             is_one = s.ranks > 1 and s.n_micro_batches == 1 and not s.is_vocab(b)  # a rank's only gradient is no sum
             return s.trained_elements[b] * (s.item_bytes if is_one and name == "sum" else FP32)
         case "received":  # send and receive buffers of a sum, for the largest shard or one chunk
-            most = EXCHANGED_BYTES // FP32 // s.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS
-            return 2 * s.ranks * FP32 * min(max(s.owned), most)
+            chunk = EXCHANGED_BYTES // FP32 // s.ranks // ALIGN_ELEMENTS * ALIGN_ELEMENTS
+            return 2 * s.ranks * FP32 * min(max(s.owned), chunk)
         case "gradient" | "staged":
             return s.sent_bytes[b]
         case "arrived":

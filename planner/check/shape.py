@@ -16,21 +16,21 @@ ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # alignment of slots and of t
 AGAIN = "make the plan again with `penstock plan`"
 
 
-def wrong(i: int, op: Op, what: str) -> PlanError:
+def wrong(i: int, op: Op, message: str) -> PlanError:
     """Error for op i of a plan, in one line."""
-    return PlanError(f"op {i} ({op.name}): {what}; {AGAIN}")
+    return PlanError(f"op {i} ({op.name}): {message}; {AGAIN}")
 
 
 class Shape:
     """Sets of blocks and sizes in bytes. Dicts map a block to its slot position; other blocks have none."""
 
     def __init__(self, plan: Plan) -> None:
-        of, policy, blocks = plan.semantics, plan.policy, plan.workload.blocks
+        s, policy, blocks = plan.semantics, plan.policy, plan.workload.blocks
         self.n_blocks, self.head = len(blocks), len(blocks) - 1
-        self.n_micro_batches, self.group = of.n_micro_batches, policy.accumulation_group
-        self.sum_groups = of.sum_groups  # groups of micro-batches with separate sums
-        self.ranks = of.ranks  # data-parallel; the plan is one rank's part
-        self.reduced = policy.accumulation_group >= of.n_micro_batches  # one group: a gradient is offloaded once, complete
+        self.n_micro_batches, self.group = s.n_micro_batches, policy.accumulation_group
+        self.sum_groups = s.sum_groups  # groups of micro-batches with separate sums
+        self.ranks = s.ranks  # data-parallel; the plan is one rank's part
+        self.reduced = policy.accumulation_group >= s.n_micro_batches  # one group: a gradient is offloaded once, complete
         of_head = blocks[self.head].parameters
         self.tied = any(p.tied_to is not None and not p.frozen for p in of_head)  # a trained weight belongs to two blocks
         self.shares_weight = any(p.tied_to is not None for p in of_head)  # trained or frozen, the head uses a weight of block 0
@@ -41,50 +41,50 @@ class Shape:
         self.shadows = _places(policy.speculate_blocks)
         self.on_device = _places(policy.device_blocks)  # state is on the device
         self.on_disk = frozenset(policy.disk_blocks)  # frozen weights are read from disk
-        self.spilled = frozenset(policy.spill_blocks)  # output is offloaded
+        self.offloaded = frozenset(policy.spill_blocks)  # output is offloaded
         self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # output is recomputed
         self.trained = {b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters)}
-        self.apart = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
+        self.separate = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
         self.squared = {  # gradient is squared on the device
             b for b in range(self.n_blocks) if b in self.on_device or (policy.square_on_device and not self.sums_itself(b))
         }
         self.packed = {  # layers with quantized weights
-            b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, of.base) for p in blocks[b].parameters)
+            b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, s.base) for p in blocks[b].parameters)
         }
         self.first_trained = min(self.trained, default=self.n_blocks)  # backward ends here
         self.n_streaming = 2 if self.packed else policy.prefetch_depth + 2  # slots of `weights` for streamed blocks
-        self.item_bytes = ITEM_BYTES[of.compute_dtype]  # of a weight element
+        self.item_bytes = ITEM_BYTES[s.compute_dtype]  # of a weight element
         # Per block: weight and gradient elements of a slot, elements that a rank updates, and sums of squares that it computes
         self.elements, self.trained_elements = [b.slot_elements for b in blocks], [b.trained_elements for b in blocks]
         self.owned, self.n_squares = [b.state_elements for b in blocks], [len(b.trained) for b in blocks]
-        if of.ranks > 1:  # equal shards, each made of one piece per sum group, each piece of whole units
-            unit = of.ranks * of.sum_groups * ALIGN_ELEMENTS
-            self.owned = [-(-b.state_elements // unit) * unit // of.ranks for b in blocks]
+        if s.ranks > 1:  # equal shards, each made of one piece per sum group, each piece of whole units
+            unit = s.ranks * s.sum_groups * ALIGN_ELEMENTS
+            self.owned = [-(-b.state_elements // unit) * unit // s.ranks for b in blocks]
             parts = [n + self.owned[0] * (self.tied and b == self.head) for b, n in enumerate(self.owned)]
-            self.trained_elements = [n * of.ranks for n in parts]
+            self.trained_elements = [n * s.ranks for n in parts]
             frozen = [sum(-(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS for p in b.parameters if p.frozen) for b in blocks]
             self.elements = [n + m for n, m in zip(self.trained_elements, frozen, strict=True)]
             # Tiles of 2^16 elements, plus one for each end of a parameter or a piece
-            self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
+            self.n_squares = [n // 2**16 + len(b.parameters) + s.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
         # Bytes per block: masters (one or two arrays) and moments; frozen weights; both in host memory
-        masters = {"fp32": [4.0], "bf16": [2.0], "split24": [2.0, 1.0]}[of.master_dtype]
-        if of.master_dtype == "fp32" and of.compute_dtype == "bf16":
+        masters = {"fp32": [4.0], "bf16": [2.0], "split24": [2.0, 1.0]}[s.master_dtype]
+        if s.master_dtype == "fp32" and s.compute_dtype == "bf16":
             masters = [2.0, 2.0]
-        of_element = [*masters, *(of.optimizer.moment_bytes / len(of.optimizer.moments) for _ in of.optimizer.moments)]
-        self.own_bytes = [_own_bytes([math.ceil(n * each) for each in of_element]) for n in self.owned]
+        of_element = [*masters, *(s.optimizer.moment_bytes / len(s.optimizer.moments) for _ in s.optimizer.moments)]
+        self.own_bytes = [_own_bytes([math.ceil(n * size) for size in of_element]) for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
         in_memory = [n * (b not in self.on_disk) for b, n in enumerate(self.frozen_bytes)]
         self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(in_memory)]
         # Gradient bytes per block of a rank's shard: on device and link, and on the host
-        parts = [n // of.ranks for n in self.trained_elements]
-        self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[of.gradient_dtype]) for b, n in enumerate(parts)]
+        parts = [n // s.ranks for n in self.trained_elements]
+        self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[s.gradient_dtype]) for b, n in enumerate(parts)]
         self.arrived_bytes = self.sent_bytes if self.reduced else [n * FP32 for n in parts]
         self.boundary_bytes = [b.boundary_bytes for b in blocks]
         self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
 
     def _wire_bytes(self, block: int, layers_bytes: int) -> int:
         """Bytes per element of a block's gradient on device and link. Sums of the vocabulary's gradient are fp32."""
-        if block in self.apart or (self.is_vocab(block) and (self.tied or not self.reduced)):
+        if block in self.separate or (self.is_vocab(block) and (self.tied or not self.reduced)):
             return FP32
         return layers_bytes if self.reduced else self.item_bytes
 
@@ -106,11 +106,11 @@ class Shape:
         also those of each waiting left half that its sum is added to, as in a binary tree."""
         of_a_group = self.n_micro_batches // self.sum_groups
         first, n = micro_batch // of_a_group * of_a_group, of_a_group
-        found = [range(first, micro_batch + 1)]
-        while found[-1].stop - found[-1].start == n and first % (2 * n):  # a right half of the tree
+        sums = [range(first, micro_batch + 1)]
+        while sums[-1].stop - sums[-1].start == n and first % (2 * n):  # a right half of the tree
             first, n = first - n, 2 * n
-            found.append(range(first, micro_batch + 1))
-        return found
+            sums.append(range(first, micro_batch + 1))
+        return sums
 
 
 def _own_bytes(arrays: list[int]) -> int:
@@ -139,7 +139,7 @@ def _frozen_bytes(plan: Plan, block: int) -> int:
 def _saved_bytes(plan: Plan, block: int) -> int:
     """Bytes of the tensors, each aligned, that a layer saves in addition to its input, for the larger of both micro-batch sizes."""
     of_block = [blocks[block] for blocks in (plan.workload.blocks, plan.workload.smaller) if blocks]
-    tiers = [tier for of in of_block for tier in of.tiers if tier.saved is plan.policy.saved(block)]
+    tiers = [tier for variant in of_block for tier in variant.tiers if tier.saved is plan.policy.saved(block)]
     return max(tier.saved_bytes + tier.n_saved * ALIGN_BYTES for tier in tiers)
 
 

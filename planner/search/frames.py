@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock.planner.bounds.bounds import policy_bounds
-from penstock.planner.bounds.work import Work, Works
+from penstock.planner.bounds.work import Work, WorkCache
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.memory import footprint, frame
 from penstock.runtime.plan import Policy, Semantics, Setup
@@ -23,7 +23,7 @@ class Frames:
 
     def __init__(self, model: Model, workload: Workload, semantics: Semantics, cost: CostModel) -> None:
         self.model, self.workload, self.semantics, self.cost = model, workload, semantics, cost
-        self.profile, self.works = cost.profile, Works(cost)
+        self.profile, self.works = cost.profile, WorkCache(cost)
         self.of = cache(partial(frame, model, workload, semantics))
         self.bare = cache(lambda policy: Setup(semantics, policy, model, workload, ()))
         self.needs = cache(lambda policy: footprint(self.of(policy), self.profile))
@@ -37,7 +37,7 @@ class Frames:
         """Free plans and work; keep numbers."""
         self.of.cache_clear()
         self.bare.cache_clear()
-        self.works = Works(self.cost)
+        self.works = WorkCache(self.cost)
         self.of_family.clear()
 
     def peaks(self, policy: Policy) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from penstock.planner.bounds.bounds import SLACK, busy_s, places_to_stay
 from penstock.planner.bounds.facets import Array, Facets
 from penstock.planner.bounds.integer import Rows
 from penstock.planner.bounds.reasons import Subject, reasons
-from penstock.planner.bounds.work import Buffers, Groups, Work, Works, least_slots, n_passing, until_each_block_s
+from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
 from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
@@ -48,7 +48,7 @@ class Relaxation:
     def __init__(self, frames: Frames, clipped_fraction: float | None) -> None:
         self.clipped_fraction = clipped_fraction
         self._frames = frames
-        self._clipped_works = Works(CostModel(frames.profile, clipped=True))
+        self._clipped_works = WorkCache(CostModel(frames.profile, clipped=True))
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
@@ -86,7 +86,7 @@ class Relaxation:
         computing_s = busy_s(staying, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
-        groups, alike = Groups.of(plan, family.groups), plan.blocks_alike.items()
+        groups, alike = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
         arriving = [len(blocks) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, blocks in alike]
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
@@ -108,7 +108,7 @@ class Relaxation:
         """Build the program. Return its choices and the seconds of its time unit."""
         lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
         choices = Choices(self._frames, lean, family, prefetch_depth, saved_slots, self.clipped_fraction)
-        facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
+        facets, groups = self._facets_of(lean), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
@@ -169,7 +169,7 @@ class Relaxation:
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
         works = self._clipped_works if clipped else self._frames.works
-        return works.of(self._frames.bare(policy), facets, block, groups)
+        return works.of_block(self._frames.bare(policy), facets, block, groups)
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
@@ -200,4 +200,4 @@ class Relaxation:
                 one_block.append(sooner.copy())
                 one_block[-1][0] = seconds
         passing = n_passing(family.groups[-1], n_saved)
-        return Subject(plan, groups, Buffers.of(plan, n_slots), n_loads, n_staying, n_early, passing, work, one_block)
+        return Subject(plan, groups, Buffers.from_plan(plan, n_slots), n_loads, n_staying, n_early, passing, work, one_block)

@@ -17,7 +17,7 @@ from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import policy_bound, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
-from penstock.planner.bounds.work import Works, ops_of, spared_ops
+from penstock.planner.bounds.work import WorkCache, ops_of, spared_ops
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import build_workload, read_model
@@ -386,7 +386,7 @@ def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     )  # fmt: skip
     plan = lower(model, workload, semantics, policy, {})
     simulated = simulate(plan, cost.demands(plan), region_of(cost.profile))
-    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, Works(cost))}
+    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, WorkCache(cost))}
     busy_s = simulated.busy_s(plan)[Lane.H2D]
     assert busy_s > 1.1 * bounds["lane h2d"]
     assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)
