@@ -31,7 +31,7 @@ from penstock.planner.search.space import (
     eager_is_legal,
     family_of,
     leanest,
-    places_of_mixed,
+    mixed_options,
     staying,
     with_ways,
 )
@@ -351,7 +351,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         return replace(policy, **{name: max(least, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
 
     def elsewhere(rng: random.Random) -> Policy:
-        blocks = rng.choice(places_of_mixed(s, workload))
+        blocks = rng.choice(mixed_options(s, workload))
         return replace(policy, device_blocks=blocks)
 
     yield from (group, update, saving, saving, buffers, buffers)

@@ -57,10 +57,10 @@ def model_flop(plan: Plan) -> int:
     counts = plan.alike(range(plan.semantics.n_micro_batches))
     first = plan.workload.first_trained
 
-    def of(block: Block, is_trained: bool) -> int:
+    def block_flop(block: Block, is_trained: bool) -> int:
         return block.forward_flop + is_trained * (2 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen))
 
-    return sum(count * sum(of(block, b >= first) for b, block in enumerate(plan.blocks_of(m))) for m, count in counts)
+    return sum(count * sum(block_flop(block, b >= first) for b, block in enumerate(plan.blocks_of(m))) for m, count in counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,17 @@ def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[st
     """Build prediction and certificate of a simulated policy. `known`: results of other systems' schedules."""
     best, step_s, profile = plan.policy, trial.step_s(plan.policy), trial.profile
     prediction = simulate(plan, trial.cost.demands(plan), trial.region, MAX_STEPS)
-    machine, own = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
+    machine, plan_bound = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
     # Steps without a period are the mean of the last ones, which may start at any phase.
-    assert not prediction.periodic or prediction.step_s >= own.seconds * ROUNDING, f"{best} is below its bound, {own}"
+    assert not prediction.periodic or prediction.step_s >= plan_bound.seconds * ROUNDING, f"{best} is below its bound, {plan_bound}"
     size_bound_s = max(min(step_s, proven.size_s), machine.seconds)
     policy_bound_s = min(size_bound_s, proven.others_s)
-    binding = binding_of(plan, prediction, trial.cost) or own.binding
-    drawn, needs = interval(plan, profile), footprint(plan, profile)
+    binding = binding_of(plan, prediction, trial.cost) or plan_bound.binding
+    spread, needs = interval(plan, profile), footprint(plan, profile)
     predicted = Predicted(
         step_s=step_s,
-        p10_step_s=min(drawn.p10_step_s, step_s),
-        p90_step_s=max(drawn.p90_step_s, step_s),
+        p10_step_s=min(spread.p10_step_s, step_s),
+        p90_step_s=max(spread.p90_step_s, step_s),
         tokens_per_s=plan.semantics.tokens_per_step / step_s,
         model_flop_per_s=model_flop(plan) / step_s,
         device_peak_bytes=needs.device_peak_bytes,
@@ -97,7 +97,7 @@ def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[st
     )
     certificate = Certificate(
         policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, proven.n_families, len(trial.tried),
-        trial.clipped_fraction, drawn.n_draws, drawn.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
+        trial.clipped_fraction, spread.n_draws, spread.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
     )  # fmt: skip
     return Answer(
         plan,
@@ -118,11 +118,11 @@ def binding_of(plan: Plan, prediction: Prediction, cost: CostModel) -> str | Non
 
     Resources are checked before lanes: an exhausted resource slows every lane that uses it, so these lanes appear busy.
     """
-    drawn: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
+    usage: dict[Resource, float] = dict.fromkeys(Resource, 0.0)
     for i, demand in enumerate(cost.demands(plan)):
         for resource, per_s in demand.uses:
-            drawn[resource] += plan.often(i) * min(per_s, cost.capacity[resource]) * demand.alone_s
-    resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in drawn.items()}
+            usage[resource] += plan.often(i) * min(per_s, cost.capacity[resource]) * demand.alone_s
+    resources = {FACET[r]: n / cost.capacity[r] / prediction.step_s for r, n in usage.items()}
     lanes = {LANE_NAME[lane]: busy_s / prediction.step_s for lane, busy_s in prediction.busy_s(plan).items()}
     for shares in (resources, lanes):
         name = max(shares, key=lambda name: shares[name])

@@ -15,7 +15,7 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
-from .climb import MOVES, OMISSIONS, Omission, early, fewer_leaving, neighbours, single_blocks
+from .climb import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
 from .remedy import too_long
 from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
 from .trial import Trial
@@ -34,8 +34,8 @@ SAVED_SLOTS = 3  # of each tier, in suggested policies; climbs try other numbers
 REFILLED_STEPS = (1, 3, -1)  # slots to add or remove when a climb fills memory again
 
 
-class _By(IntEnum):
-    """Source of a node's bound, in order of increasing tightness."""
+class _Kind(IntEnum):
+    """Kind of a node's bound, in order of increasing tightness."""
 
     ANY_CHOICE = 0  # work that every member of the family has
     LINEAR = 1  # linear program
@@ -51,7 +51,7 @@ class _Node:
     family: Family = field(compare=False)
     n_slots: int | None = field(compare=False, default=None)  # gradient slots
     policy: Policy | None = field(compare=False, default=None)
-    by: _By = field(compare=False, default=_By.INTEGER)
+    kind: _Kind = field(compare=False, default=_Kind.INTEGER)
 
     @property
     def can_be_simulated(self) -> bool:
@@ -61,7 +61,7 @@ class _Node:
     @property
     def is_last(self) -> bool:
         """True if no program can tighten the bound."""
-        return self.policy is not None or (self.n_slots is not None and self.by is _By.INTEGER)
+        return self.policy is not None or (self.n_slots is not None and self.kind is _Kind.INTEGER)
 
 
 class Tree:
@@ -82,10 +82,10 @@ class Tree:
 
     def relax(self) -> float:
         """Tighten the lowest family bounds by linear, in a second call by integer programs. Return the lowest (inf if none)."""
-        least = _By.INTEGER if self.n_nodes else _By.LINEAR
+        least = _Kind.INTEGER if self.n_nodes else _Kind.LINEAR
         for family in () if self.n_nodes else self.families:
-            self._push(self.relaxation.least_s(family), family, by=_By.ANY_CHOICE)
-        while self.open and self.open[0].by < least:
+            self._push(self.relaxation.least_s(family), family, kind=_Kind.ANY_CHOICE)
+        while self.open and self.open[0].kind < least:
             self._expand(heapq.heappop(self.open))
         return self.open[0].bound_s if self.open else inf
 
@@ -103,14 +103,14 @@ class Tree:
         if not node.can_be_simulated:
             self._expand(node)
         elif (relaxed := self.relaxation.solve(node.family, None, node.n_slots)) is not None:
-            heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), by=_By.INTEGER))
+            heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), kind=_Kind.INTEGER))
         return True
 
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
         """Simulate the relaxation's suggestions for the most promising family and the policies `start`. Return the step time of the
         best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
         first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
-        for policy in chain(self._first_of(self.open[:1], first), start):
+        for policy in chain(self._first_suggestions(self.open[:1], first), start):
             if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
         return inf if self.best is None else self.trial.step_s(self.best)
@@ -119,7 +119,7 @@ class Tree:
         """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
         self.known_s = known_s
         for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
-            for policy in self._first_of(sorted(self.open)[:FIRST_FAMILIES], [(*of, slots) for of in FIRST_BUFFERS]):
+            for policy in self._first_suggestions(sorted(self.open)[:FIRST_FAMILIES], [(*pair, slots) for pair in FIRST_BUFFERS]):
                 self._take(policy)
         self.trial.n_ops = 0  # first policies do not count
         while self.open:
@@ -129,30 +129,30 @@ class Tree:
             if self._close_to_best(node.bound_s) or not may_expand:
                 break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
-        of = self.trial
-        lean = (plan.policy for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits)
+        trial = self.trial
+        lean = (plan.policy for plan, needs in leanest(trial.model, trial.workload, trial.semantics, trial.profile) if needs.fits)
         for policies in (self.too_long, lean):  # used if no other plan fits: suggestions may exceed memory slightly
             for policy in policies if self.best is None else ():
-                if not too_long(of.workload, of.semantics, policy):
+                if not too_long(trial.workload, trial.semantics, policy):
                     self._take(policy)
         if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
 
-    def _first_of(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
+    def _first_suggestions(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
         """For each family, yield the first suggestion that fits, with its smallest groups and one of these buffer sizes."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
-            suggested = (policy for of in several for policy in self._suggested(one, *of))
+            suggested = (policy for buffers in several for policy in self._suggested(one, *buffers))
             for policy in islice(filter(self._may_try, suggested), 1):
-                fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_leaving,))
-                yield from (policy, *filter(self._may_try, (other for _, other in fewer)))
+                fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_offloads,))
+                yield from (policy, *filter(self._may_try, (variant for _, variant in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
         """Push a family with its linear bound, which is at least its parent's bound `least_s`."""
         bound_s = self.relaxation.linear_bound_s(family, n_slots)
         if bound_s < inf:
-            self._push(max(bound_s, least_s), family, n_slots, by=_By.LINEAR)
+            self._push(max(bound_s, least_s), family, n_slots, kind=_Kind.LINEAR)
 
     def _close_to_best(self, bound_s: float) -> bool:
         """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
@@ -160,9 +160,9 @@ class Tree:
         return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
-        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, by: _By = _By.INTEGER
+        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, kind: _Kind = _Kind.INTEGER
     ) -> None:
-        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, by))
+        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, kind))
         self.n_nodes += 1
 
     def _expand(self, node: _Node) -> None:
@@ -173,9 +173,9 @@ class Tree:
             self.too_long = self.too_long or [node.policy]
         elif node.policy is not None:
             self._take(node.policy)
-        elif node.by is _By.ANY_CHOICE:
+        elif node.kind is _Kind.ANY_CHOICE:
             self._relax(family, node.bound_s)
-        elif node.by is _By.LINEAR and n_slots is None:
+        elif node.kind is _Kind.LINEAR and n_slots is None:
             if (relaxed := self.relaxation.solve(family)) is not None:
                 self._push(max(relaxed.bound_s, node.bound_s), family)
         elif len(family.groups) > 1:
@@ -218,14 +218,14 @@ class Tree:
             return
         lean = family.policy()
         buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
-        found: dict[Policy, None] = {}
+        distinct: dict[Policy, None] = {}
         for spread in (False, True):
             suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
             if not suggested.offload_blocks:
                 suggested = replace(suggested, saved_slots=lean.saved_slots)
-            found[suggested] = None
-            found[replace(suggested, speculate_blocks=())] = None  # speculation may cost more than in the relaxation
-        yield from found
+            distinct[suggested] = None
+            distinct[replace(suggested, speculate_blocks=())] = None  # speculation may cost more than in the relaxation
+        yield from distinct
 
     def _take(self, policy: Policy) -> None:
         if self.best is None:
@@ -254,7 +254,7 @@ class Tree:
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
-        yield (lean := omission.without(policy))
+        yield (lean := omission.remove(policy))
         one = family_of(lean, self.trial.semantics)
         one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
         yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, lean.saved_slots, omission)
@@ -263,7 +263,7 @@ class Tree:
         """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
         best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
         speculates, climbing = self.trial.clipped_fraction is not None, True
-        tried = [*[self._refilled] * (lacking is None), *[early] * speculates, *MOVES, *[single_blocks] * fine]
+        tried = [*[self._refilled] * (lacking is None), *[early_updates] * speculates, *MOVES, *[single_blocks] * fine]
         while climbing and self.trial.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
             climbing = False
             for move, policy in neighbours(self.trial.frames.of(best), self.trial.profile, tried):
@@ -273,7 +273,7 @@ class Tree:
                     continue
                 if self.trial.beats(policy, best, LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
-                    tried = [move, *(other for other in tried if other is not move)]  # move to front: retry successful moves
+                    tried = [move, *(m for m in tried if m is not move)]  # move to front: retry successful moves
                     break
         return best
 
@@ -285,14 +285,14 @@ class Tree:
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
         depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
         saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)
-        buffers = [(depth, n_slots + more, saved_slots) for more in REFILLED_STEPS]
-        buffers += [(depth + more, n_slots, saved_slots) for more in REFILLED_STEPS]
-        buffers += [(depth, n_slots, saved_slots + more) for more in (1, -1) if best.offload_blocks]
+        buffers = [(depth, n_slots + change, saved_slots) for change in REFILLED_STEPS]
+        buffers += [(depth + change, n_slots, saved_slots) for change in REFILLED_STEPS]
+        buffers += [(depth, n_slots, saved_slots + change) for change in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
-        others = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
-        for of, d, slots, saved in [*((size, *b) for b in buffers), *others]:
+        regrouped = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
+        for group, d, slots, saved in [*((size, *b) for b in buffers), *regrouped]:
             if min(d, slots) >= 1 and saved >= LEAST_SAVED_SLOTS:
-                one = replace(family, accumulation_group=of, largest_group=of)
+                one = replace(family, accumulation_group=group, largest_group=group)
                 yield from self._suggested(one, d, slots, saved, below_s=below_s)
 
     def _prefetch_less(self) -> None:

@@ -22,7 +22,7 @@ from penstock.runtime.plan.workload import BlockKind, Saved
 
 from .climb import Omission
 from .frames import Frames, Numbers
-from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, places_on_disk, staying, ways_of, with_ways
+from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
@@ -108,7 +108,7 @@ class Choices:
                 for way in ways if b >= self.workload.first_trained else ways[:1]:
                     self.saving[i, way] = self._choice(blocks, _saving(way))
             self.resident[i] = self._choice(blocks, _added("resident_blocks"))
-            if b in places_on_disk(frames.semantics, self.workload, frames.profile):
+            if b in disk_layers(frames.semantics, self.workload, frames.profile):
                 self.on_disk[i] = self._choice(blocks, _added("disk_blocks"))
                 if frames.of(_read_once(lean, (b,))).stays_loaded(b):
                     self.read_once[i] = self._choice(blocks, _read_once)
@@ -121,12 +121,12 @@ class Choices:
             if b in self.may_stay:
                 self.staying[i] = self._choice(blocks, _stay, instead=_squared)
 
-        self.leaving = {saved: [of for (_, way), of in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
+        self.leaving = {saved: [c for (_, way), c in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
         self.read = [*self.on_disk.values(), *self.read_once.values()]
         several = [*self.leaving.values(), [*self.spilled.values()], self.read]
-        apart = {choice.count for choice in chain(*several, self.squared.values())}
+        sharing_counts = {choice.count for choice in chain(*several, self.squared.values())}
         # Groups of choices that share slots
-        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in apart)]
+        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in sharing_counts)]
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
@@ -157,53 +157,53 @@ class Choices:
             for sign in (1.0, -1.0):  # every layer saves in exactly one way
                 p.at_most({n: sign * one for n, one in of_class.items()}, sign * len(self.classes[i]))
         spilled = {choice.count: 1.0 for choice in self.spilled.values()}
-        kept = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
-        p.at_most({**spilled, **kept}, float(n_layers))  # a layer that saves everything keeps its input on the device
+        keeping = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
+        p.at_most({**spilled, **keeping}, float(n_layers))  # a layer that saves everything keeps its input on the device
         # Early fetches are limited by the number of slots
         p.at_most({self.early: 1.0}, early_fetches(self.group, n_layers))
         p.at_most({self.early: 1.0, **dict.fromkeys(spilled, -float(self.group))}, 0.0)
-        p.at_most({self.early_saved: 1.0, **{of.count: -float(self.group) for of in chain(*self.leaving.values())}}, 0.0)
-        each = dict.fromkeys(self.more_slots.values(), -1.0)
-        p.at_most({self.early_saved: 1.0, **each}, float(len(LEAVE) * self.lean.saved_slots))
+        p.at_most({self.early_saved: 1.0, **{choice.count: -float(self.group) for choice in chain(*self.leaving.values())}}, 0.0)
+        extra_slots = dict.fromkeys(self.more_slots.values(), -1.0)
+        p.at_most({self.early_saved: 1.0, **extra_slots}, float(len(LEAVE) * self.lean.saved_slots))
         for saved, leaving in self.leaving.items():  # no extra slots for a tier that is not used
-            most = -float(n_layers * self.group)
-            p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], most)}, 0.0)
+            limit = -float(n_layers * self.group)
+            p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], limit)}, 0.0)
         for i, squared in self.squared.items():  # blocks with state on the device are squared there; all others if any is
             n, stays = float(len(squared.blocks)), {self.staying[i].count: 1.0} if i in self.staying else {}
             p.at_most({**stays, squared.count: -1.0}, 0.0)
             p.at_most({squared.count: 1.0, **dict.fromkeys(stays, -1.0), self.squares: -n}, 0.0)
             p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
-        for i, stays_of in self.staying.items():  # these blocks are neither resident nor updated early
-            for others in (self.early_updated, self.resident):
-                if i in others:
-                    p.at_most({stays_of.count: 1.0, others[i].count: 1.0}, float(len(stays_of.blocks)))
+        for i, on_device in self.staying.items():  # these blocks are neither resident nor updated early
+            for conflicting in (self.early_updated, self.resident):
+                if i in conflicting:
+                    p.at_most({on_device.count: 1.0, conflicting[i].count: 1.0}, float(len(on_device.blocks)))
         n_turns = 2 * self.n_groups - 1  # between sweeps; the number of reusable slots is least_slots + prefetch depth
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns * least_slots(self.plan)))
-        on_device = [of[i].count for of in (self.resident, self.read_once, self.staying) for i in self.layers if i in of]
-        p.at_most({self.spared: 1.0, **dict.fromkeys(on_device, float(n_turns))}, float(n_turns * n_layers))
-        most = float(n_turns * (least_slots(self.plan) + N_READ_SLOTS))
-        p.at_most({self.spared_reads: 1.0, self.depth: -float(n_turns)}, most)
-        p.at_most({self.spared_reads: 1.0, **{of.count: -float(n_turns) for of in self.on_disk.values()}}, 0.0)
+        counts = [table[i].count for table in (self.resident, self.read_once, self.staying) for i in self.layers if i in table]
+        p.at_most({self.spared: 1.0, **dict.fromkeys(counts, float(n_turns))}, float(n_turns * n_layers))
+        limit = float(n_turns * (least_slots(self.plan) + N_READ_SLOTS))
+        p.at_most({self.spared_reads: 1.0, self.depth: -float(n_turns)}, limit)
+        p.at_most({self.spared_reads: 1.0, **{choice.count: -float(n_turns) for choice in self.on_disk.values()}}, 0.0)
         for i in self.on_disk:  # at most one of these per block
-            either = [of[i].count for of in (self.resident, self.on_disk, self.read_once) if i in of]
+            either = [table[i].count for table in (self.resident, self.on_disk, self.read_once) if i in table]
             p.at_most(dict.fromkeys(either, 1.0), float(len(self.classes[i])))
 
     def within_memory(self) -> None:
         """Add one memory constraint for the device and one for the host, in shares of capacity."""
         p, blocks, needs = self.program, self.workload.blocks, self.frames.needs(self.lean)
-        has = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
+        capacities = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
         rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
 
         def add(number: int, n_bytes: Sequence[float]) -> None:
-            for row, n, of in zip(rows, n_bytes, has, strict=True):
-                row[number] = row.get(number, 0.0) + n / of
+            for row, n, capacity in zip(rows, n_bytes, capacities, strict=True):
+                row[number] = row.get(number, 0.0) + n / capacity
 
-        def largest(of: Iterable[tuple[int, float]], least_bytes: float = 0.0, place: int = 0) -> None:
+        def largest(candidates: Iterable[tuple[int, float]], least_bytes: float = 0.0, place: int = 0) -> None:
             """Add memory for the maximum of all used choices, at least `least_bytes`. `place`: 0 for device, 1 for host."""
             room = p.variable(0, inf, integer=False)
-            for used, n_bytes in of:
-                p.at_most({used: n_bytes / has[place], room: -1.0}, 0.0)
-            p.at_most({room: -1.0}, -least_bytes / has[place])
+            for used, n_bytes in candidates:
+                p.at_most({used: n_bytes / capacities[place], room: -1.0}, 0.0)
+            p.at_most({room: -1.0}, -least_bytes / capacities[place])
             rows[place][room] = 1.0
 
         (lean_bytes, per_slot, per_square), *of_choices = self._bytes()
@@ -211,10 +211,10 @@ class Choices:
         add(self.squares, per_square)
         for group, of_group in zip(self.sharing, of_choices, strict=True):
             slots, on_host = list[tuple[int, float]](), list[tuple[int, float]]()
-            for choice, each, first in zip(group, of_group[::2], of_group[1::2], strict=True):
-                add(choice.count, each)
-                slots.append((choice.used, first[0] - each[0]))
-                on_host.append((choice.used, first[1] - each[1]))
+            for choice, per_block, first in zip(group, of_group[::2], of_group[1::2], strict=True):
+                add(choice.count, per_block)
+                slots.append((choice.used, first[0] - per_block[0]))
+                on_host.append((choice.used, first[1] - per_block[1]))
             largest(slots)
             if group is self.read and group:
                 largest(on_host, place=1)
@@ -229,8 +229,8 @@ class Choices:
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
-        for row, n_bytes, of_slot, of in zip(rows, lean_bytes, per_slot, has, strict=True):
-            p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / of + SLACK)
+        for row, n_bytes, of_slot, capacity in zip(rows, lean_bytes, per_slot, capacities, strict=True):
+            p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / capacity + SLACK)
 
     def _bytes(self) -> list[list[list[int]]]:
         """Result of `_asked_bytes`, interpolated: memory is affine in the group size if the step has several groups."""
@@ -247,24 +247,24 @@ class Choices:
         """(device, host) bytes of the smallest policy, of one more weight slot, and of squares on the device. Then, per group of
         choices that share slots, two rows per choice: bytes of one more block, and of the first block."""
 
-        def more(policy: Policy, than: Policy) -> list[int]:
+        def difference(policy: Policy, than: Policy) -> list[int]:
             return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
 
-        per_slot = more(replace(lean, prefetch_depth=lean.prefetch_depth + 1), lean)
-        found = [[[*self.frames.peaks(lean)], per_slot, more(_squared(lean, ()), lean)]]
+        per_slot = difference(replace(lean, prefetch_depth=lean.prefetch_depth + 1), lean)
+        result = [[[*self.frames.peaks(lean)], per_slot, difference(_squared(lean, ()), lean)]]
         for group in self.sharing:
             of_group = list[list[int]]()
             for choice in group:
                 instead, first = choice.instead(lean, choice.blocks[:1]), choice.blocks[:1]
                 one = choice.treated(instead, first)
-                there, then = one, choice.blocks[1:2]  # slots exist already, so one more block needs none
+                base, then = one, choice.blocks[1:2]  # slots exist already, so one more block needs none
                 if not then:
-                    there, then = instead, first
-                    for other in group:
-                        there = other.treated(there, other.blocks[:1]) if other.blocks != choice.blocks else there
-                of_group += [more(choice.treated(there, then), there), more(one, instead)]
-            found.append(of_group)
-        return [np.array(numbers, dtype=np.int64).reshape(-1, 2) for numbers in found]
+                    base, then = instead, first
+                    for sibling in group:
+                        base = sibling.treated(base, sibling.blocks[:1]) if sibling.blocks != choice.blocks else base
+                of_group += [difference(choice.treated(base, then), base), difference(one, instead)]
+            result.append(of_group)
+        return [np.array(numbers, dtype=np.int64).reshape(-1, 2) for numbers in result]
 
     def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:
         """Yield (variable, bytes) of gradient slots for each class of layers or vocabulary blocks with state on the host."""
@@ -279,8 +279,8 @@ class Choices:
     def fill(self, x: list[float]) -> Fill:
         """Decode a solution."""
 
-        def counts(of: dict[int, Choice]) -> tuple[int, ...]:
-            return tuple(round(x[of[i].count]) if i in of else 0 for i in range(len(self.classes)))
+        def counts(by_class: dict[int, Choice]) -> tuple[int, ...]:
+            return tuple(round(x[by_class[i].count]) if i in by_class else 0 for i in range(len(self.classes)))
 
         ways = {
             way: counts({i: choice for (i, w), choice in self.saving.items() if w == way})

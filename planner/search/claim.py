@@ -108,8 +108,8 @@ _CLAIM = TypeAdapter(Claim)
 def claimed(fields: dict[str, Any] | None, where: str) -> Claim:
     """Validate the claim of a plan file. PlanError names the first missing, unknown or malformed field."""
     if fields is None:
-        said = "`claim` is null: it promises nothing that could be held to"
-        raise PlanError(f"{where}: {said}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
+        message = "`claim` is null: it promises nothing that could be held to"
+        raise PlanError(f"{where}: {message}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
     try:
         return _CLAIM.validate_json(json.dumps(fields))
     except ValidationError as error:

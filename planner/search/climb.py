@@ -30,15 +30,15 @@ class Omission(NamedTuple):
     """Kind of choice that a search may exclude. A restricted space often leads to a better plan: it has fewer local optima."""
 
     has: Callable[[Policy], bool]
-    without: Callable[[Policy], Policy]
+    remove: Callable[[Policy], Policy]
 
 
-def _what_is_saved(saved: Saved) -> Omission:
+def _saved_tier(saved: Saved) -> Omission:
     return Omission(lambda policy: saved in policy.save, lambda policy: _saving(policy, policy.saving(saved), Way(Saved.INPUT)))
 
 
 OMISSIONS = (  # the effective ones of eight (docs/log.md)
-    *map(_what_is_saved, (Saved.ALL, Saved.ATTENTION)),
+    *map(_saved_tier, (Saved.ALL, Saved.ATTENTION)),
     Omission(lambda policy: bool(policy.spill_blocks), lambda policy: replace(policy, spill_blocks=())),
     Omission(lambda policy: bool(policy.resident_blocks), lambda policy: replace(policy, resident_blocks=())),
 )
@@ -46,10 +46,10 @@ OMISSIONS = (  # the effective ones of eight (docs/log.md)
 
 def neighbours(plan: Setup, profile: Profile, moves: Iterable[Move]) -> Iterator[tuple[Move, Policy]]:
     """Yield distinct legal policies that differ a little from the plan's. The plan needs no ops. Memory is not checked."""
-    seen, may_stay = {plan.policy}, places_to_stay(plan, profile)
-    for move, policy in ((of, policy) for of in moves for policy in of(plan, may_stay)):
-        if policy not in seen:
-            seen.add(policy)
+    visited, may_stay = {plan.policy}, places_to_stay(plan, profile)
+    for move, policy in ((m, policy) for m in moves for policy in m(plan, may_stay)):
+        if policy not in visited:
+            visited.add(policy)
             try:
                 refuse_illegal(plan.workload, plan.semantics, policy)
             except PlanError:
@@ -57,26 +57,26 @@ def neighbours(plan: Setup, profile: Profile, moves: Iterable[Move]) -> Iterator
             yield move, policy
 
 
-def fewer_leaving(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+def fewer_offloads(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Offload activations of fewer layers, first those with weights on the device: no loads compete with their fetches. The
     relaxation does not model loads that wait for fetches."""
     policy, away = plan.policy, plan.policy.offload_blocks
-    here, saved = {*policy.device_blocks, *policy.resident_blocks}, [policy.saved(b) for b in away]
-    first = [b for b in sorted(here) if b in away or (0 < b <= plan.workload.n_layers and policy.saved(b) is Saved.INPUT)]
-    others = [b for b in away if b not in here]
+    on_device, saved = {*policy.device_blocks, *policy.resident_blocks}, [policy.saved(b) for b in away]
+    first = [b for b in sorted(on_device) if b in away or (0 < b <= plan.workload.n_layers and policy.saved(b) is Saved.INPUT)]
+    rest = [b for b in away if b not in on_device]
     for n in [round(share * len(away)) for share in LEAVING_SHARES] if first and away else ():
-        stays = evenly(others, max(0, len(first) + len(others) - n)) if n > len(first) else others
-        kept = [*first[:n], *(b for b in others if b not in stays)]
-        yield _saving(_saving(policy, away, Way(Saved.INPUT)), kept, Way(max(saved, key=saved.count), away=True))
+        stays = evenly(rest, max(0, len(first) + len(rest) - n)) if n > len(first) else rest
+        offloading = [*first[:n], *(b for b in rest if b not in stays)]
+        yield _saving(_saving(policy, away, Way(Saved.INPUT)), offloading, Way(max(saved, key=saved.count), away=True))
 
 
-def early(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+def early_updates(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Change the number of speculative updates. The relaxation ignores the order of host work. With more of them, the host gains
     more if norms are computed on the device."""
     policy, n_blocks = plan.policy, len(plan.workload.blocks)
     of_host, n = [b for b in range(n_blocks) if b not in policy.device_blocks], len(policy.speculate_blocks)
     for square in (policy.square_on_device, not policy.square_on_device):
-        for n_early in dict.fromkeys((*(n + more for more in EARLY_STEPS if n), *(round(of * n_blocks) for of in EARLY_SHARES))):
+        for n_early in dict.fromkeys((*(n + d for d in EARLY_STEPS if n), *(round(share * n_blocks) for share in EARLY_SHARES))):
             if 0 <= n_early <= len(of_host):
                 speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
                 yield replace(speculating, square_on_device=square)
@@ -84,24 +84,24 @@ def early(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     policy = plan.policy
-    for more in STEPS:
-        yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
-        yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
-    for more in SAVED_STEPS if policy.offload_blocks else ():
-        yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + more))
+    for change in STEPS:
+        yield replace(policy, gradient_slots=max(1, policy.gradient_slots + change))
+        yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + change))
+    for change in SAVED_STEPS if policy.offload_blocks else ():
+        yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + change))
 
 
 def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Change the group size: equal number of groups, slightly more or fewer, half, double, or extremes."""
     policy, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-    alike = groups_alike(size, n)
+    equivalent = groups_alike(size, n)
     one_group = {"square_on_device": False, "device_blocks": ()} if plan.workload.trains_all else {}
-    for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
-        if 1 <= other <= n and other != size:
-            yield replace(policy, accumulation_group=other, **({} if other == n else one_group))  # type: ignore[arg-type]
+    for group in (equivalent[0], equivalent[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
+        if 1 <= group <= n and group != size:
+            yield replace(policy, accumulation_group=group, **({} if group == n else one_group))  # type: ignore[arg-type]
 
 
-def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+def _all_or_none(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Apply a treatment to all blocks, or to none."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     layers = tuple(range(1, n_layers + 1))
@@ -144,21 +144,21 @@ def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     spilling = [b for b in can_spill(plan.workload) if policy.saved(b + 1) is not Saved.ALL]
     read = can_read(plan.workload, plan.semantics) if policy.disk_blocks else []
     choices = {"resident_blocks": range(len(plan.workload.blocks)), "spill_blocks": spilling, "disk_blocks": read}
-    for more in (sign * n for n in MOVED for sign in (1, -1)):
-        for name, among in choices.items():
-            for blocks in _changed(getattr(policy, name), among, more):
+    for change in (sign * n for n in MOVED for sign in (1, -1)):
+        for name, candidates in choices.items():
+            for blocks in _changed(getattr(policy, name), candidates, change):
                 yield replace(policy, **{name: blocks})  # type: ignore[arg-type]
-        for blocks in _changed(policy.device_blocks, may_stay, more):
+        for blocks in _changed(policy.device_blocks, may_stay, change):
             yield staying(policy, blocks)
     if policy.spill_blocks:
         yield replace(policy, spill_blocks=tuple(evenly(spilling, len(policy.spill_blocks))))
 
 
-def _changed(blocks: Sequence[int], of: Sequence[int], more: int) -> Iterator[tuple[int, ...]]:
+def _changed(blocks: Sequence[int], candidates: Sequence[int], change: int) -> Iterator[tuple[int, ...]]:
     """Yield `blocks` plus `more` evenly spaced blocks of `of`, or minus that number of its own."""
-    others = [b for b in of if b not in blocks] if more > 0 else list(blocks)
-    if abs(more) <= len(others):
-        yield tuple(sorted({*blocks} ^ {*evenly(others, abs(more))}))
+    pool = [b for b in candidates if b not in blocks] if change > 0 else list(blocks)
+    if abs(change) <= len(pool):
+        yield tuple(sorted({*blocks} ^ {*evenly(pool, abs(change))}))
 
 
 def single_blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
@@ -185,4 +185,4 @@ def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:
     return replace(policy, spill_blocks=tuple(b for b in policy.spill_blocks if policy.saved(b + 1) is not Saved.ALL))
 
 
-MOVES: tuple[Move, ...] = (fewer_leaving, _buffers, _groups, _wholes, _moved, _more_or_fewer)  # by expected gain
+MOVES: tuple[Move, ...] = (fewer_offloads, _buffers, _groups, _all_or_none, _moved, _more_or_fewer)  # by expected gain

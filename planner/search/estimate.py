@@ -15,7 +15,7 @@ from penstock.runtime.plan.footprint import device_needs
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
 from .frames import Frames
-from .space import Way, can_spill, eager_is_legal, evenly, most, most_on_device, places_of_mixed, places_on_disk, staying, with_ways
+from .space import Way, can_spill, disk_layers, eager_is_legal, evenly, fill_device, max_fitting, mixed_options, staying, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
 # Largest group that offloads saved activations: with more micro-batches, one layer fills the slots and others wait.
@@ -43,7 +43,7 @@ class Greedy:
     def policies(self) -> list[Policy]:
         """Return the greedy policies that fit."""
         n, least = self.semantics.n_micro_batches, self.semantics.least_group
-        found: dict[Policy, None] = {}
+        result: dict[Policy, None] = {}
         leaves = False  # True if the device cannot hold every upgrade
         for group in dict.fromkeys((n, least)):
             smaller = [size for size in halves(n // 2) if size > least] if group == n else []
@@ -51,7 +51,7 @@ class Greedy:
                 in_groups = (self._filled(size, spills) for size in (group, *smaller))  # the largest that fits
                 filled, has_all = next((one for one in in_groups if one[0] is not None), (None, False))
                 if filled is not None:
-                    found[filled] = None
+                    result[filled] = None
                 leaves |= not has_all
                 if has_all:
                     break  # the device holds every upgrade, so offloading boundaries would not help
@@ -60,16 +60,16 @@ class Greedy:
             if not away:
                 continue
             groups = [group for group in halves(n) if least <= group <= MOST_LEAVING]
-            fitting = (self._filled(group, spills, away=some)[0] for group in groups for some in self._some(away))
-            found |= dict.fromkeys(islice(filter(None, fitting), 1))
+            fitting = (self._filled(group, spills, away=subset)[0] for group in groups for subset in self._subsets(away))
+            result |= dict.fromkeys(islice(filter(None, fitting), 1))
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
-                found[one_by_one] = None
+                result[one_by_one] = None
         # State of the first blocks on the device, as many as fit next to the smallest policy
-        whole = self.frames.of(Policy(accumulation_group=n, update=Update.DEFERRED))
-        stay = most_on_device(whole, self.profile)[0].policy.device_blocks
-        if stay and (kept := self._filled(n, spills=False, stay=stay)[0]) is not None:
-            found[kept] = None
-        return list(found)
+        one_group = self.frames.of(Policy(accumulation_group=n, update=Update.DEFERRED))
+        stay = fill_device(one_group, self.profile)[0].policy.device_blocks
+        if stay and (with_state := self._filled(n, spills=False, stay=stay)[0]) is not None:
+            result[with_state] = None
+        return list(result)
 
     def _leaving(self, saved: Saved) -> dict[int, Way]:
         """Evenly spaced layers that can offload this tier as fast as they compute forward; empty if a layer cannot save it."""
@@ -82,18 +82,18 @@ class Greedy:
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
 
-    def _some(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
+    def _subsets(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
         """Yield all these layers; with several ranks, where groups cannot shrink, also fewer, for which host memory may suffice."""
-        for each in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
-            if each == 1 or each < len(away):
-                yield dict(islice(away.items(), None, None, each))
+        for stride in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
+            if stride == 1 or stride < len(away):
+                yield dict(islice(away.items(), None, None, stride))
 
     def _filled(
         self, group: int, spills: bool, away: Mapping[int, Way] = MappingProxyType({}), stay: Sequence[int] = ()
     ) -> tuple[Policy | None, bool]:
         """Add upgrades, then resident weights, while they fit. Return the policy (None if none fits), True if all upgrades fit."""
         update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
-        mixed = places_of_mixed(self.semantics, self.workload)[0]
+        mixed = mixed_options(self.semantics, self.workload)[0]
         spilled = can_spill(self.workload) if spills else ()
         # With one group, the last blocks come first, because backward needs them first. With several groups, which load weights
         # again, blocks are spread evenly, so that uploads alternate with compute.
@@ -112,12 +112,12 @@ class Greedy:
         framed = self.frames.of(lean)
         of_others = (upgrade for upgrade in self._upgrades(lean) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
-        n = most(len(upgrades) + len(blocks), lambda n: self._fits(framed, _with(lean, upgrades, blocks, n)))
-        return _with(lean, upgrades, blocks, n), n >= len(upgrades)
+        n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(lean, upgrades, blocks, n)))
+        return _upgraded(lean, upgrades, blocks, n), n >= len(upgrades)
 
     def _with_disk(self, policy: Policy) -> Policy:
         """Place the fewest layers on the disk that make the host memory sufficient; unchanged without a disk."""
-        may_read, needs = places_on_disk(self.semantics, self.workload, self.profile), self.frames.needs
+        may_read, needs = disk_layers(self.semantics, self.workload, self.profile), self.frames.needs
         if not may_read or not needs(policy).short_host_bytes:
             return policy
         several = range(1, len(may_read))
@@ -126,12 +126,12 @@ class Greedy:
 
     def _fits(self, lean: Setup, policy: Policy) -> bool:
         """True if the device has memory for the saved activations and resident weights of `policy`, given that `lean` fits."""
-        of = self.profile.device
+        device = self.profile.device
         plan = replace(lean, policy=policy)
-        needs = device_needs(plan, of.kind == "cuda", of.workspace_bytes.value if of.workspace_bytes else None)
+        needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
         resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in policy.resident_blocks)
-        return sum(needs.values()) + resident_bytes + of.context_bytes.value <= of.memory_bytes.value
+        return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
 
     def _upgrades(self, lean: Policy) -> Iterator[_Upgrade]:
         """Yield upgrades of each layer, with decreasing gain per byte."""
@@ -144,8 +144,8 @@ class Greedy:
                 again = block.recompute(saved)
                 if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # Saved.ALL includes the input
                     ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
-            for per_byte, what in _hull(ways):
-                yield from (_Upgrade(per_byte, b, what) for b in blocks)
+            for per_byte, tier in _hull(ways):
+                yield from (_Upgrade(per_byte, b, tier) for b in blocks)
 
 
 def _on_disk(policy: Policy, may_read: Sequence[int], n: int) -> Policy:
@@ -159,18 +159,18 @@ def halves(n: int) -> Iterator[int]:
         n //= 2
 
 
-def _with(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
+def _upgraded(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
     """Apply the first n upgrades. If n exceeds their number, make the weights of the first blocks resident."""
     saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # the last upgrade of a layer wins
     resident = tuple(sorted(blocks[: max(0, n - len(upgrades))]))
-    return replace(with_ways(lean, {b: Way(what) for b, what in saved.items()}), resident_blocks=resident)
+    return replace(with_ways(lean, {b: Way(tier) for b, tier in saved.items()}), resident_blocks=resident)
 
 
 def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:
     """Upper convex hull of the tiers: (seconds gained per byte, tier), each the best step from the previous one."""
     n_bytes, seconds, _ = ways[0]
-    found: list[tuple[float, Saved]] = []
+    hull: list[tuple[float, Saved]] = []
     while better := [((seconds - s) / max(1.0, b - n_bytes), b, s, saved) for b, s, saved in ways if s < seconds and b >= n_bytes]:
         per_byte, n_bytes, seconds, saved = max(better, key=lambda way: way[:3])
-        found.append((per_byte, saved))
-    return found
+        hull.append((per_byte, saved))
+    return hull

@@ -45,8 +45,8 @@ class Frames:
         return self._peaks(replace(policy, gradient_slots=1, saved_slots=policy.saved_slots if policy.offload_blocks else 1))
 
     def _peaks_of(self, policy: Policy) -> tuple[int, int]:
-        plan, found = self.of(policy), self.needs(policy)
+        plan, needs = self.of(policy), self.needs(policy)
         gradients = plan.arena("gradients")
         assert gradients is not None
         leaving_bytes = sum(gradients.slot_bytes[:2])
-        return found.device_peak_bytes - plan.transient_bytes - leaving_bytes, found.host_peak_bytes
+        return needs.device_peak_bytes - plan.transient_bytes - leaving_bytes, needs.host_peak_bytes

@@ -35,13 +35,13 @@ HOST_FRACTIONS = (1.0, 1.15)  # host memory of a split, relative to the need of 
 Size = tuple[Semantics, Workload]  # with a micro-batch and tiles
 
 
-def shared_step(asked: Semantics, gpus: int, has_groups: bool) -> Semantics:
+def shared_step(semantics: Semantics, gpus: int, has_groups: bool) -> Semantics:
     """One rank's part of a step. Without requested sum groups, use the largest usual power of two that divides the step."""
     if not has_groups:
-        n = asked.n_micro_batches
+        n = semantics.n_micro_batches
         fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
-        asked = replace(asked, sum_groups=fitting[-1])
-    return asked.shared_by(gpus)
+        semantics = replace(semantics, sum_groups=fitting[-1])
+    return semantics.shared_by(gpus)
 
 
 def sizes_of(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> Sequence[Size]:
@@ -63,39 +63,39 @@ def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: f
     defaults = {"mlp_tile_tokens": None, "loss_tile_tokens": LOSS_TILE[semantics.loss]}
     semantics = replace(semantics, **{name: value for name, value in defaults.items() if name in free})  # type: ignore[arg-type]
     memory_bytes = profile.device.memory_bytes.value
-    found: dict[Semantics, Workload] = {}
+    sizes: dict[Semantics, Workload] = {}
     too_large: Semantics | None = None
     for n in candidates(semantics, "micro_batch" in free):
-        if found and n * max(N_PARTS) < semantics.batch_size:
+        if sizes and n * max(N_PARTS) < semantics.batch_size:
             break
         usual = replace(semantics, micro_batch=n)
-        for of, workload in _by_loss_tiles(model, usual, profile, free):
-            lean = Policy(accumulation_group=of.least_group, spill_blocks=tuple(range(workload.n_layers)))
-            if _device_bytes(model, of, workload, lean, profile) <= memory_bytes:
-                found[of] = workload
-        if usual not in found:
+        for sized, workload in _by_loss_tiles(model, usual, profile, free):
+            lean = Policy(accumulation_group=sized.least_group, spill_blocks=tuple(range(workload.n_layers)))
+            if _device_bytes(model, sized, workload, lean, profile) <= memory_bytes:
+                sizes[sized] = workload
+        if usual not in sizes:
             too_large = usual
     least, workload = usual, build_workload(model, usual)
     lean = Policy(accumulation_group=least.least_group)
     leaves_room = _device_bytes(model, least, workload, lean, profile) <= LEAST_FRACTION * memory_bytes
-    tiled = [_in_tiles(model, of, profile, free) for of in (too_large, None if leaves_room else least) if of is not None]
-    found |= {of: workload for of, workload in tiled if of not in found}
-    return sorted(found.items(), key=lambda size: -size[0].micro_batch)
+    tiled = [_in_tiles(model, sized, profile, free) for sized in (too_large, None if leaves_room else least) if sized is not None]
+    sizes |= {sized: workload for sized, workload in tiled if sized not in sizes}
+    return sorted(sizes.items(), key=lambda size: -size[0].micro_batch)
 
 
-def _by_loss_tiles(model: Model, of: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Size]:
+def _by_loss_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Size]:
     """Yield the size itself, and a smaller loss tile if it may be chosen and saves much memory."""
-    workload = build_workload(model, of)
-    yield of, workload
+    workload = build_workload(model, semantics)
+    yield semantics, workload
     spare_bytes = _head_bytes_above_others(workload)
     if "loss_tile_tokens" in free and spare_bytes >= MUCH_FRACTION * profile.device.memory_bytes.value:
-        of = replace(of, loss_tile_tokens=of.loss_tile_tokens // SMALLER_LOSS_TILE)
-        yield of, build_workload(model, of)
+        semantics = replace(semantics, loss_tile_tokens=semantics.loss_tile_tokens // SMALLER_LOSS_TILE)
+        yield semantics, build_workload(model, semantics)
 
 
 def _head_bytes_above_others(workload: Workload) -> int:
-    *others, head = workload.blocks
-    return head.transient_bytes - max(block.transient_bytes for block in others)
+    *rest, head = workload.blocks
+    return head.transient_bytes - max(block.transient_bytes for block in rest)
 
 
 def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
@@ -103,14 +103,14 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
     if not is_free:
         refuse_sum_groups(semantics)
         return [semantics.micro_batch]
-    each = semantics.objective.rows_each
-    sizes = sorted({-(-semantics.batch_size // (n * each)) * each for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
+    rows = semantics.objective.rows_each
+    sizes = sorted({-(-semantics.batch_size // (n * rows)) * rows for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
     of_size = {n: replace(semantics, micro_batch=n) for n in sizes}
-    found = [n for n, of in of_size.items() if of.n_micro_batches % of.sum_groups == 0 and not (of.ranks > 1 and of.n_left)]
-    if not found:
+    valid = [n for n, s in of_size.items() if s.n_micro_batches % s.sum_groups == 0 and not (s.ranks > 1 and s.n_left)]
+    if not valid:
         refuse_sum_groups(replace(semantics, micro_batch=1))
         raise PlanError(f"{semantics.sum_groups} sum groups are more than any step is cut into; choose fewer")
-    return found
+    return valid
 
 
 def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Size:
@@ -130,8 +130,8 @@ def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Itera
     mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
     if "mlp_tile_tokens" in free and semantics.train.all and can_tile_mlp(model):
         mlp_tiles += _powers_of_two(LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
-    is_free, most = "loss_tile_tokens" in free, LOSS_TILE[semantics.loss]
-    loss_tiles = _powers_of_two(LEAST_LOSS_TILE, most) if is_free else [semantics.loss_tile_tokens]
+    is_free, largest = "loss_tile_tokens" in free, LOSS_TILE[semantics.loss]
+    loss_tiles = _powers_of_two(LEAST_LOSS_TILE, largest) if is_free else [semantics.loss_tile_tokens]
     for mlp_tile in mlp_tiles:
         for loss_tile in loss_tiles:
             tried = replace(semantics, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
@@ -145,9 +145,9 @@ def _device_bytes(model: Model, semantics: Semantics, workload: Workload, policy
     return footprint(frame(model, workload, semantics, policy), profile).device_peak_bytes
 
 
-def _powers_of_two(least: int, most: int) -> list[int]:
+def _powers_of_two(least: int, largest: int) -> list[int]:
     """Powers of two from `most` down to `least`."""
-    return [1 << n for n in range(most.bit_length() - 1, -1, -1) if least <= 1 << n <= most]
+    return [1 << n for n in range(largest.bit_length() - 1, -1, -1) if least <= 1 << n <= largest]
 
 
 def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Profile]:
@@ -155,8 +155,8 @@ def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[s
     bytes on the device, so the device gets nearly everything that the host does not need."""
     if CUT not in free or (pool := profile.device.pool_bytes) is None:
         return
-    of, workload = sizes_of(model, semantics, profile, free)[-1]
-    lean = (frame(model, workload, of, family.policy()) for family in families(of, workload))
+    sized, workload = sizes_of(model, semantics, profile, free)[-1]
+    lean = (frame(model, workload, sized, family.policy()) for family in families(sized, workload))
     least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in lean)
     for fraction in HOST_FRACTIONS:
         host_bytes = -(-int(fraction * least_bytes) // GB) * GB
@@ -184,5 +184,5 @@ def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[
 
 def _leanest(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
     """Yield the memory needs of the smallest policies, for each size."""
-    for of, workload in sizes_of(model, semantics, profile, free):
-        yield from (needs for _, needs in leanest(model, workload, of, profile))
+    for sized, workload in sizes_of(model, semantics, profile, free):
+        yield from (needs for _, needs in leanest(model, workload, sized, profile))

@@ -22,7 +22,7 @@ from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 from .choices import Choices
 from .climb import Omission
 from .frames import Frames
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, places_on_disk, staying, ways_of, with_ways
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
@@ -69,10 +69,10 @@ class Relaxation:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
             if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
                 return None
-            found = choices.program.solve()
+            solution = choices.program.solve()
             self.known[key] = None
-            if found is not None:
-                bound, x = found
+            if solution is not None:
+                bound, x = solution
                 self.known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
         return self.known[key]
 
@@ -86,16 +86,16 @@ class Relaxation:
         computing_s = busy_s(staying, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
-        groups, alike = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
-        arriving = [len(blocks) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, blocks in alike]
+        groups, equal_blocks = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
+        arriving = [len(blocks) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, blocks in equal_blocks]
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
         """Bound of the linear program: lower than that of `solve`, in a fraction of the time. Infinity if infeasible."""
         key = (family, None, gradient_slots, None, None)
         self._programs[key] = choices, scale_s = self._program(*key)
-        found = choices.program.solve(integers=False)
-        return inf if found is None else found[0] * scale_s * (1 - SLACK)
+        solution = choices.program.solve(integers=False)
+        return inf if solution is None else solution[0] * scale_s * (1 - SLACK)
 
     def _program(
         self,
@@ -130,42 +130,42 @@ class Relaxation:
         plan = self._frames.of(lean)
         key = (plan.reduced, lean.device_blocks)
         if key not in self._facets:
-            self._facets[key] = self._frames.works.facets((plan, *self._others(plan)))
+            self._facets[key] = self._frames.works.facets((plan, *self._variants(plan)))
         return self._facets[key]
 
-    def _others(self, plan: Setup) -> Iterator[Setup]:
+    def _variants(self, plan: Setup) -> Iterator[Setup]:
         """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
-        of, lean = self._frames.of, replace(plan.policy, boundary_stride=1)
+        plan_of, lean = self._frames.of, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
-            yield of(replace(lean, spill_blocks=can_spill(plan.workload)))
-            yield of(replace(lean, boundary_stride=2))
+            yield plan_of(replace(lean, spill_blocks=can_spill(plan.workload)))
+            yield plan_of(replace(lean, boundary_stride=2))
         if plan.reduced and plan.workload.trains_all:
-            yield of(replace(lean, square_on_device=True))
-            yield of(staying(lean, places_to_stay(plan, self._frames.profile)))
-        if blocks := places_on_disk(plan.semantics, plan.workload, self._frames.profile):
-            yield of(replace(lean, disk_blocks=blocks))
+            yield plan_of(replace(lean, square_on_device=True))
+            yield plan_of(staying(lean, places_to_stay(plan, self._frames.profile)))
+        if blocks := disk_layers(plan.semantics, plan.workload, self._frames.profile):
+            yield plan_of(replace(lean, disk_blocks=blocks))
         of_cpu = self._frames.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
                 if way.away or of_cpu:
-                    yield of(with_ways(lean, {b: way}))
+                    yield plan_of(with_ways(lean, {b: way}))
 
     def _work(self, lean: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
         """Work of the family: that of the smallest policy, plus the difference of each choice as a coefficient of its count."""
         facets = self._facets_of(lean)
-        whole = Work(len(facets.keys), width)
+        total = Work(len(facets.keys), width)
         for first, blocks in choices.plan.blocks_alike.items():
-            whole.add(self._of_block(lean, first, groups, facets, clipped), len(blocks))
+            total.add(self._of_block(lean, first, groups, facets, clipped), len(blocks))
         for choice in choices.all():
             b = choice.blocks[0]
             treated = self._of_block(choice.treated(lean, (b,)), b, groups, facets, clipped)
-            whole.add(treated, 1, 1 + choice.count)
-            whole.add(self._of_block(choice.instead(lean, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
+            total.add(treated, 1, 1 + choice.count)
+            total.add(self._of_block(choice.instead(lean, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
         # Saved loads, and the layer that is still unpacked, count at the largest cost, so that the bound holds.
-        whole["total"][:, 1 + choices.spared] -= whole.largest["load"] + whole.largest["gather"]
-        whole["total"][:, 1 + choices.spared_reads] -= whole.largest["read"]
-        whole["total"][:, 0] -= (2 * groups.n - 1) * whole.largest["unpacking"]
-        return whole
+        total["total"][:, 1 + choices.spared] -= total.largest["load"] + total.largest["gather"]
+        total["total"][:, 1 + choices.spared_reads] -= total.largest["read"]
+        total["total"][:, 0] -= (2 * groups.n - 1) * total.largest["unpacking"]
+        return total
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
         works = self._clipped_works if clipped else self._frames.works
@@ -194,7 +194,7 @@ class Relaxation:
         sooner = work.scalars["update"] - work.scalars["forwards"]
         facets, one_block = self._facets_of(lean), list[Array]()
         of_class = [(blocks, self._of_block(lean, blocks[0], groups, facets, False)) for blocks in choices.classes]
-        of_block = {b: of for blocks, of in of_class for b in blocks}
+        of_block = {b: work for blocks, work in of_class for b in blocks}
         if family.update is Update.DEFERRED:
             for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())

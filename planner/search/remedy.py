@@ -47,10 +47,10 @@ def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) ->
 class TooLongError(PlanError):
     """Raised if only plans with too many ops fit."""
 
-    def __init__(self, of: Semantics, n_ops: int) -> None:
-        self.n_micro_batches, self.n_ops = of.n_micro_batches, n_ops
-        self.change = "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if of.sum_groups > 1 else "")
-        self.reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
+    def __init__(self, semantics: Semantics, n_ops: int) -> None:
+        self.n_micro_batches, self.n_ops = semantics.n_micro_batches, n_ops
+        self.change = "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if semantics.sum_groups > 1 else "")
+        self.reason = f"a step of {self.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
         super().__init__(f"{self.reason}; {self.change}")
 
 
@@ -70,7 +70,7 @@ class Request:
 
     def resized(self) -> "Request":
         """Choose the first candidate size that fits; otherwise the last, which needs the least device memory."""
-        sizes = [replace(self, semantics=of) for of, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
+        sizes = [replace(self, semantics=s) for s, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
         return next((one for one in sizes[:-1] if one.fits()), sizes[-1])
 
     def tokens_per_s(self) -> float:
@@ -99,13 +99,13 @@ class Request:
         yield footprint(frame(self.model, workload, self.semantics, fixed), self.profile)
 
 
-def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
+def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
     """Build the error with the missing bytes and the smallest changes that fit. `found`: needs of each policy.
 
     Missing bytes and larger memory refer to one policy, so that the change resolves the shortage.
     """
-    nearest = _nearest(found)
-    every = chain(_of_same_bits(request, nearest), _changes(request, found))
+    nearest = _nearest(needs)
+    every = chain(_bitwise_identical(request, nearest), _changes(request, needs))
     fitting = islice((change for change in every if change[1].fits()), MAX_CHANGES)
     changes = [_with_rate(*change) for change in fitting]
     smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
@@ -114,15 +114,15 @@ def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
     return DoesNotFitError(message, nearest.short_device_bytes, nearest.short_host_bytes, smallest)
 
 
-def _nearest(found: list[Footprint]) -> Footprint:
+def _nearest(needs: list[Footprint]) -> Footprint:
     """Policy with the smallest shortage. Host memory is preferred, because users can add it."""
-    on_device = [n for n in found if not n.short_device_bytes]
-    on_host = [n for n in found if not n.short_host_bytes]
+    on_device = [n for n in needs if not n.short_device_bytes]
+    on_host = [n for n in needs if not n.short_host_bytes]
     if on_device:
         return min(on_device, key=lambda n: (n.host_peak_bytes, n.device_peak_bytes))
     if on_host:
         return min(on_host, key=lambda n: (n.device_peak_bytes, n.host_peak_bytes))
-    return min(found, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
+    return min(needs, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
 
 
 def _with_rate(text: str, changed: Request) -> str:
@@ -131,22 +131,22 @@ def _with_rate(text: str, changed: Request) -> str:
     return f"{text[:-1]}, {rate})" if text.endswith(")") else f"{text} ({rate})"
 
 
-def _of_same_bits(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+def _bitwise_identical(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
     """Changes with bitwise identical results: a disk for frozen weights, and the smallest larger memory that fits."""
     s, profile = request.semantics, request.profile
     if request.fixed is None and profile.disk is None and not s.train.all and s.ranks == 1:
-        said = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
-        yield said, replace(request, profile=profile.with_disk(USUAL_READ_BYTES_PER_S))
+        text = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
+        yield text, replace(request, profile=profile.with_disk(USUAL_READ_BYTES_PER_S))
     yield from islice((larger for larger in _with_memory(request, needs) if larger[1].fits()), 1)
 
 
-def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
+def _changes(request: Request, needs: list[Footprint]) -> Iterator[tuple[str, Request]]:
     """Single changes to try: first sizes, which cost no precision, then settings that change the arithmetic."""
     s = request.semantics
-    fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
+    fewer = _smaller_micro_batch(request) if any(n.short_device_bytes for n in needs) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
     yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest of the first kind that helps
-    yield from _leaner(request)
+    yield from _low_bit_optimizer(request)
     if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # small updates are lost
         yield "--master bf16", _changed(request, master_dtype="bf16")
     yield from _frozen(request)
@@ -158,18 +158,18 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
         yield "--clip-norm none", _changed(request, clip_norm=None)
 
 
-def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
+def _low_bit_optimizer(request: Request) -> Iterator[tuple[str, Request]]:
     """The first low-bit optimizer that fits, with its bytes per parameter and its effect."""
     s = request.semantics
     now = s.state_bytes + ITEM_BYTES[s.gradient_dtype]
-    own = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # part of --optimizer
-    for said in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
-        changed = _changed(request, **own | optimizing(said, None))
-        of = changed.semantics
-        n_bytes = of.state_bytes + ITEM_BYTES[of.gradient_dtype]
+    reset = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # in --optimizer
+    for name in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
+        changed = _changed(request, **reset | optimizing(name, None))
+        semantics = changed.semantics
+        n_bytes = semantics.state_bytes + ITEM_BYTES[semantics.gradient_dtype]
         if n_bytes < now and changed.fits():
-            what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
-            yield f"--optimizer {said} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {what}: docs/optimizers.md)", changed
+            note = "other rounding" if semantics.optimizer.rule == s.optimizer.rule else "another optimizer"
+            yield f"--optimizer {name} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {note}: docs/optimizers.md)", changed
             return
 
 
@@ -179,25 +179,25 @@ def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
     is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
     if request.fixed is not None or is_tiled:
         return
-    said, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
+    prefix, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
     form = published(request.model)
     bases = BASES if form in ("bf16", None) else ("bf16", form)
     for base in [base for base in bases if s.train.all or base != s.base]:
-        of = replace(request, semantics=replace(s, mlp_tile_tokens=None))
-        changed = _changed(of, train=train, base=base, gradient_dtype="fp32")
+        untiled = replace(request, semantics=replace(s, mlp_tile_tokens=None))
+        changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32")
         if changed.fits():
-            yield f"{said}--base {base}" if base != "bf16" or not said else said.strip(), changed
+            yield f"{prefix}--base {base}" if base != "bf16" or not prefix else prefix.strip(), changed
             return
 
 
-def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
+def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
     """Smaller micro-batches, limited to those for which one boundary fits the device."""
     s, workload = request.semantics, build_workload(request.model, request.semantics)
     sequence_bytes = workload.blocks[0].boundary_bytes // s.micro_batch
-    below = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
+    limit = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
     for n in candidates(s):
         is_long = too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload))
-        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < below and not is_long:
+        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < limit and not is_long:
             yield f"--micro-batch {n}", _changed(request, micro_batch=n)
 
 
@@ -206,8 +206,8 @@ def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Re
     s, of_batch = request.semantics, field == "batch_size"
     if of_batch and ("micro_batch" not in request.free or request.fixed is not None):
         return
-    each = s.objective.rows_each
-    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % (s.sum_groups * each))]
+    rows = s.objective.rows_each
+    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % (s.sum_groups * rows))]
     if sizes and _changed(request, **{field: sizes[-1]}).fits():
         yield from ((f"{option} {n * s.ranks if of_batch else n}", _changed(request, **{field: n})) for n in sizes)
 
@@ -227,9 +227,9 @@ def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Requ
     sizes = {"device": _rounded_up(needs.device_peak_bytes)} if needs.short_device_bytes else {}
     sizes |= {"host": _rounded_up(needs.host_peak_bytes)} if needs.short_host_bytes else {}
     if (pool := request.profile.device.pool_bytes) is not None:
-        left = int(pool.value) - sum(sizes.values())
-        sizes = {place: sizes.get(place, left // GB * GB) for place in ("device", "host")}
-        if left < 0 or min(sizes.values()) <= 0:
+        remaining = int(pool.value) - sum(sizes.values())
+        sizes = {place: sizes.get(place, remaining // GB * GB) for place in ("device", "host")}
+        if remaining < 0 or min(sizes.values()) <= 0:
             return
     elif not request.profile.takes(sizes.get("host", 0)):
         return

@@ -46,8 +46,8 @@ def searched(
     machines = [*cuts(model, semantics, profile, free)] if fixed is None else []
     machines = machines or [profile]
     free = free if machines != [profile] else free - {CUT}
-    found = [(search(model, sizes_of(model, semantics, of, free), of, fixed, free, clipped_fraction), of) for of in machines]
-    return min(found, key=lambda each: each[0].step_s)
+    results = [(search(model, sizes_of(model, semantics, m, free), m, fixed, free, clipped_fraction), m) for m in machines]
+    return min(results, key=lambda result: result[0].step_s)
 
 
 @without_collection()
@@ -66,22 +66,22 @@ def search(
     gradients; None if unknown, which disables speculative updates unless the semantics never clip. Raises DoesNotFitError if
     nothing fits, PlanError for illegal semantics or policy, and TooLongError if every plan has too many ops.
     """
-    n_ops = [most_ops(workload, of, policy_of(fixed, of, workload)) for of, workload in sizes]
+    n_ops = [most_ops(workload, sized, policy_of(fixed, sized, workload)) for sized, workload in sizes]
     if min(n_ops) > MAX_PLAN_OPS:
         raise TooLongError(sizes[n_ops.index(min(n_ops))][0], min(n_ops))
-    trials = [Trial(model, workload, of, profile, _clipped(of, clipped_fraction)) for of, workload in sizes]
+    trials = [Trial(model, workload, sized, profile, _clipped(sized, clipped_fraction)) for sized, workload in sizes]
     if fixed is not None:
-        return _of_policy(trials, fixed, free)
+        return _fixed_policy(trials, fixed, free)
     for trial in trials:
         refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
-    of = _Sizes(trials)
-    of.bound()
-    of.explore()
-    if not of.found:
-        raise _nothing_found(of, free)
-    of.tighten()
-    chosen, bounds_s = _chosen(of.found), of.bounds_s
-    tree, others_s = of.trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
+    state = _Sizes(trials)
+    state.bound()
+    state.explore()
+    if not state.searched_s:
+        raise _nothing_found(state, free)
+    state.tighten()
+    chosen, bounds_s = _chosen(state.searched_s), state.bounds_s
+    tree, others_s = state.trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
     assert tree.best is not None, "it was found"
     _assert_bounded(tree, tree.best)
     if CUT in free:
@@ -99,7 +99,7 @@ class _Sizes:
         self.bounds_s = dict.fromkeys(range(len(trials)), inf)
         self.trees: dict[int, Tree] = {}
         self.first_s: dict[int, float] = {}  # step times of the first policies
-        self.found: dict[int, float] = {}  # step times of searched sizes
+        self.searched_s: dict[int, float] = {}  # step times of searched sizes
 
     def bound(self) -> None:
         """Bound every size, best-first: for any schedule, then by families. Simulate a few policies of sizes that can win."""
@@ -124,18 +124,18 @@ class _Sizes:
         likely = sorted(self.first_s, key=lambda i: (self.bounds_s[i], i))
         promising = dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]])
         for i in promising | dict.fromkeys(fastest):
-            best_s = min(self.found.values(), default=inf)
-            if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.found and i not in promising):
+            best_s = min(self.searched_s.values(), default=inf)
+            if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.searched_s and i not in promising):
                 continue  # cannot win, or not needed
             self.trees[i].explore(best_s)
             self.trials[i].forget()
             self.bounds_s[i] = max(self.trees[i].lowest_s, self.machine_s[i])
             if (best := self.trees[i].best) is not None:
-                self.found[i] = self.trials[i].step_s(best)
+                self.searched_s[i] = self.trials[i].step_s(best)
 
     def tighten(self) -> None:
         """Raise the lowest bound over all sizes, on which the certificate depends."""
-        best_s = min(self.found.values())
+        best_s = min(self.searched_s.values())
         for _ in range(MOST_TIGHTENED):
             i = min(self.bounds_s, key=lambda i: (self.bounds_s[i], i))
             is_done = i not in self.trees or best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION)
@@ -144,26 +144,26 @@ class _Sizes:
             self.bounds_s[i] = max(self.bounds_s[i], self.trees[i].lowest_s)
 
 
-def _nothing_found(of: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFitError:
+def _nothing_found(state: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFitError:
     """Error of a search without a plan: every plan is too long, or nothing fits."""
-    for tree in of.trees.values():
+    for tree in state.trees.values():
         for policy in tree.too_long:
             semantics, workload = tree.trial.semantics, tree.trial.workload
             return TooLongError(semantics, most_ops(workload, semantics, policy))
-    last = of.trials[-1]
+    last = state.trials[-1]
     needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
     return does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
 
 
 def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
     """Lower bound in seconds over all sizes and all splits of a single memory."""
-    whole = uncut(trial.model, trial.semantics, trial.profile, free)
+    unsplit = uncut(trial.model, trial.semantics, trial.profile, free)
     trials = [
-        Trial(trial.model, workload, of, whole, trial.clipped_fraction)
-        for of, workload in sizes_of(trial.model, trial.semantics, whole, free)
+        Trial(trial.model, workload, sized, unsplit, trial.clipped_fraction)
+        for sized, workload in sizes_of(trial.model, trial.semantics, unsplit, free)
     ]
-    trees = [Tree(of) for of in trials]
-    ready = [(machine_bound(of.frames.of(Policy()), of.cost).seconds, 0, i) for i, of in enumerate(trials)]
+    trees = [Tree(trial) for trial in trials]
+    ready = [(machine_bound(trial.frames.of(Policy()), trial.cost).seconds, 0, i) for i, trial in enumerate(trials)]
     heapq.heapify(ready)
     while ready[0][1] < 2:
         bound_s, n_relaxed, i = ready[0]
@@ -179,9 +179,9 @@ def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | No
 
 def _starts(trial: Trial) -> list[Policy]:
     """Starting policies: schedules of other systems, and greedy ones."""
-    others = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
+    baselines = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
     likely = [policy for policy in Greedy(trial.frames).policies() if not trial.is_too_long(policy)]
-    return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, others)]
+    return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, baselines)]
 
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
@@ -191,14 +191,14 @@ def _assert_bounded(tree: Tree, best: Policy) -> None:
     assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
 
 
-def _chosen(found: Mapping[int, float]) -> int:
+def _chosen(steps_s: Mapping[int, float]) -> int:
     """Smallest index with nearly the shortest step."""
-    return min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
+    return min(i for i, step_s in steps_s.items() if step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION))
 
 
-def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
+def _fixed_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
     """Choose the fastest size for a fixed policy."""
-    asked: dict[int, Policy] = {}
+    policies: dict[int, Policy] = {}
     refused: PlanError | None = None
     for i, trial in enumerate(trials):
         policy = policy_of(fixed, trial.semantics, trial.workload)
@@ -208,19 +208,19 @@ def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str
         except PlanError as error:  # for example with larger groups than the step has micro-batches
             refused = refused or error
         else:
-            asked[i] = policy
-    if not asked:
+            policies[i] = policy
+    if not policies:
         assert refused is not None
         raise refused
-    needs = {i: trials[i].frames.needs(policy) for i, policy in asked.items()}
-    bounds_s = {i: trials[i].frames.bound_s(policy) for i, policy in asked.items() if needs[i].fits}
+    needs = {i: trials[i].frames.needs(policy) for i, policy in policies.items()}
+    bounds_s = {i: trials[i].frames.bound_s(policy) for i, policy in policies.items() if needs[i].fits}
     if not bounds_s:
         last = trials[-1]
         raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), [*needs.values()][-1:])
-    found: dict[int, float] = {}
+    steps_s: dict[int, float] = {}
     for i in sorted(bounds_s, key=lambda i: (bounds_s[i], i)):
-        if bounds_s[i] < min(found.values(), default=inf):
-            found[i] = trials[i].step_s(asked[i])
-    chosen = _chosen(found)
+        if bounds_s[i] < min(steps_s.values(), default=inf):
+            steps_s[i] = trials[i].step_s(policies[i])
+    chosen = _chosen(steps_s)
     trial, proven = trials[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
-    return answer_of(trial, trial.plan(asked[chosen]), proven, trial.baselines())
+    return answer_of(trial, trial.plan(policies[chosen]), proven, trial.baselines())

@@ -86,7 +86,7 @@ def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
     """Schedule of another system on one rank, with micro-batches one after another. Its dtypes, layout and internal copies are not
     modelled. Sources: docs/accuracy.md, assumptions about the systems."""
     spills, update = can_spill(workload)[:-1], Update.EAGER if eager_is_legal(semantics) else Update.BARRIER
-    of = {
+    schedules = {
         # Every fourth boundary is kept. Backward recomputes the inputs of layers, then each layer once more.
         "megatrain": Policy(1, 2, boundary_stride=min(MEGATRAIN_STRIDE, workload.n_layers)),
         # Every boundary is kept, with a third weight buffer.
@@ -97,12 +97,12 @@ def baseline(name: str, semantics: Semantics, workload: Workload) -> Policy:
         # One gradient buffer: the next backward waits for the previous offload.
         "zero3-offload": Policy(1, 1),
     }
-    return replace(of[name], accumulation_group=semantics.least_group)
+    return replace(schedules[name], accumulation_group=semantics.least_group)
 
 
-def policy_of(asked: Policy | str | None, semantics: Semantics, workload: Workload) -> Policy | None:
+def policy_of(fixed: Policy | str | None, semantics: Semantics, workload: Workload) -> Policy | None:
     """Resolve a fixed policy, or the name of another system."""
-    return baseline(asked, semantics, workload) if isinstance(asked, str) else asked
+    return baseline(fixed, semantics, workload) if isinstance(fixed, str) else fixed
 
 
 def eager_is_legal(semantics: Semantics) -> bool:
@@ -115,18 +115,18 @@ def families(semantics: Semantics, workload: Workload) -> list[Family]:
     updates = [*([Update.EAGER] if eager_is_legal(semantics) else []), Update.DEFERRED]
     strides = [stride for stride in STRIDES if stride <= workload.n_layers]
     sizes = group_sizes(semantics.n_micro_batches)[: 1 if semantics.ranks > 1 else None]
-    choices = product(updates, sizes, strides, places_of_mixed(semantics, workload))
+    choices = product(updates, sizes, strides, mixed_options(semantics, workload))
     return [Family(update, s[0], s[-1], stride, mixed) for update, s, stride, mixed in choices]
 
 
-def places_of_mixed(semantics: Semantics, workload: Workload) -> list[tuple[int, ...]]:
+def mixed_options(semantics: Semantics, workload: Workload) -> list[tuple[int, ...]]:
     """Options for partially trained blocks with state on the device: all of them, or none; the better first."""
     mixed = workload.mixed
     may_stay = semantics.gradient_dtype == "fp32" and {*mixed} <= {*can_stay(workload, semantics)}
     return [mixed, ()] if mixed and may_stay else [()]
 
 
-def places_on_disk(semantics: Semantics, workload: Workload, profile: Profile) -> tuple[int, ...]:
+def disk_layers(semantics: Semantics, workload: Workload, profile: Profile) -> tuple[int, ...]:
     """Layers with frozen weights that may be read from the machine's disk, if it has one."""
     return () if profile.disk is None else tuple(can_read(workload, semantics))
 
@@ -146,10 +146,10 @@ def family_of(policy: Policy, semantics: Semantics) -> Family:
 
 def group_sizes(n_micro_batches: int) -> list[range]:
     """Group sizes for every possible number of groups, fewest groups first (layer-major to row-major)."""
-    found = [groups_alike(n_micro_batches, n_micro_batches)]
-    while found[-1][0] > 1:
-        found.append(groups_alike(found[-1][0] - 1, n_micro_batches))
-    return found
+    ranges = [groups_alike(n_micro_batches, n_micro_batches)]
+    while ranges[-1][0] > 1:
+        ranges.append(groups_alike(ranges[-1][0] - 1, n_micro_batches))
+    return ranges
 
 
 def groups_alike(size: int, n_micro_batches: int) -> range:
@@ -165,29 +165,29 @@ def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Pro
         lean = family.policy()
         spilling = replace(lean, spill_blocks=can_spill(workload))
         policies = (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,)
-        of_disk = [(), blocks] if (blocks := places_on_disk(semantics, workload, profile)) else [()]
+        of_disk = [(), blocks] if (blocks := disk_layers(semantics, workload, profile)) else [()]
         for policy in (replace(policy, disk_blocks=blocks) for policy, blocks in product(policies, of_disk)):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
         if family.update is Update.DEFERRED and places_to_stay(plan, profile):
-            yield most_on_device(frame(model, workload, semantics, lean), profile)
+            yield fill_device(frame(model, workload, semantics, lean), profile)
 
 
-def most_on_device(lean: Setup, profile: Profile) -> tuple[Setup, Footprint]:
+def fill_device(lean: Setup, profile: Profile) -> tuple[Setup, Footprint]:
     """Keep the state of as many blocks on the device as fit, which minimises host memory."""
     may_stay = places_to_stay(lean, profile)
     blocks = lean.workload.blocks
 
-    def of(n: int) -> tuple[Setup, Footprint]:
+    def plan_with(n: int) -> tuple[Setup, Footprint]:
         plan = frame(lean.model, lean.workload, lean.semantics, staying(lean.policy, may_stay[:n]))
         return plan, footprint(plan, profile)
 
-    if of(1)[1].short_device_bytes:  # embeddings may not fit although a layer does
+    if plan_with(1)[1].short_device_bytes:  # embeddings may not fit although a layer does
         may_stay.sort(key=lambda b: blocks[b].n_trained)
-    return of(most(len(may_stay), lambda n: not of(n)[1].short_device_bytes))
+    return plan_with(max_fitting(len(may_stay), lambda n: not plan_with(n)[1].short_device_bytes))
 
 
-def most(n: int, fits: Callable[[int], bool]) -> int:
+def max_fitting(n: int, fits: Callable[[int], bool]) -> int:
     """Largest k in 1..n with fits(k), by bisection; 0 if none. `fits` must be monotonic."""
     return bisect_left(range(1, n + 1), True, key=lambda size: not fits(size))
 
@@ -228,17 +228,17 @@ def filled(policy: Policy, workload: Workload, fill: Fill, spread: bool) -> Poli
     resident, stay, disk = list[int](), list[int](), list[int]()
     for i, blocks in enumerate(classes):
         away = [way for way, counts in fill.ways.items() if way.away for _ in range(counts[i])]
-        here = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
+        local = [way for way, counts in fill.ways.items() if not way.away for _ in range(counts[i])]
         leaving = evenly(blocks, len(away))
         ways |= zip(leaving, away, strict=True)
-        ways |= zip(place([b for b in blocks if b not in leaving], len(here)), here, strict=True)
+        ways |= zip(place([b for b in blocks if b not in leaving], len(local)), local, strict=True)
         stay += blocks[: fill.stay[i]]
-        others = [b for b in blocks if b not in stay]
-        there = _spread(others, fill.resident[i]) if spread else others[: fill.resident[i]]
-        others = [b for b in others if b not in there]
-        once = others[: fill.read_once[i]]
-        resident += [*there, *once]
-        disk += [*once, *evenly([b for b in others if b not in once], fill.on_disk[i])]
+        rest = [b for b in blocks if b not in stay]
+        loaded = _spread(rest, fill.resident[i]) if spread else rest[: fill.resident[i]]
+        rest = [b for b in rest if b not in loaded]
+        once = rest[: fill.read_once[i]]
+        resident += [*loaded, *once]
+        disk += [*once, *evenly([b for b in rest if b not in once], fill.on_disk[i])]
     kept_inputs = {b - 1 for b, way in ways.items() if way.saved is Saved.ALL}
     return replace(
         with_ways(policy, ways),

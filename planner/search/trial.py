@@ -89,17 +89,17 @@ class Trial:
 
     def is_too_long(self, policy: Policy) -> bool:
         """True if the plan has too many ops to simulate, because its groups are too large to be repeated."""
-        most = len(self.workload.blocks) * self.semantics.n_micro_batches * MOST_BLOCK_OPS
-        return most > LONGEST_SEARCHED_OPS and plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
+        upper_bound = len(self.workload.blocks) * self.semantics.n_micro_batches * MOST_BLOCK_OPS
+        return upper_bound > LONGEST_SEARCHED_OPS and plan_ops(self.workload, self.semantics, policy) > LONGEST_SEARCHED_OPS
 
     def fits(self, policy: Policy) -> bool:
         """True if the policy fits in memory and its group has the minimum size for several ranks."""
         return policy.accumulation_group >= self.semantics.least_group and self.frames.needs(policy).fits
 
-    def beats(self, policy: Policy, other: Policy, by_fraction: float = 0.0) -> bool:
+    def beats(self, policy: Policy, rival: Policy, by_fraction: float = 0.0) -> bool:
         """True if the policy's step is shorter than the other's by more than `by_fraction`. Its bound is checked first, because
         lowering takes 7 to 20 times as long."""
-        limit_s = self.step_s(other) * (1 - by_fraction)
+        limit_s = self.step_s(rival) * (1 - by_fraction)
         return (policy in self.tried or self.frames.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
 
     def baselines(self) -> dict[str, dict[str, Any]]:
@@ -113,9 +113,9 @@ class Trial:
 
     def next_best(self, best: Policy) -> tuple[Policy, float] | None:
         """Fastest simulated policy that differs from the best in more than buffers."""
-        others = [policy for policy in self.tried if _essence(policy) != _essence(best)]
-        found = min(others, key=self.step_s, default=None)
-        return None if found is None else (found, self.step_s(found))
+        candidates = [policy for policy in self.tried if _essence(policy) != _essence(best)]
+        fastest = min(candidates, key=self.step_s, default=None)
+        return None if fastest is None else (fastest, self.step_s(fastest))
 
 
 def _ordered(policy: Policy) -> Policy:
@@ -126,8 +126,8 @@ def _ordered(policy: Policy) -> Policy:
 def _essence(policy: Policy) -> tuple[object, ...]:
     """Key without buffer sizes and the place of norms, and with counts of blocks."""
     counts = [
-        len(of)
-        for of in (policy.resident_blocks, policy.spill_blocks, policy.offload_blocks, policy.device_blocks, policy.disk_blocks)
+        len(blocks)
+        for blocks in (policy.resident_blocks, policy.spill_blocks, policy.offload_blocks, policy.device_blocks, policy.disk_blocks)
     ]
     counts += [policy.save.count(saved) for saved in RICHER] + [bool(policy.speculate_blocks)]
     return policy.update, policy.accumulation_group, policy.boundary_stride, *counts
