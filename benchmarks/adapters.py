@@ -20,7 +20,7 @@ from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.resident import resident, tiers
-from penstock.planner.search.answer import Answer
+from penstock.planner.search.result import Answer
 from penstock.results import Planned
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.units import GB, TB, show_bytes, show_seconds

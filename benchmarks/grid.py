@@ -22,8 +22,8 @@ from penstock.api import check
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.result import Answer
 from penstock.planner.search.search import search
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan import PlanFile, Semantics

@@ -16,8 +16,8 @@ from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.result import Answer
 from penstock.planner.search.search import search
 from penstock.planner.show.schedule import kernels_in_words
 from penstock.runtime.errors import DoesNotFitError

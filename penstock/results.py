@@ -16,7 +16,7 @@ from penstock.runtime.plan.timeline import Timeline
 from .run_config import PLAN_FILE
 
 if TYPE_CHECKING:
-    from penstock.planner.search.answer import Answer
+    from penstock.planner.search.result import Answer
     from penstock.planner.show.run_log import LoggedRun
 
     from .training.trainer import Metrics

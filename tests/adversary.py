@@ -23,7 +23,7 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.faster import Group, faster
 from penstock.planner.predict.memory import Footprint, footprint, frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import Frames
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import (
     LEAST_SAVED_SLOTS,

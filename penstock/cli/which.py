@@ -162,7 +162,7 @@ def compare(
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
     from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
-    from penstock.planner.show.words import ALONE
+    from penstock.planner.show.report_lines import ALONE
 
     described = read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])

@@ -16,12 +16,12 @@ from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.lower.arenas import arenas_of
 from penstock.planner.model.config import shipped_model, shipped_models
 from penstock.planner.model.workload import build_workload
-from penstock.planner.search.answer import Answer, Bounds, answer_of
 from penstock.planner.search.claim import SAME_FRACTION, Claim
+from penstock.planner.search.evaluate import Trial
 from penstock.planner.search.micro_batch import sizes_of
+from penstock.planner.search.result import Answer, Bounds, answer_of
 from penstock.planner.search.search import search
 from penstock.planner.search.space import families
-from penstock.planner.search.trial import Trial
 from penstock.runtime.errors import PenstockError, PlanError
 from penstock.runtime.plan import Plan
 from penstock.runtime.units import on_one_line

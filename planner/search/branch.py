@@ -15,10 +15,10 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
-from .climb import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
+from .evaluate import Trial
+from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
 from .remedy import too_long
 from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
-from .trial import Trial
 
 CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
 MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans

@@ -20,8 +20,8 @@ from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import BlockKind, Saved
 
-from .climb import Omission
-from .frames import Frames, Numbers
+from .neighbours import Omission
+from .policy_cost import Frames, Numbers
 from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]

@@ -20,8 +20,8 @@ from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
 from .choices import Choices
-from .climb import Omission
-from .frames import Frames
+from .neighbours import Omission
+from .policy_cost import Frames
 from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]

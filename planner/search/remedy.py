@@ -19,10 +19,10 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
 from penstock.runtime.units import GB
 
-from .estimate import Greedy
+from .evaluate import Trial
+from .greedy import Greedy
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
 from .space import leanest, policy_of
-from .trial import Trial
 
 # Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")

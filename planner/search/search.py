@@ -16,14 +16,14 @@ from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.workload import Model
 
-from .answer import ROUNDING, Answer, Bounds, answer_of
 from .branch import CLOSE_FRACTION, Tree
 from .claim import CUT
-from .estimate import Greedy
+from .evaluate import Trial, without_collection
+from .greedy import Greedy
 from .micro_batch import Size, cuts, sizes_of, uncut
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
+from .result import ROUNDING, Answer, Bounds, answer_of
 from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
-from .trial import Trial, without_collection
 
 STARTS = 3  # number of greedy starting policies, by lowest bound
 MOST_SEARCHED = 2  # number of sizes to search in addition to the one with the lowest bound; others only if none of these fits

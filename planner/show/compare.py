@@ -19,7 +19,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import show_bytes, show_seconds
 
 from .price import USD_PER_KWH, Hourly, hourly
-from .words import advice
+from .report_lines import advice
 
 
 @dataclass(frozen=True, slots=True)

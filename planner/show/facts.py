@@ -12,8 +12,8 @@ from penstock.planner.predict.memory import footprint
 from penstock.planner.predict.resident import resident_in_parts
 from penstock.planner.predict.rests_on import RestsOn, rests_on
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.answer import Answer, model_flop
 from penstock.planner.search.claim import claimed
+from penstock.planner.search.result import Answer, model_flop
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.objective import REFERENCE, TEACHER
 from penstock.runtime.plan.timeline import Timeline

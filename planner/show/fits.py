@@ -18,10 +18,10 @@ from penstock.planner.bounds.bounds import busy_s
 from penstock.planner.model.config import library_kernels, shipped_models
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.evaluate import Trial, without_collection
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import Size, possible_sizes
 from penstock.planner.search.space import leanest
-from penstock.planner.search.trial import Trial, without_collection
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model

@@ -21,7 +21,7 @@ from penstock.planner.predict.settled import N_KEPT, abridged, abridged_plan
 from penstock.planner.predict.simulate import simulate
 from penstock.runtime.units import show_bytes, show_count, show_duration, show_rate
 
-from . import words
+from . import report_lines
 from .facts import Facts
 from .memory import Held, held
 from .step import Stretch, measured_stretch, predicted_stretch
@@ -43,8 +43,8 @@ def page(facts: Facts, where: str, made: str = "") -> str:
         stretches["measured"] = measured_stretch(drawn, abridged(plan, run.timeline))
     memory = held(drawn, facts.profile, stretches["predicted"])
     data = {
-        "lanes": [[str(lane), words.LANE_TITLE[lane]] for lane in drawn.lanes],
-        "gloss": words.GLOSS,
+        "lanes": [[str(lane), report_lines.LANE_TITLE[lane]] for lane in drawn.lanes],
+        "gloss": report_lines.GLOSS,
         "n_blocks": len(plan.workload.blocks),
         "ops": [str(op) if len(drawn.ops) <= MOST_LINES_OPS else op.name for op in drawn.ops],
         "tracks": [_track(name, stretch) for name, stretch in stretches.items()],
@@ -52,7 +52,7 @@ def page(facts: Facts, where: str, made: str = "") -> str:
         "curves": _curves(facts),
     }
     script, style, template = "\n".join(map(_file, SCRIPTS)), _file("page.css"), _environment().get_template("page.html")
-    told = {"f": facts, "words": words, "data": data, "stretches": stretches, "held": memory, "where": where, "made": made}
+    told = {"f": facts, "report": report_lines, "data": data, "stretches": stretches, "held": memory, "where": where, "made": made}
     written = template.render(told, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
     return written.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -62,7 +62,7 @@ def _environment() -> Environment:
     made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
     made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     made.filters |= {
-        "exact": words.exact,
+        "exact": report_lines.exact,
         "bytes": show_bytes,
         "count": show_count,
         "rate": show_rate,

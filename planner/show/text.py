@@ -7,7 +7,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from .facts import Facts
-from .words import Line, Table, answer, asked, basis, gains, lanes, memory, parts, policy, schedules, verdict
+from .report_lines import Line, Table, answer, asked, basis, gains, lanes, memory, parts, policy, schedules, verdict
 
 PIPE_COLUMNS = 120
 OTHERS = """Schedules of other systems under the same semantics and costs; the systems themselves differ in more.

@@ -12,7 +12,7 @@ from penstock.planner.bounds import work as of_blocks
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import Frames
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update

@@ -9,7 +9,7 @@ import pytest
 from penstock.planner.bounds.integer import Program
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.search.choices import Choices
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import Frames
 from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, drawn_policy, family_of
 

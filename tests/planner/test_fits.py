@@ -10,10 +10,10 @@ from penstock.hwprofiles.several import on_network, shared_by
 from penstock.planner.model import config
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, shipped_models
-from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.evaluate import Trial
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import sizes_of
 from penstock.planner.search.search import search
-from penstock.planner.search.trial import Trial
 from penstock.planner.show.fits import families, family_of, fits, fitting_sizes, hosts, lowest, speed_of
 from penstock.runtime.errors import ProfileError, WorkloadError
 from penstock.runtime.plan import Semantics

@@ -18,10 +18,9 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search import search as room
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.branch import Tree
-from penstock.planner.search.estimate import Greedy
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.evaluate import Trial
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import (
     LEAST_LOSS_TILE,
     MORE_PARTS,
@@ -32,9 +31,10 @@ from penstock.planner.search.micro_batch import (
     sizes_of,
 )
 from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from penstock.planner.search.policy_cost import Frames
 from penstock.planner.search.remedy import Request
+from penstock.planner.search.result import Answer
 from penstock.planner.search.search import NEAR_FRACTION, search
-from penstock.planner.search.trial import Trial
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.tiny import tiny_config

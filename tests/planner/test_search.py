@@ -29,9 +29,9 @@ from penstock.planner.predict.resident import shares_memory
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.branch import Tree
 from penstock.planner.search.claim import CUT
-from penstock.planner.search.estimate import Greedy
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.policy_cost import Frames
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, searched
 from penstock.planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
@@ -162,7 +162,7 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
     """Brute force leaves out policies whose own bound is above the best found."""
     with pytest.MonkeyPatch.context() as patched:  # nobody's model has no other micro-batch, which plain training would try
-        patched.setattr("penstock.planner.search.answer.resident_in_parts", all_resident)
+        patched.setattr("penstock.planner.search.result.resident_in_parts", all_resident)
         answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
     bounds_s = {policy: policy_bound(frame(NOBODY, workload, s, policy), cost).seconds for policy in policies}
@@ -282,7 +282,7 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
     whole = search(model, [(s, workload)], machine)
-    monkeypatch.setattr("penstock.planner.search.trial.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("penstock.planner.search.evaluate.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     found = search(model, [(s, workload)], machine)
     assert found.certificate.policy_bound_s <= min(whole.step_s, found.step_s) * (1 + 1e-9)
     assert found.certificate.n_simulated < whole.certificate.n_simulated

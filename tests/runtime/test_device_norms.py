@@ -16,7 +16,7 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import Frames
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import Family, family_of
 from penstock.runtime.cuda.nvrtc import ELEMENT, THREADS

@@ -17,7 +17,7 @@ from penstock.runtime.plan import Plan, Policy, Semantics
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Model, Workload
 
-from .frames import Frames
+from .policy_cost import Frames
 from .space import BASELINES, baseline
 
 MAX_STEPS = 24

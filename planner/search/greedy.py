@@ -14,7 +14,7 @@ from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
-from .frames import Frames
+from .policy_cost import Frames
 from .space import Way, can_spill, disk_layers, eager_is_legal, evenly, fill_device, max_fitting, mixed_options, staying, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
