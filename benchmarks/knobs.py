@@ -68,9 +68,9 @@ def step_s(cell: Cell, knob: str) -> float | None:
     semantics = Semantics(cell.seq_len, cell.n_tokens // cell.seq_len, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     with ExitStack() as stack:
         if knob:
-            fits, is_made = evaluate.Trial.fits, KNOBS[knob]
+            fits, is_made = evaluate.Evaluator.fits, KNOBS[knob]
             stack.enter_context(
-                patch.object(evaluate.Trial, "fits", lambda self, policy: not is_made(policy) and fits(self, policy))
+                patch.object(evaluate.Evaluator, "fits", lambda self, policy: not is_made(policy) and fits(self, policy))
             )
         if knob == "boundary_stride":
             stack.enter_context(patch.object(space, "STRIDES", (1,)))
@@ -107,7 +107,7 @@ def tight() -> Iterator[Cell]:
         semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
         semantics = with_kernels(model, semantics, profile)
         workload = build_workload(model, semantics)
-        lean = list(space.leanest(model, workload, semantics, profile))
+        lean = list(space.smallest_plans(model, workload, semantics, profile))
         for strides in ([1], space.STRIDES):
             needs = [n.host_peak_bytes for plan, n in lean if n.fits and plan.policy.boundary_stride in strides]
             if needs:

@@ -23,15 +23,15 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.faster import Group, faster
 from penstock.planner.predict.memory import Footprint, footprint, frame
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.policy_cost import Frames
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import (
     LEAST_SAVED_SLOTS,
     WAYS,
     eager_is_legal,
     family_of,
-    leanest,
     mixed_options,
+    smallest_plans,
     staying,
     with_ways,
 )
@@ -391,7 +391,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
 
 
 def relaxation_of(of: Cell) -> Relaxation:
-    return Relaxation(Frames(of.model, of.workload, of.semantics, CostModel(of.profile)), of.clipped_fraction)
+    return Relaxation(PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile)), of.clipped_fraction)
 
 
 def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
@@ -427,7 +427,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
 
 
 def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:
-    """A policy that fits, if any of those drawn does, or of the leanest."""
+    """A policy that fits, if any of those drawn does, or of the smallest ones."""
     drawn = (drawn_policy(rng, of) for _ in range(n_tries))
-    lean = (plan.policy for plan, _ in leanest(of.model, of.workload, of.semantics, of.profile))
+    lean = (plan.policy for plan, _ in smallest_plans(of.model, of.workload, of.semantics, of.profile))
     return next((policy for policy in chain(drawn, lean) if of.needs(policy).fits), None)

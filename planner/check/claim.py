@@ -17,7 +17,7 @@ from penstock.planner.lower.arenas import arenas_of
 from penstock.planner.model.config import shipped_model, shipped_models
 from penstock.planner.model.workload import build_workload
 from penstock.planner.search.claim import SAME_FRACTION, Claim
-from penstock.planner.search.evaluate import Trial
+from penstock.planner.search.evaluate import Evaluator
 from penstock.planner.search.micro_batch import sizes_of
 from penstock.planner.search.result import Answer, Bounds, answer_of
 from penstock.planner.search.search import search
@@ -57,13 +57,13 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     """Check the prediction and the bounds of a claim; PlanError if they do not follow from the plan. Return the parts that were not
     verified, with the reason. The bound on all policies is taken from the claim, because it needs a search."""
     proof = claim.certificate
-    trial = Trial(plan.model, plan.workload, plan.semantics, _profile_of(plan), proof.clipped_fraction)
-    trial.adopt(plan)
-    proven = Bounds(policy_bound(plan, trial.cost).seconds, inf, 0, proof.free or (), proof.n_sizes or 1)
+    evaluator = Evaluator(plan.model, plan.workload, plan.semantics, _profile_of(plan), proof.clipped_fraction)
+    evaluator.adopt(plan)
+    proven = Bounds(policy_bound(plan, evaluator.cost).seconds, inf, 0, proof.free or (), proof.n_sizes or 1)
     if proof.n_families:
         n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
         proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
-    return _compare(claim, answer_of(trial, plan, proven, {}), "n_simulated")
+    return _compare(claim, answer_of(evaluator, plan, proven, {}), "n_simulated")
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:

@@ -15,10 +15,10 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
-from .evaluate import Trial
+from .evaluate import Evaluator
 from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
 from .remedy import too_long
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, smallest_plans
 
 CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
 MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans
@@ -67,12 +67,12 @@ class _Node:
 class Tree:
     """Branch-and-bound search over the policies of one workload."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, evaluator: Evaluator) -> None:
         from .relax import Relaxation  # importing scipy is slow, and a fixed policy does not need it
 
-        self.trial = trial
-        self.relaxation = Relaxation(trial.frames, trial.clipped_fraction)
-        self.families = families(trial.semantics, trial.workload)
+        self.evaluator = evaluator
+        self.relaxation = Relaxation(evaluator.costs, evaluator.clipped_fraction)
+        self.families = families(evaluator.semantics, evaluator.workload)
         self.best: Policy | None = None
         self.known_s = inf  # step time of the incumbent with other sizes
         self.n_nodes = 0
@@ -111,9 +111,9 @@ class Tree:
         best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
         first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
         for policy in chain(self._first_suggestions(self.open[:1], first), start):
-            if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
+            if self.best is None or self.evaluator.costs.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
-        return inf if self.best is None else self.trial.step_s(self.best)
+        return inf if self.best is None else self.evaluator.step_s(self.best)
 
     def explore(self, known_s: float = inf) -> None:
         """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
@@ -121,21 +121,21 @@ class Tree:
         for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
             for policy in self._first_suggestions(sorted(self.open)[:FIRST_FAMILIES], [(*pair, slots) for pair in FIRST_BUFFERS]):
                 self._take(policy)
-        self.trial.n_ops = 0  # first policies do not count
+        self.evaluator.n_ops = 0  # first policies do not count
         while self.open:
             node = self.open[0]
-            out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
+            out_of_budget = self.best is not None and self.evaluator.n_ops >= MAX_SEARCHED_OPS
             may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
             if self._close_to_best(node.bound_s) or not may_expand:
                 break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
-        trial = self.trial
-        lean = (plan.policy for plan, needs in leanest(trial.model, trial.workload, trial.semantics, trial.profile) if needs.fits)
-        for policies in (self.too_long, lean):  # used if no other plan fits: suggestions may exceed memory slightly
+        e = self.evaluator
+        smallest = (plan.policy for plan, needs in smallest_plans(e.model, e.workload, e.semantics, e.profile) if needs.fits)
+        for policies in (self.too_long, smallest):  # used if no other plan fits: suggestions may exceed memory slightly
             for policy in policies if self.best is None else ():
-                if not too_long(trial.workload, trial.semantics, policy):
+                if not too_long(e.workload, e.semantics, policy):
                     self._take(policy)
-        if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
+        if self.best is not None and self.evaluator.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
 
@@ -145,7 +145,7 @@ class Tree:
             one = replace(family, largest_group=family.accumulation_group)
             suggested = (policy for buffers in several for policy in self._suggested(one, *buffers))
             for policy in islice(filter(self._may_try, suggested), 1):
-                fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_offloads,))
+                fewer = neighbours(self.evaluator.costs.plan(policy), self.evaluator.profile, (fewer_offloads,))
                 yield from (policy, *filter(self._may_try, (variant for _, variant in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
@@ -157,7 +157,7 @@ class Tree:
     def _close_to_best(self, bound_s: float) -> bool:
         """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
         climbs may improve suggestions of this size."""
-        return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
+        return self.best is not None and self.evaluator.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
         self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, kind: _Kind = _Kind.INTEGER
@@ -168,7 +168,7 @@ class Tree:
     def _expand(self, node: _Node) -> None:
         """Split a family by group size, then by gradient slots, then into policies; simulate a policy."""
         family, n_slots = node.family, node.n_slots
-        if node.policy is not None and self.trial.is_too_long(node.policy):
+        if node.policy is not None and self.evaluator.is_too_long(node.policy):
             heapq.heappush(self.opened, node)
             self.too_long = self.too_long or [node.policy]
         elif node.policy is not None:
@@ -187,9 +187,9 @@ class Tree:
         else:
             heapq.heappush(self.opened, node)
             for policy in self._at_first(family, n_slots):
-                if self.trial.fits(policy):
+                if self.evaluator.fits(policy):
                     is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.save)
-                    bound_s = 0.0 if is_lean else self.trial.frames.bound_s(policy)
+                    bound_s = 0.0 if is_lean else self.evaluator.costs.bound_s(policy)
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
@@ -216,21 +216,21 @@ class Tree:
         relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking, below_s)
         if relaxed is None:
             return
-        lean = family.policy()
-        buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
+        smallest = family.policy()
+        buffers = replace(smallest, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
         distinct: dict[Policy, None] = {}
         for spread in (False, True):
-            suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
+            suggested = filled(buffers, self.evaluator.workload, relaxed.fill, spread)
             if not suggested.offload_blocks:
-                suggested = replace(suggested, saved_slots=lean.saved_slots)
+                suggested = replace(suggested, saved_slots=smallest.saved_slots)
             distinct[suggested] = None
             distinct[replace(suggested, speculate_blocks=())] = None  # speculation may cost more than in the relaxation
         yield from distinct
 
     def _take(self, policy: Policy) -> None:
         if self.best is None:
-            self.trial.step_s(policy)
-        if self.best is None or self.trial.beats(policy, self.best):
+            self.evaluator.step_s(policy)
+        if self.best is None or self.evaluator.beats(policy, self.best):
             self.best = policy
 
     def _climb_all(self) -> None:
@@ -239,52 +239,52 @@ class Tree:
         assert self.best is not None
         self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
         for omission in OMISSIONS:
-            if self._is_climbed_enough() or self.trial.step_s(self.best) > self.known_s:
+            if self._is_climbed_enough() or self.evaluator.step_s(self.best) > self.known_s:
                 return
             if omission.has(self.best):
                 starts = [policy for policy in self._lacking(self.best, omission) if self._may_try(policy)]
                 if starts:
-                    self._take(self._climbed(min(starts, key=self.trial.step_s), MOST_RESTARTED_OPS, omission))
+                    self._take(self._climbed(min(starts, key=self.evaluator.step_s), MOST_RESTARTED_OPS, omission))
         self.best = self._climbed(self.best, MOST_CLIMBED_OPS, fine=True)
 
     def _is_climbed_enough(self) -> bool:
         assert self.best is not None
-        is_near = self.trial.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
-        return is_near or self.trial.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
+        is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
+        return is_near or self.evaluator.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
         """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
-        yield (lean := omission.remove(policy))
-        one = family_of(lean, self.trial.semantics)
-        one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
-        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, lean.saved_slots, omission)
+        yield (smallest := omission.remove(policy))
+        one = family_of(smallest, self.evaluator.semantics)
+        one = replace(one, accumulation_group=smallest.accumulation_group, largest_group=smallest.accumulation_group)
+        yield from self._suggested(one, smallest.prefetch_depth, smallest.gradient_slots, smallest.saved_slots, omission)
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
         """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
-        best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
-        speculates, climbing = self.trial.clipped_fraction is not None, True
+        best, limit = start, min(self.evaluator.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
+        speculates, climbing = self.evaluator.clipped_fraction is not None, True
         tried = [*[self._refilled] * (lacking is None), *[early_updates] * speculates, *MOVES, *[single_blocks] * fine]
-        while climbing and self.trial.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
+        while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            for move, policy in neighbours(self.trial.frames.of(best), self.trial.profile, tried):
-                if self.trial.n_ops >= limit:
+            for move, policy in neighbours(self.evaluator.costs.plan(best), self.evaluator.profile, tried):
+                if self.evaluator.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
-                if self.trial.beats(policy, best, LEAST_GAIN_FRACTION):
+                if self.evaluator.beats(policy, best, LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
                     tried = [move, *(m for m in tried if m is not move)]  # move to front: retry successful moves
                     break
         return best
 
     def _may_try(self, policy: Policy) -> bool:
-        return not self.trial.is_too_long(policy) and self.trial.fits(policy)
+        return not self.evaluator.is_too_long(policy) and self.evaluator.fits(policy)
 
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
         """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
-        saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)
+        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.evaluator.semantics)
+        saved_slots, below_s = best.saved_slots, self.evaluator.step_s(best) * (1 - LEAST_GAIN_FRACTION)
         buffers = [(depth, n_slots + change, saved_slots) for change in REFILLED_STEPS]
         buffers += [(depth + change, n_slots, saved_slots) for change in REFILLED_STEPS]
         buffers += [(depth, n_slots, saved_slots + change) for change in (1, -1) if best.offload_blocks]
@@ -298,7 +298,7 @@ class Tree:
     def _prefetch_less(self) -> None:
         """Choose the fewest weight slots among equally fast plans."""
         assert self.best is not None
-        limit_s, depth = self.trial.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
+        limit_s, depth = self.evaluator.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
         fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)
-        as_fast = (policy for policy in fewer if self.trial.fits(policy) and self.trial.step_s(policy) <= limit_s)
+        as_fast = (policy for policy in fewer if self.evaluator.fits(policy) and self.evaluator.step_s(policy) <= limit_s)
         self.best = next(as_fast, self.best)

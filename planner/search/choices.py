@@ -21,7 +21,7 @@ from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import BlockKind, Saved
 
 from .neighbours import Omission
-from .policy_cost import Frames, Numbers
+from .policy_cost import Numbers, PolicyCost
 from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
@@ -68,16 +68,16 @@ class Choices:
 
     def __init__(
         self,
-        frames: Frames,
-        lean: Policy,
+        costs: PolicyCost,
+        smallest: Policy,
         family: Family,
         prefetch_depth: int | None,
         saved_slots: int | None,
         clipped_fraction: float | None,
     ) -> None:
-        self.frames, self.lean, self.plan, self.group = frames, lean, frames.of(lean), family.groups[-1]
-        self.workload, self.classes = frames.workload, frames.workload.classes
-        self.n_groups = -(-frames.semantics.n_micro_batches // family.accumulation_group)
+        self.costs, self.smallest, self.plan, self.group = costs, smallest, costs.plan(smallest), family.groups[-1]
+        self.workload, self.classes = costs.workload, costs.workload.classes
+        self.n_groups = -(-costs.semantics.n_micro_batches // family.accumulation_group)
         self.layers = [i for i, b in enumerate(self.classes) if self.workload.blocks[b[0]].kind is BlockKind.LAYER]
         p, n_layers, often = Program(), self.workload.n_layers, clipped_fraction
         self.program = p
@@ -98,8 +98,8 @@ class Choices:
         self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
         self.on_disk, self.read_once = dict[int, Choice](), dict[int, Choice]()
         trains_all, deferred = self.workload.trains_all, family.update is Update.DEFERRED
-        may_square = can_square(self.workload, frames.semantics) if self.plan.reduced and trains_all else range(0)
-        self.may_stay = places_to_stay(self.plan, frames.cost.profile) if deferred else []
+        may_square = can_square(self.workload, costs.semantics) if self.plan.reduced and trains_all else range(0)
+        self.may_stay = places_to_stay(self.plan, costs.cost.profile) if deferred else []
         spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
         for i, blocks in enumerate(self.classes):
             b = blocks[0]
@@ -108,9 +108,9 @@ class Choices:
                 for way in ways if b >= self.workload.first_trained else ways[:1]:
                     self.saving[i, way] = self._choice(blocks, _saving(way))
             self.resident[i] = self._choice(blocks, _added("resident_blocks"))
-            if b in disk_layers(frames.semantics, self.workload, frames.profile):
+            if b in disk_layers(costs.semantics, self.workload, costs.profile):
                 self.on_disk[i] = self._choice(blocks, _added("disk_blocks"))
-                if frames.of(_read_once(lean, (b,))).stays_loaded(b):
+                if costs.plan(_read_once(smallest, (b,))).stays_loaded(b):
                     self.read_once[i] = self._choice(blocks, _read_once)
             if can := [b for b in blocks if b in spills]:
                 self.spilled[i] = self._choice(can, _added("spill_blocks"))
@@ -148,7 +148,7 @@ class Choices:
         """Add the constraints between choices. `lacking`: a kind of choice that is disabled."""
         p, n_layers = self.program, self.workload.n_layers
         for choice in self.all():
-            if lacking is not None and lacking.has(choice.treated(self.lean, choice.blocks[:1])):
+            if lacking is not None and lacking.has(choice.treated(self.smallest, choice.blocks[:1])):
                 p.high[choice.count] = 0.0
         for choice in self.all():
             p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)
@@ -164,7 +164,7 @@ class Choices:
         p.at_most({self.early: 1.0, **dict.fromkeys(spilled, -float(self.group))}, 0.0)
         p.at_most({self.early_saved: 1.0, **{choice.count: -float(self.group) for choice in chain(*self.leaving.values())}}, 0.0)
         extra_slots = dict.fromkeys(self.more_slots.values(), -1.0)
-        p.at_most({self.early_saved: 1.0, **extra_slots}, float(len(LEAVE) * self.lean.saved_slots))
+        p.at_most({self.early_saved: 1.0, **extra_slots}, float(len(LEAVE) * self.smallest.saved_slots))
         for saved, leaving in self.leaving.items():  # no extra slots for a tier that is not used
             limit = -float(n_layers * self.group)
             p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], limit)}, 0.0)
@@ -190,7 +190,7 @@ class Choices:
 
     def within_memory(self) -> None:
         """Add one memory constraint for the device and one for the host, in shares of capacity."""
-        p, blocks, needs = self.program, self.workload.blocks, self.frames.needs(self.lean)
+        p, blocks, needs = self.program, self.workload.blocks, self.costs.needs(self.smallest)
         capacities = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
         rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
 
@@ -219,9 +219,9 @@ class Choices:
             if group is self.read and group:
                 largest(on_host, place=1)
             for number in [self.more_slots[saved] for saved, leaving in self.leaving.items() if leaving is group and slots]:
-                add(number, (min(n_bytes for _, n_bytes in slots) / self.lean.saved_slots, 0.0))
-        staying_one = [(choice.used, choice.treated(self.lean, choice.blocks[:1])) for choice in self.staying.values()]
-        transients = [(used, float(self.frames.of(policy).other_transient_bytes)) for used, policy in staying_one]
+                add(number, (min(n_bytes for _, n_bytes in slots) / self.smallest.saved_slots, 0.0))
+        staying_one = [(choice.used, choice.treated(self.smallest, choice.blocks[:1])) for choice in self.staying.values()]
+        transients = [(used, float(self.costs.plan(policy).other_transient_bytes)) for used, policy in staying_one]
         for (i, way), choice in self.saving.items():
             again = blocks[self.classes[i][0]].recompute(way.saved)
             assert again is not None, "a way is one that the block has"
@@ -230,32 +230,32 @@ class Choices:
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
         for row, n_bytes, of_slot, capacity in zip(rows, lean_bytes, per_slot, capacities, strict=True):
-            p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / capacity + SLACK)
+            p.at_most(row, 1 - (n_bytes - of_slot * self.smallest.prefetch_depth) / capacity + SLACK)
 
     def _bytes(self) -> list[list[list[int]]]:
         """Result of `_asked_bytes`, interpolated: memory is affine in the group size if the step has several groups."""
-        lean, known, n = replace(self.lean, gradient_slots=1), self.frames.asked_bytes, self.lean.accumulation_group
+        smallest, known, n = replace(self.smallest, gradient_slots=1), self.costs.asked_bytes, self.smallest.accumulation_group
         sizes = (n,) if n < 3 or self.plan.reduced else (1, 2)
-        of_sizes = [replace(lean, accumulation_group=size) for size in sizes]
+        of_sizes = [replace(smallest, accumulation_group=size) for size in sizes]
         for policy in of_sizes:
             if policy not in known:
                 known[policy] = self._asked_bytes(policy)
         first, last = known[of_sizes[0]], known[of_sizes[-1]]
         return [(a + (n - sizes[0]) * (b - a)).tolist() for a, b in zip(first, last, strict=True)]
 
-    def _asked_bytes(self, lean: Policy) -> list[Numbers]:
+    def _asked_bytes(self, smallest: Policy) -> list[Numbers]:
         """(device, host) bytes of the smallest policy, of one more weight slot, and of squares on the device. Then, per group of
         choices that share slots, two rows per choice: bytes of one more block, and of the first block."""
 
         def difference(policy: Policy, than: Policy) -> list[int]:
-            return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
+            return [b - a for a, b in zip(self.costs.peaks(than), self.costs.peaks(policy), strict=True)]
 
-        per_slot = difference(replace(lean, prefetch_depth=lean.prefetch_depth + 1), lean)
-        result = [[[*self.frames.peaks(lean)], per_slot, difference(_squared(lean, ()), lean)]]
+        per_slot = difference(replace(smallest, prefetch_depth=smallest.prefetch_depth + 1), smallest)
+        result = [[[*self.costs.peaks(smallest)], per_slot, difference(_squared(smallest, ()), smallest)]]
         for group in self.sharing:
             of_group = list[list[int]]()
             for choice in group:
-                instead, first = choice.instead(lean, choice.blocks[:1]), choice.blocks[:1]
+                instead, first = choice.instead(smallest, choice.blocks[:1]), choice.blocks[:1]
                 one = choice.treated(instead, first)
                 base, then = one, choice.blocks[1:2]  # slots exist already, so one more block needs none
                 if not then:
@@ -270,7 +270,7 @@ class Choices:
         """Yield (variable, bytes) of gradient slots for each class of layers or vocabulary blocks with state on the host."""
         p, n_slots = self.program, self.plan.policy.gradient_slots if of_layers else 1
         for i, blocks in enumerate(self.classes):
-            if (i in self.layers) is of_layers and blocks[0] not in self.lean.device_blocks:
+            if (i in self.layers) is of_layers and blocks[0] not in self.smallest.device_blocks:
                 leaves = p.variable(0, 1)
                 stay = {self.staying[i].count: -1.0} if i in self.staying else {}
                 p.at_most({leaves: -float(len(blocks)), **stay}, -float(len(blocks)))

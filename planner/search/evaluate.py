@@ -17,7 +17,7 @@ from penstock.runtime.plan import Plan, Policy, Semantics
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Model, Workload
 
-from .policy_cost import Frames
+from .policy_cost import PolicyCost
 from .space import BASELINES, baseline
 
 MAX_STEPS = 24
@@ -38,7 +38,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Trial:
+class Evaluator:
     """Lowers and simulates the policies of one workload."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Trial:
         self.model, self.workload, self.semantics, self.profile = model, workload, semantics, profile
         self.clipped_fraction = clipped_fraction  # share of steps; None: unknown, no speculative updates
         self.cost, self.clipped_cost, self.region = CostModel(profile), CostModel(profile, clipped=True), region_of(profile)
-        self.frames = Frames(model, workload, semantics, self.cost)
+        self.costs = PolicyCost(model, workload, semantics, self.cost)
         self.tried: dict[Policy, Prediction] = {}  # without timelines
         # Step time if speculative updates are repeated
         self.clipped_step_s = cache(lambda policy: self._simulated(policy, self.clipped_cost).step_s)
@@ -75,17 +75,17 @@ class Trial:
         """Simulate a policy. Policies that differ only in activations saved on the device share an op table."""
         key = _ordered(policy)
         if key not in self._laid_out:
-            ops = outline(self.frames.of(policy))
+            ops = outline(self.costs.plan(policy))
             while len(self._laid_out) > MOST_KEPT_OPS // len(ops.kinds):
                 del self._laid_out[next(iter(self._laid_out))]
             self._laid_out[key] = Simulator(ops)
         simulator = self._laid_out[key]
-        return simulator.run(cost.demands_of(self.frames.of(policy), simulator.ops), self.region, MAX_STEPS)
+        return simulator.run(cost.demands_of(self.costs.plan(policy), simulator.ops), self.region, MAX_STEPS)
 
     def forget(self) -> None:
         """Free op tables and plans, when the search moves on to another size."""
         self._laid_out.clear()
-        self.frames.forget()
+        self.costs.forget()
 
     def is_too_long(self, policy: Policy) -> bool:
         """True if the plan has too many ops to simulate, because its groups are too large to be repeated."""
@@ -94,20 +94,20 @@ class Trial:
 
     def fits(self, policy: Policy) -> bool:
         """True if the policy fits in memory and its group has the minimum size for several ranks."""
-        return policy.accumulation_group >= self.semantics.least_group and self.frames.needs(policy).fits
+        return policy.accumulation_group >= self.semantics.least_group and self.costs.needs(policy).fits
 
     def beats(self, policy: Policy, rival: Policy, by_fraction: float = 0.0) -> bool:
         """True if the policy's step is shorter than the other's by more than `by_fraction`. Its bound is checked first, because
         lowering takes 7 to 20 times as long."""
         limit_s = self.step_s(rival) * (1 - by_fraction)
-        return (policy in self.tried or self.frames.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
+        return (policy in self.tried or self.costs.bound_s(policy) < limit_s) and self.step_s(policy) < limit_s
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Step time of other systems' schedules, or the reason why they do not fit."""
         result: dict[str, dict[str, Any]] = {}
         for name in BASELINES:
             policy = baseline(name, self.semantics, self.workload)
-            needs = self.frames.needs(policy)
+            needs = self.costs.needs(policy)
             result[name] = {"step_s": self.step_s(policy)} if needs.fits else {"does_not_fit": short_of(needs)}
         return result
 

@@ -14,7 +14,7 @@ from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
 from penstock.runtime.plan.footprint import device_needs
 from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
 
-from .policy_cost import Frames
+from .policy_cost import PolicyCost
 from .space import Way, can_spill, disk_layers, eager_is_legal, evenly, fill_device, max_fitting, mixed_options, staying, with_ways
 
 BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
@@ -36,9 +36,9 @@ class _Upgrade:
 class Greedy:
     """Greedy policies of one workload."""
 
-    def __init__(self, frames: Frames) -> None:
-        self.frames, self.workload, self.semantics, self.profile = frames, frames.workload, frames.semantics, frames.profile
-        self.cost = frames.cost
+    def __init__(self, costs: PolicyCost) -> None:
+        self.costs, self.workload, self.semantics, self.profile = costs, costs.workload, costs.semantics, costs.profile
+        self.cost = costs.cost
 
     def policies(self) -> list[Policy]:
         """Return the greedy policies that fit."""
@@ -65,7 +65,7 @@ class Greedy:
             if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
                 result[one_by_one] = None
         # State of the first blocks on the device, as many as fit next to the smallest policy
-        one_group = self.frames.of(Policy(accumulation_group=n, update=Update.DEFERRED))
+        one_group = self.costs.plan(Policy(accumulation_group=n, update=Update.DEFERRED))
         stay = fill_device(one_group, self.profile)[0].policy.device_blocks
         if stay and (with_state := self._filled(n, spills=False, stay=stay)[0]) is not None:
             result[with_state] = None
@@ -77,7 +77,7 @@ class Greedy:
         block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
         if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
             return {}
-        plan = self.frames.of(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
+        plan = self.costs.plan(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
         offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s
         share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
         return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
@@ -104,36 +104,36 @@ class Greedy:
         of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
         leans = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
-        lean = next((lean for lean in leans if self.frames.needs(lean).fits), None)
-        if lean is None:
+        smallest = next((smallest for smallest in leans if self.costs.needs(smallest).fits), None)
+        if smallest is None:
             return None, False
-        blocks.sort(key=lambda b: b not in lean.disk_blocks)  # disk blocks first: resident ones are read only once
-        blocks = [b for b in blocks if b not in lean.disk_blocks or mixed]
-        framed = self.frames.of(lean)
-        of_others = (upgrade for upgrade in self._upgrades(lean) if upgrade.block not in away)
+        blocks.sort(key=lambda b: b not in smallest.disk_blocks)  # disk blocks first: resident ones are read only once
+        blocks = [b for b in blocks if b not in smallest.disk_blocks or mixed]
+        framed = self.costs.plan(smallest)
+        of_others = (upgrade for upgrade in self._upgrades(smallest) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
-        n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(lean, upgrades, blocks, n)))
-        return _upgraded(lean, upgrades, blocks, n), n >= len(upgrades)
+        n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(smallest, upgrades, blocks, n)))
+        return _upgraded(smallest, upgrades, blocks, n), n >= len(upgrades)
 
     def _with_disk(self, policy: Policy) -> Policy:
         """Place the fewest layers on the disk that make the host memory sufficient; unchanged without a disk."""
-        may_read, needs = disk_layers(self.semantics, self.workload, self.profile), self.frames.needs
+        may_read, needs = disk_layers(self.semantics, self.workload, self.profile), self.costs.needs
         if not may_read or not needs(policy).short_host_bytes:
             return policy
         several = range(1, len(may_read))
         n = 1 + bisect_left(several, True, key=lambda n: not needs(_on_disk(policy, may_read, n)).short_host_bytes)
         return _on_disk(policy, may_read, n)
 
-    def _fits(self, lean: Setup, policy: Policy) -> bool:
-        """True if the device has memory for the saved activations and resident weights of `policy`, given that `lean` fits."""
+    def _fits(self, smallest: Setup, policy: Policy) -> bool:
+        """True if the device has memory for the saved activations and resident weights of `policy`, given that `smallest` fits."""
         device = self.profile.device
-        plan = replace(lean, policy=policy)
+        plan = replace(smallest, policy=policy)
         needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
         resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in policy.resident_blocks)
         return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
 
-    def _upgrades(self, lean: Policy) -> Iterator[_Upgrade]:
+    def _upgrades(self, smallest: Policy) -> Iterator[_Upgrade]:
         """Yield upgrades of each layer, with decreasing gain per byte."""
         for blocks in self.workload.classes:
             block = self.workload.blocks[blocks[0]]
@@ -142,7 +142,7 @@ class Greedy:
             ways: list[tuple[float, float, Saved]] = []  # bytes saved per micro-batch, seconds of recompute, tier
             for saved in Saved:
                 again = block.recompute(saved)
-                if again is not None and not (saved is Saved.ALL and lean.spill_blocks):  # Saved.ALL includes the input
+                if again is not None and not (saved is Saved.ALL and smallest.spill_blocks):  # Saved.ALL includes the input
                     ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
             for per_byte, tier in _hull(ways):
                 yield from (_Upgrade(per_byte, b, tier) for b in blocks)
@@ -159,11 +159,11 @@ def halves(n: int) -> Iterator[int]:
         n //= 2
 
 
-def _upgraded(lean: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
+def _upgraded(smallest: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
     """Apply the first n upgrades. If n exceeds their number, make the weights of the first blocks resident."""
     saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # the last upgrade of a layer wins
     resident = tuple(sorted(blocks[: max(0, n - len(upgrades))]))
-    return replace(with_ways(lean, {b: Way(tier) for b, tier in saved.items()}), resident_blocks=resident)
+    return replace(with_ways(smallest, {b: Way(tier) for b, tier in saved.items()}), resident_blocks=resident)
 
 
 def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:

@@ -13,7 +13,7 @@ from penstock.runtime.plan.workload import Model, Workload
 from penstock.runtime.units import GB
 
 from .claim import CUT
-from .space import families, leanest
+from .space import families, smallest_plans
 
 LEAST_FRACTION = 0.6  # of device memory; if one sequence needs more, tiles are used
 MUCH_FRACTION = 0.02  # of device memory: logits above it justify a smaller tile
@@ -70,14 +70,14 @@ def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: f
             break
         usual = replace(semantics, micro_batch=n)
         for sized, workload in _by_loss_tiles(model, usual, profile, free):
-            lean = Policy(accumulation_group=sized.least_group, spill_blocks=tuple(range(workload.n_layers)))
-            if _device_bytes(model, sized, workload, lean, profile) <= memory_bytes:
+            smallest = Policy(accumulation_group=sized.least_group, spill_blocks=tuple(range(workload.n_layers)))
+            if _device_bytes(model, sized, workload, smallest, profile) <= memory_bytes:
                 sizes[sized] = workload
         if usual not in sizes:
             too_large = usual
     least, workload = usual, build_workload(model, usual)
-    lean = Policy(accumulation_group=least.least_group)
-    leaves_room = _device_bytes(model, least, workload, lean, profile) <= LEAST_FRACTION * memory_bytes
+    smallest = Policy(accumulation_group=least.least_group)
+    leaves_room = _device_bytes(model, least, workload, smallest, profile) <= LEAST_FRACTION * memory_bytes
     tiled = [_in_tiles(model, sized, profile, free) for sized in (too_large, None if leaves_room else least) if sized is not None]
     sizes |= {sized: workload for sized, workload in tiled if sized not in sizes}
     return sorted(sizes.items(), key=lambda size: -size[0].micro_batch)
@@ -116,9 +116,9 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
 def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Size:
     """The largest tiles for this micro-batch that leave enough memory, otherwise those that need the least."""
     memory_bytes, by_tiles = profile.device.memory_bytes.value, [*_by_tiles(model, semantics, free)]
-    lean = Policy(accumulation_group=semantics.least_group)
-    spilled = replace(lean, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
-    for policy, fraction in ((lean, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+    smallest = Policy(accumulation_group=semantics.least_group)
+    spilled = replace(smallest, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
+    for policy, fraction in ((smallest, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
         for size in by_tiles:
             if _device_bytes(model, *size, policy, profile) <= fraction * memory_bytes:
                 return size
@@ -156,15 +156,14 @@ def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[s
     if CUT not in free or (pool := profile.device.pool_bytes) is None:
         return
     sized, workload = sizes_of(model, semantics, profile, free)[-1]
-    lean = (frame(model, workload, sized, family.policy()) for family in families(sized, workload))
-    least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in lean)
+    smallest = (frame(model, workload, sized, family.policy()) for family in families(sized, workload))
+    least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in smallest)
     for fraction in HOST_FRACTIONS:
         host_bytes = -(-int(fraction * least_bytes) // GB) * GB
         if 0 < host_bytes < pool.value:
             cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, by="the plan")
-            if any(
-                needs.fits for size in sizes_of(model, semantics, cut, free) for _, needs in leanest(model, size[1], size[0], cut)
-            ):
+            sizes = sizes_of(model, semantics, cut, free)
+            if any(needs.fits for sized, workload in sizes for _, needs in smallest_plans(model, workload, sized, cut)):
                 yield cut
 
 
@@ -178,11 +177,11 @@ def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[
         host = profile.host.model_copy(update={"memory_bytes": pool})
         return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
 
-    lean = _leanest(model, semantics, having(pool.value), free)
-    return having(pool.value - min(needs.host_peak_bytes for needs in lean))
+    smallest = _leanest(model, semantics, having(pool.value), free)
+    return having(pool.value - min(needs.host_peak_bytes for needs in smallest))
 
 
 def _leanest(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
     """Yield the memory needs of the smallest policies, for each size."""
     for sized, workload in sizes_of(model, semantics, profile, free):
-        yield from (needs for _, needs in leanest(model, workload, sized, profile))
+        yield from (needs for _, needs in smallest_plans(model, workload, sized, profile))

@@ -133,9 +133,9 @@ def _moved(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
                     continue
                 moved = evenly(blocks, n or -(-len(blocks) // 2))
                 yield _saving(policy, moved, new)
-                lean = [b for b in of_way.get(Way(Saved.INPUT), []) if old.saved is not Saved.INPUT]
-                if len(lean) >= len(moved):
-                    yield _saving(policy, [*moved, *evenly(lean, len(moved))], new)
+                smallest = [b for b in of_way.get(Way(Saved.INPUT), []) if old.saved is not Saved.INPUT]
+                if len(smallest) >= len(moved):
+                    yield _saving(policy, [*moved, *evenly(smallest, len(moved))], new)
 
 
 def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:

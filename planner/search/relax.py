@@ -21,7 +21,7 @@ from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
 from .choices import Choices
 from .neighbours import Omission
-from .policy_cost import Frames
+from .policy_cost import PolicyCost
 from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
@@ -45,10 +45,10 @@ class Relaxation:
     The largest usual prefetch depth and number of gradient slots also represent all larger values.
     """
 
-    def __init__(self, frames: Frames, clipped_fraction: float | None) -> None:
+    def __init__(self, costs: PolicyCost, clipped_fraction: float | None) -> None:
         self.clipped_fraction = clipped_fraction
-        self._frames = frames
-        self._clipped_works = WorkCache(CostModel(frames.profile, clipped=True))
+        self._costs = costs
+        self._clipped_works = WorkCache(CostModel(costs.profile, clipped=True))
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
         self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
@@ -80,14 +80,14 @@ class Relaxation:
         """Lower bound from work that every member has, cheaper and weaker than a program. If layers share boundaries, they save
         nothing else, so compute is equal except for unpacking, of which resident layers have the least. If the host sums
         micro-batches, no choice reduces the work on gradients."""
-        lean = family.policy()
-        plan, facets = self._frames.bare(lean), self._facets_of(lean)
-        staying = self._frames.bare(replace(lean, resident_blocks=tuple(range(len(plan.workload.blocks)))))
-        computing_s = busy_s(staying, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
+        smallest = family.policy()
+        plan, facets = self._costs.bare_plan(smallest), self._facets_of(smallest)
+        staying = self._costs.bare_plan(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
+        computing_s = busy_s(staying, self._costs.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
         groups, equal_blocks = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
-        arriving = [len(blocks) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, blocks in equal_blocks]
+        arriving = [len(blocks) * self._of_block(smallest, b, groups, facets, False)["arriving"] for b, blocks in equal_blocks]
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
@@ -106,16 +106,16 @@ class Relaxation:
         lacking: Omission | None,
     ) -> tuple[Choices, float]:
         """Build the program. Return its choices and the seconds of its time unit."""
-        lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
-        choices = Choices(self._frames, lean, family, prefetch_depth, saved_slots, self.clipped_fraction)
-        facets, groups = self._facets_of(lean), Groups.from_plan(choices.plan, family.groups)
+        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
+        choices = Choices(self._costs, smallest, family, prefetch_depth, saved_slots, self.clipped_fraction)
+        facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
-        of_family = self._frames.of_family
+        of_family = self._costs.family_work
         if family not in of_family:  # consecutive calls usually differ in buffers only
             of_family.clear()
-            of_family[family] = [self._work(lean, choices, groups, width, step == choices.clipped_step) for step in steps]
+            of_family[family] = [self._work(smallest, choices, groups, width, step == choices.clipped_step) for step in steps]
         works = of_family[family]
         rows = Rows(choices.program, width, max(float(works[0]["total"][:, 0].sum()), 1e-12))
         for step, work in zip(steps, works, strict=True):
@@ -125,42 +125,42 @@ class Relaxation:
         choices.within_memory()
         return choices, rows.scale
 
-    def _facets_of(self, lean: Policy) -> Facets:
+    def _facets_of(self, smallest: Policy) -> Facets:
         """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
-        plan = self._frames.of(lean)
-        key = (plan.reduced, lean.device_blocks)
+        plan = self._costs.plan(smallest)
+        key = (plan.reduced, smallest.device_blocks)
         if key not in self._facets:
-            self._facets[key] = self._frames.works.facets((plan, *self._variants(plan)))
+            self._facets[key] = self._costs.works.facets((plan, *self._variants(plan)))
         return self._facets[key]
 
     def _variants(self, plan: Setup) -> Iterator[Setup]:
         """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
-        plan_of, lean = self._frames.of, replace(plan.policy, boundary_stride=1)
+        plan_of, smallest = self._costs.plan, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
-            yield plan_of(replace(lean, spill_blocks=can_spill(plan.workload)))
-            yield plan_of(replace(lean, boundary_stride=2))
+            yield plan_of(replace(smallest, spill_blocks=can_spill(plan.workload)))
+            yield plan_of(replace(smallest, boundary_stride=2))
         if plan.reduced and plan.workload.trains_all:
-            yield plan_of(replace(lean, square_on_device=True))
-            yield plan_of(staying(lean, places_to_stay(plan, self._frames.profile)))
-        if blocks := disk_layers(plan.semantics, plan.workload, self._frames.profile):
-            yield plan_of(replace(lean, disk_blocks=blocks))
-        of_cpu = self._frames.profile.device.kind == "cpu"
+            yield plan_of(replace(smallest, square_on_device=True))
+            yield plan_of(staying(smallest, places_to_stay(plan, self._costs.profile)))
+        if blocks := disk_layers(plan.semantics, plan.workload, self._costs.profile):
+            yield plan_of(replace(smallest, disk_blocks=blocks))
+        of_cpu = self._costs.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
                 if way.away or of_cpu:
-                    yield plan_of(with_ways(lean, {b: way}))
+                    yield plan_of(with_ways(smallest, {b: way}))
 
-    def _work(self, lean: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
+    def _work(self, smallest: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
         """Work of the family: that of the smallest policy, plus the difference of each choice as a coefficient of its count."""
-        facets = self._facets_of(lean)
+        facets = self._facets_of(smallest)
         total = Work(len(facets.keys), width)
         for first, blocks in choices.plan.blocks_alike.items():
-            total.add(self._of_block(lean, first, groups, facets, clipped), len(blocks))
+            total.add(self._of_block(smallest, first, groups, facets, clipped), len(blocks))
         for choice in choices.all():
             b = choice.blocks[0]
-            treated = self._of_block(choice.treated(lean, (b,)), b, groups, facets, clipped)
+            treated = self._of_block(choice.treated(smallest, (b,)), b, groups, facets, clipped)
             total.add(treated, 1, 1 + choice.count)
-            total.add(self._of_block(choice.instead(lean, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
+            total.add(self._of_block(choice.instead(smallest, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
         # Saved loads, and the layer that is still unpacked, count at the largest cost, so that the bound holds.
         total["total"][:, 1 + choices.spared] -= total.largest["load"] + total.largest["gather"]
         total["total"][:, 1 + choices.spared_reads] -= total.largest["read"]
@@ -168,14 +168,14 @@ class Relaxation:
         return total
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
-        works = self._clipped_works if clipped else self._frames.works
-        return works.of_block(self._frames.bare(policy), facets, block, groups)
+        works = self._clipped_works if clipped else self._costs.works
+        return works.of_block(self._costs.bare_plan(policy), facets, block, groups)
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
     ) -> Subject:
-        plan, lean = choices.plan, choices.lean
-        n_slots = plan.workload.n_layers * self._frames.semantics.n_micro_batches  # one slot per gradient
+        plan, smallest = choices.plan, choices.smallest
+        n_slots = plan.workload.n_layers * self._costs.semantics.n_micro_batches  # one slot per gradient
         if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
@@ -189,14 +189,14 @@ class Relaxation:
         }
         n_saved = {saved: rows.variable(number) for saved, number in choices.more_slots.items()}
         for n in n_saved.values():
-            n[0] = lean.saved_slots
+            n[0] = smallest.saved_slots
         # Early updates, and updates on the device, count as if all preceded the block
         sooner = work.scalars["update"] - work.scalars["forwards"]
-        facets, one_block = self._facets_of(lean), list[Array]()
-        of_class = [(blocks, self._of_block(lean, blocks[0], groups, facets, False)) for blocks in choices.classes]
+        facets, one_block = self._facets_of(smallest), list[Array]()
+        of_class = [(blocks, self._of_block(smallest, blocks[0], groups, facets, False)) for blocks in choices.classes]
         of_block = {b: work for blocks, work in of_class for b in blocks}
         if family.update is Update.DEFERRED:
-            for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
+            for seconds in until_each_block_s(plan, self._costs.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())
                 one_block[-1][0] = seconds
         passing = n_passing(family.groups[-1], n_saved)

@@ -19,10 +19,10 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
 from penstock.runtime.units import GB
 
-from .evaluate import Trial
+from .evaluate import Evaluator
 from .greedy import Greedy
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
-from .space import leanest, policy_of
+from .space import policy_of, smallest_plans
 
 # Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
@@ -76,12 +76,12 @@ class Request:
     def tokens_per_s(self) -> float:
         """Estimate the speed: from the fixed policy, or from a greedy or smallest one, which a search may improve."""
         workload = build_workload(self.model, self.semantics)
-        trial = Trial(self.model, workload, self.semantics, self.profile, None)
+        evaluator = Evaluator(self.model, workload, self.semantics, self.profile, None)
         if (fixed := policy_of(self.fixed, self.semantics, workload)) is not None:
-            return self.semantics.tokens_per_step / trial.step_s(fixed)
-        lean = (plan.policy for plan, needs in leanest(self.model, workload, self.semantics, self.profile) if needs.fits)
-        policies = Greedy(trial.frames).policies() or list(lean)
-        return self.semantics.tokens_per_step / trial.step_s(min(policies, key=trial.frames.bound_s))
+            return self.semantics.tokens_per_step / evaluator.step_s(fixed)
+        smallest = (plan.policy for plan, needs in smallest_plans(self.model, workload, self.semantics, self.profile) if needs.fits)
+        policies = Greedy(evaluator.costs).policies() or list(smallest)
+        return self.semantics.tokens_per_step / evaluator.step_s(min(policies, key=evaluator.costs.bound_s))
 
     def needs(self) -> Iterator[Footprint]:
         """Yield the memory needs of the fixed policy, or of each smallest one; nothing if it is illegal or its plan too long."""
@@ -90,7 +90,7 @@ class Request:
         if too_long(workload, self.semantics, fixed):
             return
         if fixed is None:
-            yield from (needs for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+            yield from (needs for _, needs in smallest_plans(self.model, workload, self.semantics, self.profile))
             return
         try:
             refuse_illegal(workload, self.semantics, fixed)

@@ -16,7 +16,7 @@ from penstock.runtime.plan.region import Resource
 from penstock.runtime.plan.workload import Block
 
 from .claim import Certificate, Claim, Predicted, arithmetic
-from .evaluate import MAX_STEPS, Trial
+from .evaluate import MAX_STEPS, Evaluator
 
 ROUNDING = 1 - 1e-9  # tolerance for sums of floats
 BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the step is the bottleneck
@@ -74,16 +74,16 @@ class Bounds:
     n_sizes: int = 1
 
 
-def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> Answer:
+def answer_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> Answer:
     """Build prediction and certificate of a simulated policy. `known`: results of other systems' schedules."""
-    best, step_s, profile = plan.policy, trial.step_s(plan.policy), trial.profile
-    prediction = simulate(plan, trial.cost.demands(plan), trial.region, MAX_STEPS)
-    machine, plan_bound = machine_bound(plan, trial.cost), policy_bound(plan, trial.cost)
+    best, step_s, profile = plan.policy, evaluator.step_s(plan.policy), evaluator.profile
+    prediction = simulate(plan, evaluator.cost.demands(plan), evaluator.region, MAX_STEPS)
+    machine, plan_bound = machine_bound(plan, evaluator.cost), policy_bound(plan, evaluator.cost)
     # Steps without a period are the mean of the last ones, which may start at any phase.
     assert not prediction.periodic or prediction.step_s >= plan_bound.seconds * ROUNDING, f"{best} is below its bound, {plan_bound}"
     size_bound_s = max(min(step_s, proven.size_s), machine.seconds)
     policy_bound_s = min(size_bound_s, proven.others_s)
-    binding = binding_of(plan, prediction, trial.cost) or plan_bound.binding
+    binding = binding_of(plan, prediction, evaluator.cost) or plan_bound.binding
     spread, needs = interval(plan, profile), footprint(plan, profile)
     predicted = Predicted(
         step_s=step_s,
@@ -96,8 +96,8 @@ def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[st
         busy_s=prediction.busy_s(plan),
     )
     certificate = Certificate(
-        policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, proven.n_families, len(trial.tried),
-        trial.clipped_fraction, spread.n_draws, spread.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
+        policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, proven.n_families, len(evaluator.tried),
+        evaluator.clipped_fraction, spread.n_draws, spread.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
     )  # fmt: skip
     return Answer(
         plan,
@@ -105,10 +105,10 @@ def answer_of(trial: Trial, plan: Plan, proven: Bounds, known: dict[str, dict[st
         Claim(predicted, certificate),
         needs,
         known,
-        tuple(sorted(trial.cost.outside)),
-        trial.next_best(best),
-        trial.clipped_step_s(best) if plan.policy.speculate_blocks else None,
-        resident_in_parts(plan, trial.cost),
+        tuple(sorted(evaluator.cost.outside)),
+        evaluator.next_best(best),
+        evaluator.clipped_step_s(best) if plan.policy.speculate_blocks else None,
+        resident_in_parts(plan, evaluator.cost),
     )
 
 

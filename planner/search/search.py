@@ -18,12 +18,12 @@ from penstock.runtime.plan.workload import Model
 
 from .branch import CLOSE_FRACTION, Tree
 from .claim import CUT
-from .evaluate import Trial, without_collection
+from .evaluate import Evaluator, without_collection
 from .greedy import Greedy
 from .micro_batch import Size, cuts, sizes_of, uncut
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
 from .result import ROUNDING, Answer, Bounds, answer_of
-from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
+from .space import BASELINES, baseline, eager_is_legal, family_of, policy_of, smallest_plans
 
 STARTS = 3  # number of greedy starting policies, by lowest bound
 MOST_SEARCHED = 2  # number of sizes to search in addition to the one with the lowest bound; others only if none of these fits
@@ -69,12 +69,12 @@ def search(
     n_ops = [most_ops(workload, sized, policy_of(fixed, sized, workload)) for sized, workload in sizes]
     if min(n_ops) > MAX_PLAN_OPS:
         raise TooLongError(sizes[n_ops.index(min(n_ops))][0], min(n_ops))
-    trials = [Trial(model, workload, sized, profile, _clipped(sized, clipped_fraction)) for sized, workload in sizes]
+    evaluators = [Evaluator(model, workload, sized, profile, _clipped(sized, clipped_fraction)) for sized, workload in sizes]
     if fixed is not None:
-        return _fixed_policy(trials, fixed, free)
-    for trial in trials:
-        refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
-    state = _Sizes(trials)
+        return _fixed_policy(evaluators, fixed, free)
+    for evaluator in evaluators:
+        refuse_illegal(evaluator.workload, evaluator.semantics, Policy(accumulation_group=evaluator.semantics.least_group))
+    state = _Sizes(evaluators)
     state.bound()
     state.explore()
     if not state.searched_s:
@@ -85,18 +85,18 @@ def search(
     assert tree.best is not None, "it was found"
     _assert_bounded(tree, tree.best)
     if CUT in free:
-        others_s = min(others_s, _of_any_cut_s(trials[chosen], free))
+        others_s = min(others_s, _of_any_cut_s(evaluators[chosen], free))
     proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
-    return answer_of(trials[chosen], trials[chosen].plan(tree.best), proven, trials[chosen].baselines())
+    return answer_of(evaluators[chosen], evaluators[chosen].plan(tree.best), proven, evaluators[chosen].baselines())
 
 
 class _Sizes:
     """State of a search, by index of the size."""
 
-    def __init__(self, trials: Sequence[Trial]) -> None:
-        self.trials = trials
-        self.machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
-        self.bounds_s = dict.fromkeys(range(len(trials)), inf)
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        self.evaluators = evaluators
+        self.machine_s = [machine_bound(evaluator.costs.plan(Policy()), evaluator.cost).seconds for evaluator in evaluators]
+        self.bounds_s = dict.fromkeys(range(len(evaluators)), inf)
         self.trees: dict[int, Tree] = {}
         self.first_s: dict[int, float] = {}  # step times of the first policies
         self.searched_s: dict[int, float] = {}  # step times of searched sizes
@@ -112,11 +112,11 @@ class _Sizes:
                 self.bounds_s[i] = bound_s
             elif n_relaxed < 2:
                 if i not in self.trees:
-                    self.trees[i] = Tree(self.trials[i])
+                    self.trees[i] = Tree(self.evaluators[i])
                 heapq.heappush(ready, (max(bound_s, self.trees[i].relax()), n_relaxed + 1, i))
             elif bound_s < inf:
-                self.bounds_s[i], self.first_s[i] = bound_s, self.trees[i].try_first(_starts(self.trials[i]), best_s)
-            self.trials[i].forget()
+                self.bounds_s[i], self.first_s[i] = bound_s, self.trees[i].try_first(_starts(self.evaluators[i]), best_s)
+            self.evaluators[i].forget()
 
     def explore(self) -> None:
         """Search the sizes with the fastest first policies and the one with the lowest bound; if none fits, others."""
@@ -128,10 +128,10 @@ class _Sizes:
             if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.searched_s and i not in promising):
                 continue  # cannot win, or not needed
             self.trees[i].explore(best_s)
-            self.trials[i].forget()
+            self.evaluators[i].forget()
             self.bounds_s[i] = max(self.trees[i].lowest_s, self.machine_s[i])
             if (best := self.trees[i].best) is not None:
-                self.searched_s[i] = self.trials[i].step_s(best)
+                self.searched_s[i] = self.evaluators[i].step_s(best)
 
     def tighten(self) -> None:
         """Raise the lowest bound over all sizes, on which the certificate depends."""
@@ -148,22 +148,22 @@ def _nothing_found(state: _Sizes, free: frozenset[str]) -> TooLongError | DoesNo
     """Error of a search without a plan: every plan is too long, or nothing fits."""
     for tree in state.trees.values():
         for policy in tree.too_long:
-            semantics, workload = tree.trial.semantics, tree.trial.workload
+            semantics, workload = tree.evaluator.semantics, tree.evaluator.workload
             return TooLongError(semantics, most_ops(workload, semantics, policy))
-    last = state.trials[-1]
-    needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
+    last = state.evaluators[-1]
+    needs = [needs for _, needs in smallest_plans(last.model, last.workload, last.semantics, last.profile)]
     return does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
 
 
-def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
+def _of_any_cut_s(evaluator: Evaluator, free: frozenset[str]) -> float:
     """Lower bound in seconds over all sizes and all splits of a single memory."""
-    unsplit = uncut(trial.model, trial.semantics, trial.profile, free)
-    trials = [
-        Trial(trial.model, workload, sized, unsplit, trial.clipped_fraction)
-        for sized, workload in sizes_of(trial.model, trial.semantics, unsplit, free)
+    unsplit = uncut(evaluator.model, evaluator.semantics, evaluator.profile, free)
+    evaluators = [
+        Evaluator(evaluator.model, workload, sized, unsplit, evaluator.clipped_fraction)
+        for sized, workload in sizes_of(evaluator.model, evaluator.semantics, unsplit, free)
     ]
-    trees = [Tree(trial) for trial in trials]
-    ready = [(machine_bound(trial.frames.of(Policy()), trial.cost).seconds, 0, i) for i, trial in enumerate(trials)]
+    trees = [Tree(evaluator) for evaluator in evaluators]
+    ready = [(machine_bound(e.costs.plan(Policy()), e.cost).seconds, 0, i) for i, e in enumerate(evaluators)]
     heapq.heapify(ready)
     while ready[0][1] < 2:
         bound_s, n_relaxed, i = ready[0]
@@ -177,17 +177,17 @@ def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | No
     return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # steps are never clipped or skipped
 
 
-def _starts(trial: Trial) -> list[Policy]:
+def _starts(evaluator: Evaluator) -> list[Policy]:
     """Starting policies: schedules of other systems, and greedy ones."""
-    baselines = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
-    likely = [policy for policy in Greedy(trial.frames).policies() if not trial.is_too_long(policy)]
-    return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, baselines)]
+    baselines = [baseline(name, evaluator.semantics, evaluator.workload) for name in BASELINES]
+    likely = [policy for policy in Greedy(evaluator.costs).policies() if not evaluator.is_too_long(policy)]
+    return [*sorted(likely, key=evaluator.costs.bound_s)[:STARTS], *filter(evaluator.fits, baselines)]
 
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
     """Check that the family's bound holds for the plan found."""
-    relaxed, step_s = tree.relaxation.solve(family_of(best, tree.trial.semantics)), tree.trial.step_s(best)
-    is_periodic = tree.trial.tried[best].periodic
+    relaxed, step_s = tree.relaxation.solve(family_of(best, tree.evaluator.semantics)), tree.evaluator.step_s(best)
+    is_periodic = tree.evaluator.tried[best].periodic
     assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
 
 
@@ -196,15 +196,15 @@ def _chosen(steps_s: Mapping[int, float]) -> int:
     return min(i for i, step_s in steps_s.items() if step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION))
 
 
-def _fixed_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
+def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: frozenset[str]) -> Answer:
     """Choose the fastest size for a fixed policy."""
     policies: dict[int, Policy] = {}
     refused: PlanError | None = None
-    for i, trial in enumerate(trials):
-        policy = policy_of(fixed, trial.semantics, trial.workload)
+    for i, evaluator in enumerate(evaluators):
+        policy = policy_of(fixed, evaluator.semantics, evaluator.workload)
         assert policy is not None
         try:
-            refuse_illegal(trial.workload, trial.semantics, policy)
+            refuse_illegal(evaluator.workload, evaluator.semantics, policy)
         except PlanError as error:  # for example with larger groups than the step has micro-batches
             refused = refused or error
         else:
@@ -212,15 +212,15 @@ def _fixed_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[
     if not policies:
         assert refused is not None
         raise refused
-    needs = {i: trials[i].frames.needs(policy) for i, policy in policies.items()}
-    bounds_s = {i: trials[i].frames.bound_s(policy) for i, policy in policies.items() if needs[i].fits}
+    needs = {i: evaluators[i].costs.needs(policy) for i, policy in policies.items()}
+    bounds_s = {i: evaluators[i].costs.bound_s(policy) for i, policy in policies.items() if needs[i].fits}
     if not bounds_s:
-        last = trials[-1]
+        last = evaluators[-1]
         raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), [*needs.values()][-1:])
     steps_s: dict[int, float] = {}
     for i in sorted(bounds_s, key=lambda i: (bounds_s[i], i)):
         if bounds_s[i] < min(steps_s.values(), default=inf):
-            steps_s[i] = trials[i].step_s(policies[i])
+            steps_s[i] = evaluators[i].step_s(policies[i])
     chosen = _chosen(steps_s)
-    trial, proven = trials[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
-    return answer_of(trial, trial.plan(policies[chosen]), proven, trial.baselines())
+    evaluator, proven = evaluators[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
+    return answer_of(evaluator, evaluator.plan(policies[chosen]), proven, evaluator.baselines())

@@ -159,27 +159,27 @@ def groups_alike(size: int, n_micro_batches: int) -> range:
     return range(-(-n_micro_batches // n_groups), largest + 1)
 
 
-def leanest(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Setup, Footprint]]:
+def smallest_plans(model: Model, workload: Workload, semantics: Semantics, profile: Profile) -> Iterator[tuple[Setup, Footprint]]:
     """Yield the policies of each family that need the least memory on device or host. If none fits, no policy of the space does."""
     for family in families(semantics, workload):
-        lean = family.policy()
-        spilling = replace(lean, spill_blocks=can_spill(workload))
-        policies = (lean, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (lean,)
+        smallest = family.policy()
+        spilling = replace(smallest, spill_blocks=can_spill(workload))
+        policies = (smallest, spilling) if family.boundary_stride == 1 and workload.n_layers > 1 else (smallest,)
         of_disk = [(), blocks] if (blocks := disk_layers(semantics, workload, profile)) else [()]
         for policy in (replace(policy, disk_blocks=blocks) for policy, blocks in product(policies, of_disk)):
             plan = frame(model, workload, semantics, policy)
             yield plan, footprint(plan, profile)
         if family.update is Update.DEFERRED and places_to_stay(plan, profile):
-            yield fill_device(frame(model, workload, semantics, lean), profile)
+            yield fill_device(frame(model, workload, semantics, smallest), profile)
 
 
-def fill_device(lean: Setup, profile: Profile) -> tuple[Setup, Footprint]:
+def fill_device(smallest: Setup, profile: Profile) -> tuple[Setup, Footprint]:
     """Keep the state of as many blocks on the device as fit, which minimises host memory."""
-    may_stay = places_to_stay(lean, profile)
-    blocks = lean.workload.blocks
+    may_stay = places_to_stay(smallest, profile)
+    blocks = smallest.workload.blocks
 
     def plan_with(n: int) -> tuple[Setup, Footprint]:
-        plan = frame(lean.model, lean.workload, lean.semantics, staying(lean.policy, may_stay[:n]))
+        plan = frame(smallest.model, smallest.workload, smallest.semantics, staying(smallest.policy, may_stay[:n]))
         return plan, footprint(plan, profile)
 
     if plan_with(1)[1].short_device_bytes:  # embeddings may not fit although a layer does

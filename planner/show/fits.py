@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf, log
 from typing import Any
 
@@ -18,10 +18,10 @@ from penstock.planner.bounds.bounds import busy_s
 from penstock.planner.model.config import library_kernels, shipped_models
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
-from penstock.planner.search.evaluate import Trial, without_collection
+from penstock.planner.search.evaluate import Evaluator, without_collection
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import Size, possible_sizes
-from penstock.planner.search.space import leanest
+from penstock.planner.search.space import smallest_plans
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
@@ -148,27 +148,27 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
         best = candidate(model, profile, semantics).speed
         assert best is not None, f"{model.name} fits {profile.name}"
         return best.predicted.tokens_per_s, best.predicted.host_peak_bytes * profile.n_hosts // semantics.ranks
-    trials = [Trial(model, workload, of, profile, None) for of, workload in sizes]
+    evaluators = [Evaluator(model, workload, of, profile, None) for of, workload in sizes]
     # The smallest tiles of each micro-batch except the largest: they cost little and save the most memory
-    of_each = {of.semantics.micro_batch: of for of in trials[:N_ESTIMATED]}
-    likely = [(of, policy) for of in dict.fromkeys([trials[0], *of_each.values()]) for policy in Greedy(of.frames).policies()]
+    of_each = {of.semantics.micro_batch: of for of in evaluators[:N_ESTIMATED]}
+    likely = [(of, policy) for of in dict.fromkeys([evaluators[0], *of_each.values()]) for policy in Greedy(of.costs).policies()]
     if not likely:  # only the smallest policies fit
-        lean = ((of, leanest(model, of.workload, of.semantics, profile)) for of in trials)
-        likely = [(of, plan.policy) for of, plans in lean for plan, needs in plans if needs.fits]
+        smallest = ((of, smallest_plans(model, of.workload, of.semantics, profile)) for of in evaluators)
+        likely = [(of, plan.policy) for of, plans in smallest for plan, needs in plans if needs.fits]
     of, policy = lowest(likely)
-    return semantics.tokens_per_step / of.step_s(policy), of.frames.needs(policy).host_peak_bytes
+    return semantics.tokens_per_step / of.step_s(policy), of.costs.needs(policy).host_peak_bytes
 
 
-def lowest(likely: Sequence[tuple[Trial, Policy]]) -> tuple[Trial, Policy]:
+def lowest(likely: Sequence[tuple[Evaluator, Policy]]) -> tuple[Evaluator, Policy]:
     """Policy with the lowest bound. Bounds are slow, so they are only computed for policies with a busiest lane below the best
     bound."""
-    busy = [(max(busy_s(of.frames.of(policy), of.cost).values()), i) for i, (of, policy) in enumerate(likely)]
+    busy = [(max(busy_s(of.costs.plan(policy), of.cost).values()), i) for i, (of, policy) in enumerate(likely)]
     best_s, best = inf, 0
     for floor_s, i in sorted(busy):
         if floor_s > best_s:
             break
         of, policy = likely[i]
-        best_s, best = min((best_s, best), (of.frames.bound_s(policy), i))
+        best_s, best = min((best_s, best), (of.costs.bound_s(policy), i))
     return likely[best]
 
 
@@ -180,8 +180,8 @@ def fitting_sizes(model: Model, semantics: Semantics, profile: Profile) -> Seque
     if least_bytes > semantics.ranks * (profile.host.memory_bytes.value + profile.device.memory_bytes.value):
         return []
     sizes = possible_sizes(model, with_kernels(model, semantics, profile), profile)
-    leanest_first = reversed(sizes)  # the smallest micro-batch is the most likely to fit
-    return sizes if any(needs.fits for of, workload in leanest_first for _, needs in leanest(model, workload, of, profile)) else []
+    plans = (smallest_plans(model, workload, sized, profile) for sized, workload in reversed(sizes))  # most likely to fit first
+    return sizes if any(needs.fits for _, needs in chain.from_iterable(plans)) else []
 
 
 def _semantics(model: Model, semantics: Semantics) -> Semantics:

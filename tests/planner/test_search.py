@@ -31,10 +31,20 @@ from penstock.planner.search.branch import Tree
 from penstock.planner.search.claim import CUT
 from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.policy_cost import Frames
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.search import search, searched
-from penstock.planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
+from penstock.planner.search.space import (
+    BASELINES,
+    GRADIENT_SLOTS,
+    Family,
+    Way,
+    baseline,
+    families,
+    smallest_plans,
+    staying,
+    with_ways,
+)
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_stay
@@ -241,7 +251,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
 
-    relaxation = Relaxation(Frames(model, workload, s, CostModel(profile)), None)
+    relaxation = Relaxation(PolicyCost(model, workload, s, CostModel(profile)), None)
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     lowest_s = min(below_s.values())
     if opens:  # into sizes of groups, and into numbers of slots
@@ -302,7 +312,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     for clip, nonfinite, legal in ((1.0, "stop", False), (None, "skip", False), (None, "stop", True)):
         s = Semantics(512, 2, 1, clip_norm=clip, on_nonfinite=nonfinite)
         workload = build_workload(model, s)
-        space = [plan.policy for plan, _ in leanest(model, workload, s, profile)]
+        space = [plan.policy for plan, _ in smallest_plans(model, workload, s, profile)]
         assert (Update.EAGER in {p.update for p in space}) == legal
         assert (baseline("slideformer", s, workload).update is Update.EAGER) == legal
         assert len(set(space)) == len(space)
@@ -355,7 +365,7 @@ def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
 def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     of = asked("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
     strided, spread = (footprint(frame(*of, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))
-    needs = [needs for _, needs in leanest(*of, DESKTOP)]
+    needs = [needs for _, needs in smallest_plans(*of, DESKTOP)]
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
     model, workload, semantics = of
