@@ -19,7 +19,7 @@ from penstock.planner.model.workload import build_workload
 from penstock.planner.search.claim import SAME_FRACTION, Claim
 from penstock.planner.search.evaluate import Evaluator
 from penstock.planner.search.micro_batch import sizes_of
-from penstock.planner.search.result import Answer, Bounds, answer_of
+from penstock.planner.search.result import Bounds, SearchResult, result_of
 from penstock.planner.search.search import search
 from penstock.planner.search.space import families
 from penstock.runtime.errors import PenstockError, PlanError
@@ -63,7 +63,7 @@ def check_claim(plan: Plan, claim: Claim) -> list[str]:
     if proof.n_families:
         n_families, size_s = len(families(plan.semantics, plan.workload)), proof.size_bound_s or proof.policy_bound_s
         proven = replace(proven, size_s=size_s, others_s=proof.policy_bound_s, n_families=n_families)
-    return _compare(claim, answer_of(evaluator, plan, proven, {}), "n_simulated")
+    return _compare(claim, result_of(evaluator, plan, proven, {}), "n_simulated")
 
 
 def check_search(plan: Plan, claim: Claim) -> list[str]:
@@ -83,7 +83,7 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
     return [*unverified, "the search, which finds another plan in this version"]
 
 
-def _compare(claim: Claim, answer: Answer, *skipped: str) -> list[str]:
+def _compare(claim: Claim, answer: SearchResult, *skipped: str) -> list[str]:
     """Compare a claim with a new result: PlanError for a claim of this code; a claim of another version returns the difference."""
     claimed, computed = claim.to_json(), answer.claim.to_json()
     names = [(part, name) for part, fields in computed.items() for name in fields if name not in ("arithmetic", *skipped)]

@@ -103,17 +103,17 @@ class Greedy:
         turn = {b: i for i, b in enumerate([*blocks, *stay])}
         of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
         of_group = staying(of_group, stay) if stay else of_group
-        leans = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
-        smallest = next((smallest for smallest in leans if self.costs.needs(smallest).fits), None)
-        if smallest is None:
+        bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
+        base = next((base for base in bases if self.costs.needs(base).fits), None)
+        if base is None:
             return None, False
-        blocks.sort(key=lambda b: b not in smallest.disk_blocks)  # disk blocks first: resident ones are read only once
-        blocks = [b for b in blocks if b not in smallest.disk_blocks or mixed]
-        framed = self.costs.plan(smallest)
-        of_others = (upgrade for upgrade in self._upgrades(smallest) if upgrade.block not in away)
+        blocks.sort(key=lambda b: b not in base.disk_blocks)  # disk blocks first: resident ones are read only once
+        blocks = [b for b in blocks if b not in base.disk_blocks or mixed]
+        framed = self.costs.plan(base)
+        of_others = (upgrade for upgrade in self._upgrades(base) if upgrade.block not in away)
         upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
-        n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(smallest, upgrades, blocks, n)))
-        return _upgraded(smallest, upgrades, blocks, n), n >= len(upgrades)
+        n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(base, upgrades, blocks, n)))
+        return _upgraded(base, upgrades, blocks, n), n >= len(upgrades)
 
     def _with_disk(self, policy: Policy) -> Policy:
         """Place the fewest layers on the disk that make the host memory sufficient; unchanged without a disk."""
@@ -124,16 +124,16 @@ class Greedy:
         n = 1 + bisect_left(several, True, key=lambda n: not needs(_on_disk(policy, may_read, n)).short_host_bytes)
         return _on_disk(policy, may_read, n)
 
-    def _fits(self, smallest: Setup, policy: Policy) -> bool:
-        """True if the device has memory for the saved activations and resident weights of `policy`, given that `smallest` fits."""
+    def _fits(self, base: Setup, policy: Policy) -> bool:
+        """True if the device has memory for the saved activations and resident weights of `policy`, given that `base` fits."""
         device = self.profile.device
-        plan = replace(smallest, policy=policy)
+        plan = replace(base, policy=policy)
         needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
         item = ITEM_BYTES[self.semantics.compute_dtype]
         resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in policy.resident_blocks)
         return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
 
-    def _upgrades(self, smallest: Policy) -> Iterator[_Upgrade]:
+    def _upgrades(self, base: Policy) -> Iterator[_Upgrade]:
         """Yield upgrades of each layer, with decreasing gain per byte."""
         for blocks in self.workload.classes:
             block = self.workload.blocks[blocks[0]]
@@ -142,7 +142,7 @@ class Greedy:
             ways: list[tuple[float, float, Saved]] = []  # bytes saved per micro-batch, seconds of recompute, tier
             for saved in Saved:
                 again = block.recompute(saved)
-                if again is not None and not (saved is Saved.ALL and smallest.spill_blocks):  # Saved.ALL includes the input
+                if again is not None and not (saved is Saved.ALL and base.spill_blocks):  # Saved.ALL includes the input
                     ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
             for per_byte, tier in _hull(ways):
                 yield from (_Upgrade(per_byte, b, tier) for b in blocks)
@@ -159,11 +159,11 @@ def halves(n: int) -> Iterator[int]:
         n //= 2
 
 
-def _upgraded(smallest: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
+def _upgraded(base: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
     """Apply the first n upgrades. If n exceeds their number, make the weights of the first blocks resident."""
     saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # the last upgrade of a layer wins
     resident = tuple(sorted(blocks[: max(0, n - len(upgrades))]))
-    return replace(with_ways(smallest, {b: Way(tier) for b, tier in saved.items()}), resident_blocks=resident)
+    return replace(with_ways(base, {b: Way(tier) for b, tier in saved.items()}), resident_blocks=resident)
 
 
 def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:

@@ -177,11 +177,11 @@ def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[
         host = profile.host.model_copy(update={"memory_bytes": pool})
         return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
 
-    smallest = _leanest(model, semantics, having(pool.value), free)
+    smallest = _smallest_needs(model, semantics, having(pool.value), free)
     return having(pool.value - min(needs.host_peak_bytes for needs in smallest))
 
 
-def _leanest(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
+def _smallest_needs(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
     """Yield the memory needs of the smallest policies, for each size."""
     for sized, workload in sizes_of(model, semantics, profile, free):
         yield from (needs for _, needs in smallest_plans(model, workload, sized, profile))

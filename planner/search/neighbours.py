@@ -16,7 +16,7 @@ from penstock.runtime.plan.legality import can_read, refuse_illegal
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Saved
 
-from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
+from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, equivalent_sizes, evenly, speculated, staying, with_ways
 
 STEPS, SAVED_STEPS = (1, -1, 2, -2, 4), (1, -1, 2)  # slots to add or remove
 EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks to add or remove, and shares of all blocks
@@ -94,7 +94,7 @@ def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
     """Change the group size: equal number of groups, slightly more or fewer, half, double, or extremes."""
     policy, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-    equivalent = groups_alike(size, n)
+    equivalent = equivalent_sizes(size, n)
     one_group = {"square_on_device": False, "device_blocks": ()} if plan.workload.trains_all else {}
     for group in (equivalent[0], equivalent[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
         if 1 <= group <= n and group != size:

@@ -26,7 +26,7 @@ from .space import policy_of, smallest_plans
 
 # Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
-LEANER = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
+SMALLER_OPTIMIZERS = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
 BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # for frozen weights published in bf16, the largest first
 MAX_CHANGES = 3
 USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; it does not affect memory
@@ -163,7 +163,7 @@ def _low_bit_optimizer(request: Request) -> Iterator[tuple[str, Request]]:
     s = request.semantics
     now = s.state_bytes + ITEM_BYTES[s.gradient_dtype]
     reset = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # in --optimizer
-    for name in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
+    for name in SMALLER_OPTIMIZERS if s.compute_dtype == "bf16" and request.fixed is None else ():
         changed = _changed(request, **reset | optimizing(name, None))
         semantics = changed.semantics
         n_bytes = semantics.state_bytes + ITEM_BYTES[semantics.gradient_dtype]

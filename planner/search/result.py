@@ -23,7 +23,7 @@ BUSY_FRACTION = 0.9  # a lane or resource that is busy for this share of the ste
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SearchResult:
     """The chosen plan with its prediction, claim, memory and alternatives."""
 
     plan: Plan
@@ -74,7 +74,7 @@ class Bounds:
     n_sizes: int = 1
 
 
-def answer_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> Answer:
+def result_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str, dict[str, Any]]) -> SearchResult:
     """Build prediction and certificate of a simulated policy. `known`: results of other systems' schedules."""
     best, step_s, profile = plan.policy, evaluator.step_s(plan.policy), evaluator.profile
     prediction = simulate(plan, evaluator.cost.demands(plan), evaluator.region, MAX_STEPS)
@@ -99,7 +99,7 @@ def answer_of(evaluator: Evaluator, plan: Plan, proven: Bounds, known: dict[str,
         policy_bound_s, machine.seconds, step_s / policy_bound_s - 1, binding, proven.n_families, len(evaluator.tried),
         evaluator.clipped_fraction, spread.n_draws, spread.seed, arithmetic(), proven.free, proven.n_sizes, size_bound_s,
     )  # fmt: skip
-    return Answer(
+    return SearchResult(
         plan,
         prediction,
         Claim(predicted, certificate),

@@ -22,7 +22,7 @@ from .evaluate import Evaluator, without_collection
 from .greedy import Greedy
 from .micro_batch import Size, cuts, sizes_of, uncut
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
-from .result import ROUNDING, Answer, Bounds, answer_of
+from .result import ROUNDING, Bounds, SearchResult, result_of
 from .space import BASELINES, baseline, eager_is_legal, family_of, policy_of, smallest_plans
 
 STARTS = 3  # number of greedy starting policies, by lowest bound
@@ -33,14 +33,14 @@ MOST_TIGHTENED = 64  # nodes of unsearched sizes to tighten
 NEAR_FRACTION = 0.001
 
 
-def searched(
+def search_machine(
     model: Model,
     semantics: Semantics,
     profile: Profile,
     fixed: Policy | str | None,
     free: frozenset[str],
     clipped_fraction: float | None = None,
-) -> tuple[Answer, Profile]:
+) -> tuple[SearchResult, Profile]:
     """Search all free sizes and, if free, all splits of a single memory. Return the result and the machine with the chosen split.
     If nothing fits any split, the error refers to the unsplit machine."""
     machines = [*cuts(model, semantics, profile, free)] if fixed is None else []
@@ -58,7 +58,7 @@ def search(
     fixed: Policy | str | None = None,
     free: frozenset[str] = frozenset(),
     clipped_fraction: float | None = None,
-) -> Answer:
+) -> SearchResult:
     """Return the fastest plan found with any of these sizes (from `sizes_of`, larger micro-batches first), and its certificate.
     `fixed`: a policy, or the schedule of another system by name; only sizes are then compared.
 
@@ -87,7 +87,7 @@ def search(
     if CUT in free:
         others_s = min(others_s, _of_any_cut_s(evaluators[chosen], free))
     proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
-    return answer_of(evaluators[chosen], evaluators[chosen].plan(tree.best), proven, evaluators[chosen].baselines())
+    return result_of(evaluators[chosen], evaluators[chosen].plan(tree.best), proven, evaluators[chosen].baselines())
 
 
 class _Sizes:
@@ -196,7 +196,7 @@ def _chosen(steps_s: Mapping[int, float]) -> int:
     return min(i for i, step_s in steps_s.items() if step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION))
 
 
-def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: frozenset[str]) -> Answer:
+def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: frozenset[str]) -> SearchResult:
     """Choose the fastest size for a fixed policy."""
     policies: dict[int, Policy] = {}
     refused: PlanError | None = None
@@ -223,4 +223,4 @@ def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: fr
             steps_s[i] = evaluators[i].step_s(policies[i])
     chosen = _chosen(steps_s)
     evaluator, proven = evaluators[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
-    return answer_of(evaluator, evaluator.plan(policies[chosen]), proven, evaluator.baselines())
+    return result_of(evaluator, evaluator.plan(policies[chosen]), proven, evaluator.baselines())

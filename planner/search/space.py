@@ -139,20 +139,20 @@ def can_spill(workload: Workload) -> tuple[int, ...]:
 def family_of(policy: Policy, semantics: Semantics) -> Family:
     """Family of the search space with a bound that covers the policy."""
     update = Update.EAGER if policy.update is Update.EAGER else Update.DEFERRED
-    sizes = groups_alike(policy.accumulation_group, semantics.n_micro_batches)
+    sizes = equivalent_sizes(policy.accumulation_group, semantics.n_micro_batches)
     mixed = () if semantics.train.all else policy.device_blocks
     return Family(update, sizes[0], sizes[-1], policy.boundary_stride, mixed)
 
 
 def group_sizes(n_micro_batches: int) -> list[range]:
     """Group sizes for every possible number of groups, fewest groups first (layer-major to row-major)."""
-    ranges = [groups_alike(n_micro_batches, n_micro_batches)]
+    ranges = [equivalent_sizes(n_micro_batches, n_micro_batches)]
     while ranges[-1][0] > 1:
-        ranges.append(groups_alike(ranges[-1][0] - 1, n_micro_batches))
+        ranges.append(equivalent_sizes(ranges[-1][0] - 1, n_micro_batches))
     return ranges
 
 
-def groups_alike(size: int, n_micro_batches: int) -> range:
+def equivalent_sizes(size: int, n_micro_batches: int) -> range:
     """Range of sizes with the same number of groups."""
     n_groups = -(-n_micro_batches // size)
     largest = n_micro_batches if n_groups == 1 else -(-n_micro_batches // (n_groups - 1)) - 1

@@ -12,7 +12,7 @@ from penstock.planner.predict.rests_on import rests_on
 from penstock.planner.search.claim import Certificate, Predicted
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.remedy import Request, TooLongError
-from penstock.planner.search.search import searched
+from penstock.planner.search.search import search_machine
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
@@ -156,7 +156,7 @@ def candidate(
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
     least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)
     try:
-        answer, profile = searched(model, of, profile, fixed, free)
+        answer, profile = search_machine(model, of, profile, fixed, free)
     except TooLongError as error:
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
         return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))

@@ -13,7 +13,7 @@ from penstock.planner.predict.resident import resident_in_parts
 from penstock.planner.predict.rests_on import RestsOn, rests_on
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.claim import claimed
-from penstock.planner.search.result import Answer, model_flop
+from penstock.planner.search.result import SearchResult, model_flop
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.objective import REFERENCE, TEACHER
 from penstock.runtime.plan.timeline import Timeline
@@ -49,7 +49,12 @@ class Facts:
     """
 
     def __init__(
-        self, file: PlanFile, where: str, run: LoggedRun | None = None, answer: Answer | None = None, n_tokens: int | None = None
+        self,
+        file: PlanFile,
+        where: str,
+        run: LoggedRun | None = None,
+        answer: SearchResult | None = None,
+        n_tokens: int | None = None,
     ) -> None:
         plan = file.plan
         self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a training job

@@ -33,7 +33,7 @@ from penstock.planner.search.micro_batch import (
 from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
 from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.remedy import Request
-from penstock.planner.search.result import Answer
+from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import NEAR_FRACTION, search
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
@@ -70,12 +70,12 @@ def chosen(model: Model, profile: Profile, given: Semantics, free: frozenset[str
     return Request(model, given, profile, None, free).resized().semantics
 
 
-def fastest(model: Model, profile: Profile, given: Semantics) -> Answer:
+def fastest(model: Model, profile: Profile, given: Semantics) -> SearchResult:
     return search(model, sizes_of(model, given, profile), profile, None, SIZES)
 
 
 @lru_cache(maxsize=64)
-def alone(cell: int, of: Semantics) -> Answer | None:
+def alone(cell: int, of: Semantics) -> SearchResult | None:
     """The best plan found with this size, for all tests that look for it; None where none fits."""
     model, machine, device_bytes, _, _ = CELLS[cell]
     try:

@@ -33,7 +33,7 @@ from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.search import search, searched
+from penstock.planner.search.search import search, search_machine
 from penstock.planner.search.space import (
     BASELINES,
     GRADIENT_SLOTS,
@@ -272,7 +272,7 @@ def test_the_cut_of_one_memory_is_searched():
     for part, name, n in (("device", "pool_bytes", 20 * GB), ("device", "memory_bytes", 4 * GB), ("host", "memory_bytes", 16 * GB)):
         fields[part][name]["value"] = float(n)
     machine = Profile.from_json(fields)
-    answer, cut = searched(model, asked, machine, None, SIZES | {CUT})
+    answer, cut = search_machine(model, asked, machine, None, SIZES | {CUT})
     assert cut.device.memory_bytes.value + cut.host.memory_bytes.value == 20 * GB
     assert CUT in answer.certificate.free
     steps = {}
