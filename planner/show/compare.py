@@ -19,7 +19,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import show_bytes, show_seconds
 
 from .price import USD_PER_KWH, Hourly, hourly
-from .report_lines import advice
+from .report_lines import resident_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Speed:
     def to_json(self) -> dict[str, Any]:
         predicted = {name: value for name, value in asdict(self.predicted).items() if name not in ("model_flop_per_s", "busy_s")}
         proven = {"gap_fraction": self.proof.gap_fraction, "binding": self.proof.binding}
-        others = {"resident_step_s": self.resident_step_s, "rests_on": self.rests_on}
-        return {**predicted, "micro_batch": self.micro_batch, **proven, **others}
+        extra = {"resident_step_s": self.resident_step_s, "rests_on": self.rests_on}
+        return {**predicted, "micro_batch": self.micro_batch, **proven, **extra}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +105,17 @@ def _usd(usd: float | None, form: str = ".3g") -> str:
 
 
 COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
-    "machine": lambda of, speed: of.machine,
-    "tokens/s": lambda of, speed: f"{speed.predicted.tokens_per_s:,.0f}",
-    "step": lambda of, speed: show_seconds(speed.predicted.step_s),
-    "P10 to P90": lambda of, speed: " to ".join(map(show_seconds, (speed.predicted.p10_step_s, speed.predicted.p90_step_s))),
-    "rented: USD per M tokens": lambda of, speed: _usd(of.per_million()[0]),
-    "bought: USD per M tokens": lambda of, speed: _usd(of.per_million()[1]),
-    "of it RAM": lambda of, speed: _usd(of.hourly.ram_fraction, ".0%"),
-    "least host memory": lambda of, speed: "-",
-    "micro-batch": lambda of, speed: str(speed.micro_batch),
-    "bound by": lambda of, speed: speed.proof.binding,
-    "measured on it": lambda of, speed: f"{speed.rests_on[BASES[0]]:.0%}",
+    "machine": lambda c, speed: c.machine,
+    "tokens/s": lambda c, speed: f"{speed.predicted.tokens_per_s:,.0f}",
+    "step": lambda c, speed: show_seconds(speed.predicted.step_s),
+    "P10 to P90": lambda c, speed: " to ".join(map(show_seconds, (speed.predicted.p10_step_s, speed.predicted.p90_step_s))),
+    "rented: USD per M tokens": lambda c, speed: _usd(c.per_million()[0]),
+    "bought: USD per M tokens": lambda c, speed: _usd(c.per_million()[1]),
+    "of it RAM": lambda c, speed: _usd(c.hourly.ram_fraction, ".0%"),
+    "least host memory": lambda c, speed: "-",
+    "micro-batch": lambda c, speed: str(speed.micro_batch),
+    "bound by": lambda c, speed: speed.proof.binding,
+    "measured on it": lambda c, speed: f"{speed.rests_on[BASES[0]]:.0%}",
 }
 
 
@@ -127,14 +127,14 @@ def cheapest(candidates: Iterable[Candidate], bought: bool) -> tuple[float, str]
 def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
     """Yield notes: cheapest machines, reasons for missing plans, resident training that is faster, missing prices and dates."""
     for bought, how in ((False, "to rent"), (True, "to buy")):
-        if (found := cheapest(candidates, bought)) is not None:
+        if (cheapest_price := cheapest(candidates, bought)) is not None:
             are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in candidates)
-            among = "" if are_all_priced else " of those with a price"
-            yield f"Cheapest {how}{among}: {found[1]}, {found[0]:.3g} USD per million tokens"
+            suffix = "" if are_all_priced else " of those with a price"
+            yield f"Cheapest {how}{suffix}: {cheapest_price[1]}, {cheapest_price[0]:.3g} USD per million tokens"
     for c in candidates:
         if c.refusal is not None:
             yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
-        elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
+        elif c.speed is not None and (advised := resident_hint(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
             yield f"{c.machine}: {advised}"
     yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
     yield from (f"{c.machine}: {c.hourly.note}" for c in candidates if c.hourly.note is not None)
@@ -150,13 +150,13 @@ def candidate(
 ) -> Candidate:
     """Search a machine, or evaluate a `fixed` policy. `free`: sizes to choose per machine; kernels are always chosen per machine.
     PlanError for illegal semantics or policy."""
-    of = with_kernels(model, semantics, profile)
-    hour, n_here = hourly(profile), of.ranks // profile.n_hosts
-    sizes = sizes_of(model, of, profile, free)
+    semantics = with_kernels(model, semantics, profile)
+    hour, n_here = hourly(profile), semantics.ranks // profile.n_hosts
+    sizes = sizes_of(model, semantics, profile, free)
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
     least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)
     try:
-        answer, profile = search_machine(model, of, profile, fixed, free)
+        answer, profile = search_machine(model, semantics, profile, fixed, free)
     except TooLongError as error:
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
         return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))

@@ -34,12 +34,12 @@ class Measured:
     p10_step_s: float
     p90_step_s: float
     n_steps: int  # without warm-up; 0: a single step
-    settled: Timeline  # steady-state steps; without spans if the run has no timeline
+    steady: Timeline  # steady-state steps; without spans if the run has no timeline
 
     @property
     def traced_step_s(self) -> float:
-        """Median step of the `settled` timeline, the denominator for its busy times."""
-        return median([t for t in self.settled.step_times_s if t > 0] or [self.step_s])
+        """Median step of the `steady` timeline, the denominator for its busy times."""
+        return median([t for t in self.steady.step_times_s if t > 0] or [self.step_s])
 
 
 class Facts:
@@ -80,8 +80,8 @@ class Facts:
     @cached_property
     def forward(self) -> ForwardPass | None:
         """Forward pass for a reference or teacher; None if the loss needs neither."""
-        of, extras = self.plan.semantics, self.plan.semantics.objective.extras
-        is_asked = of.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
+        semantics, extras = self.plan.semantics, self.plan.semantics.objective.extras
+        is_asked = semantics.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
         return forward_pass(self.plan, self.cost, region_of(self.profile)) if is_asked else None
 
     @property
@@ -105,17 +105,17 @@ class Facts:
     @cached_property
     def resident_s(self) -> float | None:
         """Step with all state on the device; None if it does not fit, or if device and host share one memory."""
-        found = resident_in_parts(self.plan, self.cost)
-        return None if found is None else found.step_s
+        resident = resident_in_parts(self.plan, self.cost)
+        return None if resident is None else resident.step_s
 
 
 def measured(timeline: Timeline | None, times_s: Sequence[float]) -> Measured | None:
     """Steady-state step of a run; if `times_s` is empty, the only step of its timeline. None without any step."""
-    whole = timeline or Timeline(())
-    first = min((span.step for span in whole.spans), default=0)
-    later = whole.from_step(first + 1)
-    settled = later if times_s and later.spans else whole
-    ordered = sorted(times_s) or [settled.total_s]
+    full = timeline or Timeline(())
+    first = min((span.step for span in full.spans), default=0)
+    later = full.from_step(first + 1)
+    steady = later if times_s and later.spans else full
+    ordered = sorted(times_s) or [steady.total_s]
     if not ordered[0] > 0:
         return None
-    return Measured(median(ordered), ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10], len(times_s), settled)
+    return Measured(median(ordered), ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10], len(times_s), steady)

@@ -68,17 +68,17 @@ SHORT = Semantics(seq_len=1, batch_size=1, micro_batch=1)  # training of a whole
 @lru_cache(maxsize=1)
 def known() -> dict[str, list[str]]:
     """Shipped models by family, sorted by family name."""
-    found: dict[str, list[str]] = {}
+    by_family: dict[str, list[str]] = {}
     for name in shipped_models():
-        found.setdefault(family_of(name, read_model(name).config["model_type"]), []).append(name)
-    return dict(sorted(found.items()))
+        by_family.setdefault(family_of(name, read_model(name).config["model_type"]), []).append(name)
+    return dict(sorted(by_family.items()))
 
 
 @lru_cache(maxsize=8)
 def families(semantics: Semantics = SHORT, names: tuple[str, ...] | None = None) -> dict[str, list[str]]:
     """Shipped models that support these semantics, by family, the smallest first. WorkloadError if none does, or none of a named
     family."""
-    found: dict[str, list[str]] = {}
+    by_family: dict[str, list[str]] = {}
     refused: list[WorkloadError] = []
     for family in known() if names is None else names:
         sizes: list[tuple[int, str]] = []
@@ -89,12 +89,12 @@ def families(semantics: Semantics = SHORT, names: tuple[str, ...] | None = None)
             except WorkloadError as error:
                 refused.append(error)
         if sizes:
-            found[family] = [name for _, name in sorted(sizes)]
+            by_family[family] = [name for _, name in sorted(sizes)]
         elif names is not None:
             raise refused[-1]
-    if not found:
+    if not by_family:
         raise refused[0]
-    return found
+    return by_family
 
 
 def hosts(profiles: Sequence[Profile], host_memories: Sequence[int]) -> Iterator[tuple[Profile, int]]:
@@ -121,23 +121,22 @@ def fits(
     """Return a `Fit` for each host memory size. `able`: models of the family, the smallest first. With ranks on `n_hosts`,
     semantics are one rank's part, profiles and memory those of one host."""
     models = [read_model(name) for name in reversed(able)]
-    found: list[Fit] = []
+    rows: list[Fit] = []
     # In order of decreasing memory: a model that did not fit is skipped from then on, and a best plan remains best while it fits.
     for _, of_machine in groupby(reversed([*hosts(profiles, host_memories)]), key=lambda host: host[0].name):
-        left, best, best_bytes = list(models), dict[str, Any](), inf
-        for whole, n_bytes in of_machine:
-            profile = shared_by(whole, semantics.ranks // n_hosts, n_hosts)
+        candidates, best, best_bytes = list(models), dict[str, Any](), inf
+        for machine, n_bytes in of_machine:
+            profile = shared_by(machine, semantics.ranks // n_hosts, n_hosts)
             if best_bytes > profile.host.memory_bytes.value:
-                while left and not (sizes := fitting_sizes(left[0], _semantics(left[0], semantics), profile)):
+                while candidates and not (sizes := fitting_sizes(candidates[0], _semantics(candidates[0], semantics), profile)):
                     best = {}
-                    left.pop(0)
-                if left:
-                    speed, best_bytes = speed_of(left[0], sizes, profile, searched)
-                    best = {"model": left[0].name, "n_params": sizes[0][1].n_params, "tokens_per_s": speed}
-            found.append(
-                replace(Fit(gpu, whole.name, n_bytes, family, hourly(profile), not searched, semantics.optimizer_in_words), **best)
-            )
-    return found[::-1]
+                    candidates.pop(0)
+                if candidates:
+                    speed, best_bytes = speed_of(candidates[0], sizes, profile, searched)
+                    best = {"model": candidates[0].name, "n_params": sizes[0][1].n_params, "tokens_per_s": speed}
+            optimizer = semantics.optimizer_in_words
+            rows.append(replace(Fit(gpu, machine.name, n_bytes, family, hourly(profile), not searched, optimizer), **best))
+    return rows[::-1]
 
 
 def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bool) -> tuple[float, int]:
@@ -148,27 +147,27 @@ def speed_of(model: Model, sizes: Sequence[Size], profile: Profile, searched: bo
         best = candidate(model, profile, semantics).speed
         assert best is not None, f"{model.name} fits {profile.name}"
         return best.predicted.tokens_per_s, best.predicted.host_peak_bytes * profile.n_hosts // semantics.ranks
-    evaluators = [Evaluator(model, workload, of, profile, None) for of, workload in sizes]
+    evaluators = [Evaluator(model, workload, sized, profile, None) for sized, workload in sizes]
     # The smallest tiles of each micro-batch except the largest: they cost little and save the most memory
-    of_each = {of.semantics.micro_batch: of for of in evaluators[:N_ESTIMATED]}
-    likely = [(of, policy) for of in dict.fromkeys([evaluators[0], *of_each.values()]) for policy in Greedy(of.costs).policies()]
+    by_size = {e.semantics.micro_batch: e for e in evaluators[:N_ESTIMATED]}
+    likely = [(e, policy) for e in dict.fromkeys([evaluators[0], *by_size.values()]) for policy in Greedy(e.costs).policies()]
     if not likely:  # only the smallest policies fit
-        smallest = ((of, smallest_plans(model, of.workload, of.semantics, profile)) for of in evaluators)
-        likely = [(of, plan.policy) for of, plans in smallest for plan, needs in plans if needs.fits]
-    of, policy = lowest(likely)
-    return semantics.tokens_per_step / of.step_s(policy), of.costs.needs(policy).host_peak_bytes
+        smallest = ((e, smallest_plans(model, e.workload, e.semantics, profile)) for e in evaluators)
+        likely = [(e, plan.policy) for e, plans in smallest for plan, needs in plans if needs.fits]
+    evaluator, policy = lowest(likely)
+    return semantics.tokens_per_step / evaluator.step_s(policy), evaluator.costs.needs(policy).host_peak_bytes
 
 
 def lowest(likely: Sequence[tuple[Evaluator, Policy]]) -> tuple[Evaluator, Policy]:
     """Policy with the lowest bound. Bounds are slow, so they are only computed for policies with a busiest lane below the best
     bound."""
-    busy = [(max(busy_s(of.costs.plan(policy), of.cost).values()), i) for i, (of, policy) in enumerate(likely)]
+    busy = [(max(busy_s(e.costs.plan(policy), e.cost).values()), i) for i, (e, policy) in enumerate(likely)]
     best_s, best = inf, 0
     for floor_s, i in sorted(busy):
         if floor_s > best_s:
             break
-        of, policy = likely[i]
-        best_s, best = min((best_s, best), (of.costs.bound_s(policy), i))
+        evaluator, policy = likely[i]
+        best_s, best = min((best_s, best), (evaluator.costs.bound_s(policy), i))
     return likely[best]
 
 

@@ -23,7 +23,7 @@ from penstock.runtime.units import show_bytes, show_count, show_duration, show_r
 
 from . import report_lines
 from .facts import Facts
-from .memory import Held, held
+from .memory import Occupancy, occupancy
 from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
@@ -32,36 +32,36 @@ MOST_STRETCHES = 750  # of a curve: half the pixels of a wide screen
 TICKS = 5_000_000  # of the longer stretch: integer times are short to write
 
 
-def page(facts: Facts, where: str, made: str = "") -> str:
-    """Render the page. `where`: the plan file; `made`: date, version and command for the last line."""
+def page(facts: Facts, where: str, created: str = "") -> str:
+    """Render the page. `where`: the plan file; `created`: date, version and command for the last line."""
     plan, run = facts.plan, facts.run
-    drawn, prediction = abridged_plan(plan), facts.prediction
+    shown, prediction = abridged_plan(plan), facts.prediction
     if plan.repeat is not None:
-        prediction = simulate(drawn, facts.cost.demands(drawn), region_of(facts.profile))
-    stretches = {"predicted": predicted_stretch(drawn, prediction)}
+        prediction = simulate(shown, facts.cost.demands(shown), region_of(facts.profile))
+    stretches = {"predicted": predicted_stretch(shown, prediction)}
     if run is not None and run.timeline is not None and run.timeline.spans:
-        stretches["measured"] = measured_stretch(drawn, abridged(plan, run.timeline))
-    memory = held(drawn, facts.profile, stretches["predicted"])
+        stretches["measured"] = measured_stretch(shown, abridged(plan, run.timeline))
+    memory = occupancy(shown, facts.profile, stretches["predicted"])
     data = {
-        "lanes": [[str(lane), report_lines.LANE_TITLE[lane]] for lane in drawn.lanes],
+        "lanes": [[str(lane), report_lines.LANE_TITLE[lane]] for lane in shown.lanes],
         "gloss": report_lines.GLOSS,
         "n_blocks": len(plan.workload.blocks),
-        "ops": [str(op) if len(drawn.ops) <= MOST_LINES_OPS else op.name for op in drawn.ops],
+        "ops": [str(op) if len(shown.ops) <= MOST_LINES_OPS else op.name for op in shown.ops],
         "tracks": [_track(name, stretch) for name, stretch in stretches.items()],
-        "memory": [_held(one) for one in memory],
+        "memory": [_memory_json(one) for one in memory],
         "curves": _curves(facts),
     }
     script, style, template = "\n".join(map(_file, SCRIPTS)), _file("page.css"), _environment().get_template("page.html")
-    told = {"f": facts, "report": report_lines, "data": data, "stretches": stretches, "held": memory, "where": where, "made": made}
-    written = template.render(told, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
+    context = {"f": facts, "report": report_lines, "data": data, "stretches": stretches, "occupancy": memory, "where": where}
+    written = template.render(context, created=created, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
     return written.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @cache
 def _environment() -> Environment:
-    made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
-    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.filters |= {
+    environment = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters |= {
         "exact": report_lines.exact,
         "bytes": show_bytes,
         "count": show_count,
@@ -69,7 +69,7 @@ def _environment() -> Environment:
         "duration": show_duration,
         "digest": _digest,
     }
-    return made
+    return environment
 
 
 def _file(name: str) -> str:
@@ -107,7 +107,7 @@ def _track(name: str, stretch: Stretch) -> dict[str, Any]:
     }
 
 
-def _held(one: Held) -> dict[str, Any]:
+def _memory_json(one: Occupancy) -> dict[str, Any]:
     """Encode memory occupancy; constant series are stored as one number."""
     # Steady series at the bottom keep the others level.
     names = sorted(one.series, key=lambda name: (max(one.series[name]) - min(one.series[name]), name))
@@ -125,11 +125,11 @@ def _held(one: Held) -> dict[str, Any]:
 
 def _worth_drawing(values: Sequence[float | None]) -> list[int]:
     """Indices of the minimum and maximum in each of MOST_STRETCHES intervals of a curve; a gap counts as the minimum."""
-    each = -(-len(values) // MOST_STRETCHES) or 1
-    stretches = (range(i, min(i + each, len(values))) for i in range(0, len(values), each))
+    width = -(-len(values) // MOST_STRETCHES) or 1
+    stretches = (range(i, min(i + width, len(values))) for i in range(0, len(values), width))
     height = [-inf if v is None else v for v in values]
     return sorted(
-        {at for stretch in stretches for at in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
+        {i for stretch in stretches for i in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
     )
 
 
@@ -140,19 +140,19 @@ def _curves(facts: Facts) -> list[dict[str, Any]]:
     log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step
 
     def line(name: str, ink: str, values: Sequence[float | None], steps: Sequence[int] = log.steps, dots: bool = False) -> Any:
-        at = _worth_drawing(values)
-        drawn = [None if (v := values[i]) is None else float(f"{v:.6g}") for i in at]
-        return {"name": name, "colour": ink, "steps": [steps[i] for i in at], "values": drawn, "dots": dots}
+        indices = _worth_drawing(values)
+        points = [None if (v := values[i]) is None else float(f"{v:.6g}") for i in indices]
+        return {"name": name, "colour": ink, "steps": [steps[i] for i in indices], "values": points, "dots": dots}
 
-    after = [step for step, _ in log.evaluated]
-    held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], after, dots=True)
+    eval_steps = [step for step, _ in log.evaluated]
+    held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], eval_steps, dots=True)
     loss = [line("training", "forward", log.columns["loss"]), held_out]
     speed, rate = line("measured", "weights", log.columns["tokens_per_s"]), line("learning rate", "update", log.columns["lr"])
     level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
     curves: list[dict[str, Any]] = [
-        {"id": "loss", "title": "Loss", "height": 260, "lines": [of for of in loss if of["steps"]]},
+        {"id": "loss", "title": "Loss", "height": 260, "lines": [curve for curve in loss if curve["steps"]]},
         {"id": "speed", "title": "Tokens per second", "height": 170, "level": level, "from_zero": True}
-        | {"lines": [speed] if log.is_of(n_tokens) else []},
+        | {"lines": [speed] if log.has_step_size(n_tokens) else []},
         {"id": "rate", "title": "Learning rate", "height": 170, "from_zero": True, "lines": [rate]},
     ]
     return [curve for curve in curves if any(v is not None for one in curve["lines"] for v in one["values"])]

@@ -54,8 +54,8 @@ class Hourly:
 
     def per_million(self, tokens_per_s: float) -> tuple[float | None, float | None]:
         """USD per million tokens: rented, and bought."""
-        of = self.job(1_000_000, tokens_per_s)
-        return of.rent_usd, of.bought_usd
+        job = self.job(1_000_000, tokens_per_s)
+        return job.rent_usd, job.bought_usd
 
     def job_fields(self, n_tokens: int | None, tokens_per_s: float | None) -> dict[str, Any]:
         """JSON field with the job; empty if no job is given, or the model does not fit."""
@@ -65,8 +65,8 @@ class Hourly:
         """Cells for `JOB_TITLES`; empty if no job is given."""
         if n_tokens is None or tokens_per_s is None:
             return () if n_tokens is None else ("-",) * len(JOB_TITLES)
-        of = self.job(n_tokens, tokens_per_s)
-        return show_duration(of.seconds), show_usd(of.rent_usd), show_usd(of.bought_usd)
+        job = self.job(n_tokens, tokens_per_s)
+        return show_duration(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd)
 
 
 def hourly(profile: Profile) -> Hourly:
@@ -102,10 +102,10 @@ def prices_in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
     return words
 
 
-def job_in_words(of: Job) -> str:
+def job_in_words(job: Job) -> str:
     """Format a job: `2 d 5 h, 143 USD rented, 80.1 USD bought`."""
-    prices = [f"{show_usd(usd)} {how}" for usd, how in ((of.rent_usd, "rented"), (of.bought_usd, "bought")) if usd is not None]
-    return ", ".join([show_duration(of.seconds), *prices])
+    prices = [f"{show_usd(usd)} {how}" for usd, how in ((job.rent_usd, "rented"), (job.bought_usd, "bought")) if usd is not None]
+    return ", ".join([show_duration(job.seconds), *prices])
 
 
 def show_usd(usd: float | None) -> str:

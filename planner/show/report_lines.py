@@ -13,7 +13,7 @@ from penstock.runtime.plan import Lane, Plan
 from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
-from .memory import SMALL_FRACTION, Held
+from .memory import SMALL_FRACTION, Occupancy
 from .price import job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
@@ -84,7 +84,7 @@ class Table:
 # -- lines ----------------------------------------------------------------------------------------------------------------
 
 
-def verdict(f: Facts) -> Iterator[Line]:
+def verdict_lines(f: Facts) -> Iterator[Line]:
     """Short verdict: step, certificate, memory, bottleneck and price."""
     claim = f.claim
     yield (
@@ -97,9 +97,9 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield "optimal?", _certified(claim)[0]
     held = [f"{place} {show_bytes(sum(parts.values()))} of {show_bytes(has)}" for place, parts, has in _memories(f)]
     yield "memory", f"{'it fits' if f.needs.fits else 'it does not fit'}: {', '.join(held)}"
-    told = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
-    bound_by = [gain.resource for gain in told[:1]] if claim is None else [claim.certificate.binding]
-    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in told)
+    shown = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
+    bound_by = [gain.resource for gain in shown[:1]] if claim is None else [claim.certificate.binding]
+    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in shown)
     if bound_by := [*bound_by, *([f"10 % more {saves}"] if saves else [])]:
         yield "bound by", "; ".join(bound_by)
     if (forward := f.forward) is not None:
@@ -115,11 +115,11 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
         yield "price", "; ".join(prices)
-    if (advised := advice(f.resident_s, f.step_s)) is not None:
+    if (advised := resident_hint(f.resident_s, f.step_s)) is not None:
         yield "resident", advised
     if f.answer is not None and f.answer.clipped_step_s is not None:
-        more = f.answer.clipped_step_s / f.prediction.step_s - 1
-        yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {more:.1%} more if its gradient is clipped"
+        extra = f.answer.clipped_step_s / f.prediction.step_s - 1
+        yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {extra:.1%} more if its gradient is clipped"
     if f.unconfirmed_step_s is not None:
         claims = f"the plan file claims a step of {exact(f.unconfirmed_step_s)}, simulating it gives {exact(f.prediction.step_s)}"
         yield "note", f"{claims}: the file was changed, or written by another version; its interval and bounds are left out"
@@ -135,104 +135,104 @@ def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
     n_bytes, disk = plan.semantics.state_bytes * plan.workload.n_trained, profile.disk
     if disk is None or not (disk.write_bytes_per_s or disk.endurance_bytes):
         return None
-    found = [f"are in memory: on the disk {show_bytes(n_bytes)} would be read and written in every step"]
+    texts = [f"are in memory: on the disk {show_bytes(n_bytes)} would be read and written in every step"]
     if disk.write_bytes_per_s is not None:
         both_s = n_bytes / profile.read_bytes_per_s + n_bytes / disk.write_bytes_per_s.value
-        found.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
+        texts.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
     if disk.endurance_bytes is not None:
         n = disk.endurance_bytes.value / n_bytes
-        found.append(f"its {show_bytes(disk.endurance_bytes.value)} rated were written after {n:,.0f} steps")
-    return "; ".join(found)
+        texts.append(f"its {show_bytes(disk.endurance_bytes.value)} rated were written after {n:,.0f} steps")
+    return "; ".join(texts)
 
 
-def answer(f: Facts) -> Iterator[Line]:
+def short_report(f: Facts) -> Iterator[Line]:
     """Short report: verdict, schedule in two lines, and a reference to further output."""
-    yield from verdict(f)
+    yield from verdict_lines(f)
     yield "batch", batch_in_words(f.plan.semantics)
     if f.plan.semantics.is_lean:
         is_other = f.plan.semantics.optimizer.rule != "adamw"
-        what = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
-        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {what} (docs/optimizers.md)"
+        difference = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
+        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {difference} (docs/optimizers.md)"
     yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
     yield "more", "why, what it rests on, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 
 
-def asked(f: Facts) -> Iterator[Line]:
+def request_lines(f: Facts) -> Iterator[Line]:
     """Model, machine and semantics."""
-    plan, of = f.plan, f.plan.semantics
+    plan, s = f.plan, f.plan.semantics
     name = plan.model.name or plan.model.path
     yield "model", f"{name}: {show_count(plan.workload.n_params)} parameters, {plan.workload.n_layers} layers"
     if not plan.workload.trains_all:
         yield "trained", trained_in_words(plan)
     yield "machine", f"{f.profile.name}: {f.profile.summary}"
-    yield "batch", batch_in_words(of)
-    clip = "no clipping" if of.clip_norm is None else f"gradients clipped at {of.clip_norm:g}"
+    yield "batch", batch_in_words(s)
+    clip = "no clipping" if s.clip_norm is None else f"gradients clipped at {s.clip_norm:g}"
     is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
-    experts = f", {of.experts} experts" if is_sparse else ""
-    yield "precision", f"{of.compute_dtype} compute, {of.master_dtype} master weights, {clip}{experts}"
-    if of.is_lean:
-        yield "optimizer", of.optimizer_in_words
-    if not of.objective.is_default:
-        yield "loss", str(of.objective) if of.objective.sha256 is None else f"{of.objective} (a function of your own)"
-    if of.router_loss:
-        yield "routers", f"{of.router_loss:g} times their load-balancing loss, of each micro-batch"
-    yield "kernels", kernels_in_words(of)
+    experts = f", {s.experts} experts" if is_sparse else ""
+    yield "precision", f"{s.compute_dtype} compute, {s.master_dtype} master weights, {clip}{experts}"
+    if s.is_lean:
+        yield "optimizer", s.optimizer_in_words
+    if not s.objective.is_default:
+        yield "loss", str(s.objective) if s.objective.sha256 is None else f"{s.objective} (a function of your own)"
+    if s.router_loss:
+        yield "routers", f"{s.router_loss:g} times their load-balancing loss, of each micro-batch"
+    yield "kernels", kernels_in_words(s)
 
 
-def policy(f: Facts) -> Iterator[Line]:
+def policy_lines(f: Facts) -> Iterator[Line]:
     """The schedule, one line per topic, and the next best plan: its relative speed and its differences."""
     mine = clauses(f.plan.policy, f.plan)
     for i, clause in enumerate(mine.values()):
         yield "" if i else "policy", clause
     if f.answer is not None and f.answer.next_best is not None:
         policy, step_s = f.answer.next_best
-        other = clauses(policy, f.plan)
-        differences = [text for topic, text in other.items() if text != mine.get(topic)]
-        differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
+        alternative = clauses(policy, f.plan)
+        differences = [text for topic, text in alternative.items() if text != mine.get(topic)]
+        differences += [f"not: {text}" for topic, text in mine.items() if topic not in alternative]
         name = "next best" if step_s >= f.step_s else "faster"
         yield name, f"{exact(step_s)} ({step_s / f.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
 
 
-def basis(f: Facts) -> Iterator[Line]:
+def provenance_lines(f: Facts) -> Iterator[Line]:
     """Further bounds, the provenance of the prediction, and the definitions of model work and checkpoint size."""
     if f.claim is not None:
         yield "proven", _certified(f.claim)[1]
-    device, others = f.rests_on
+    device, other_lanes = f.rests_on
     yield "rests on", _rests_on(device, "the device's")
     if device.fraction(BASES[0]) < ENOUGH_FRACTION:
         yield "", "measure the machine with `penstock probe` and plan again: the prediction is as good as what it rests on"
-    if others is not None:
-        yield "", _rests_on(others, "the other lanes'")
+    if other_lanes is not None:
+        yield "", _rests_on(other_lanes, "the other lanes'")
     if by_formula := f.plan.semantics.library_kernels:
         yield "", f"what {' and '.join(by_formula)} move was counted in their sources, and nowhere timed"
     if f.outside:
         yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
     holds = "adapters" if f.plan.semantics.train.lora else "weights"
-    of = "" if f.plan.workload.trains_all else " of what is trained"
-    yield "checkpoint", f"{show_bytes(f.plan.checkpoint_bytes())} each: {holds}, masters and moments{of}"
+    suffix = "" if f.plan.workload.trains_all else " of what is trained"
+    yield "checkpoint", f"{show_bytes(f.plan.checkpoint_bytes())} each: {holds}, masters and moments{suffix}"
 
 
-def advice(resident_s: float | None, step_s: float) -> str | None:
+def resident_hint(resident_s: float | None, step_s: float) -> str | None:
     """Hint if keeping all state on the device is faster than streaming; None if it is not or does not fit."""
     if resident_s is None or resident_s >= step_s:
         return None
-    kept = f"all training state fits this device: kept there, a step takes about {show_seconds(resident_s)}"
-    return f"{kept}, {step_s / resident_s:.2f} times as fast"
+    text = f"all training state fits this device: kept there, a step takes about {show_seconds(resident_s)}"
+    return f"{text}, {step_s / resident_s:.2f} times as fast"
 
 
 def _certified(claim: Claim) -> tuple[str, str]:
     """Text of the bound on the search space, and of the narrower and wider bounds."""
     proof = claim.certificate
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
-    whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
-    others = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
+    subject = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
+    wider = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
     if (proof.n_sizes or 1) > 1 and proof.n_families > 0:
         if proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
-            others = f"with this plan's sizes {whose} below {exact(proof.size_bound_s)}; {others}"
+            wider = f"with this plan's sizes {subject} below {exact(proof.size_bound_s)}; {wider}"
         cut = " and any cut of the one memory" if CUT in (proof.free or ()) else ""
-        whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles){cut} {whose}"
-    return f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", others
+        subject = f"with any of {proof.n_sizes} sizes (micro-batch, tiles){cut} {subject}"
+    return f"{subject} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", wider
 
 
 def _measured(f: Facts, measured: Measured) -> str:
@@ -248,28 +248,28 @@ def _measured(f: Facts, measured: Measured) -> str:
     return f"{exact(measured.step_s)}, {middle}; {against}"
 
 
-def _rests_on(found: RestsOn, whose: str) -> str:
-    this, another, assumed = (f"{found.fraction(basis):.0%}" for basis in BASES)
-    least = ", ".join(f"{part.what} {part.fraction:.1%}" for part in found.worst)
-    here = f"{this} of {whose} seconds rest on measurements of this device"
-    return f"{here}, {another} on those of another, {assumed} on assumptions" + (f" (most of all: {least})" if least else "")
+def _rests_on(provenance: RestsOn, owner: str) -> str:
+    this, another, assumed = (f"{provenance.fraction(basis):.0%}" for basis in BASES)
+    least = ", ".join(f"{part.what} {part.fraction:.1%}" for part in provenance.worst)
+    text = f"{this} of {owner} seconds rest on measurements of this device"
+    return f"{text}, {another} on those of another, {assumed} on assumptions" + (f" (most of all: {least})" if least else "")
 
 
 def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
     """(title, parts, capacity) of each memory; with several ranks, for one of them."""
-    each, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
-    return (f"device{each}", needs.device, needs.device_memory_bytes), (f"host{each}", needs.host, needs.host_memory_bytes)
+    suffix, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
+    return (f"device{suffix}", needs.device, needs.device_memory_bytes), (f"host{suffix}", needs.host, needs.host_memory_bytes)
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------------
 
 
-def lanes(f: Facts) -> Table:
+def lane_table(f: Facts) -> Table:
     """Busy seconds of each lane per step."""
     columns = [(f.prediction.busy_s(f.plan), f.step_s)]
     titles = ["lane", "busy", "share of the step"]
-    if f.measured is not None and (settled := f.measured.settled).spans:
-        columns.append((settled.busy_s(f.plan), f.measured.traced_step_s))
+    if f.measured is not None and (steady := f.measured.steady).spans:
+        columns.append((steady.busy_s(f.plan), f.measured.traced_step_s))
         titles += ["measured busy", "share"]
     rows = []
     for lane in f.plan.lanes:
@@ -278,7 +278,7 @@ def lanes(f: Facts) -> Table:
     return Table(tuple(titles), tuple(rows))
 
 
-def parts(f: Facts) -> Table | None:
+def waterfall_table(f: Facts) -> Table | None:
     """The waterfall: parts of the step, and the total."""
     if f.waterfall is None:
         return None
@@ -296,36 +296,36 @@ def parts(f: Facts) -> Table | None:
     return Table(("the step is", "takes", "share"), tuple(rows), tuple(bars))
 
 
-def gains(f: Facts) -> Table:
+def gain_table(f: Facts) -> Table:
     """Gain from 10 % more of each resource."""
     rows = [(gain.resource, show_seconds(gain.saved_s), f"{gain.saved_fraction:.1%}".replace("-0.0%", "0.0%")) for gain in f.gains]
     bars = [Bar("less" if gain.saved_s < 0 else "gain", 0.0, abs(gain.saved_s)) for gain in f.gains]
     return Table(("10 % more of", "saves", "of the step"), tuple(rows), tuple(bars))
 
 
-def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
+def memory_table(f: Facts, occupancy: tuple[Occupancy, ...] = ()) -> Table:
     """Allocated bytes of device and host by part, and capacities.
 
-    `held`: occupancy of both, adds a column with the maximum of each part over the step.
+    `occupancy`: occupancy of both, adds a column with the maximum of each part over the step.
     """
     rows = []
     for i, (place, parts, has) in enumerate(_memories(f)):
         peak = sum(parts.values())
         shown = {name: n for name, n in parts.items() if n >= SMALL_FRACTION * peak}
-        most = {name: show_bytes(max(at)) for name, at in held[i].series.items()} if held else {}
-        rows.append((place, show_bytes(peak), show_bytes(has), show_bytes(held[i].peak_bytes) if held else ""))
+        peaks = {name: show_bytes(max(values)) for name, values in occupancy[i].series.items()} if occupancy else {}
+        rows.append((place, show_bytes(peak), show_bytes(has), show_bytes(occupancy[i].peak_bytes) if occupancy else ""))
         for name, n_bytes in sorted(shown.items(), key=lambda item: (-item[1], item[0])):
-            said = name.replace("_", " ")
-            title = f"  {said} ({GLOSS[said]})" if said in GLOSS else f"  {said}"
-            rows.append((title, show_bytes(n_bytes), "", most.get(name, "")))
+            label = name.replace("_", " ")
+            title = f"  {label} ({GLOSS[label]})" if label in GLOSS else f"  {label}"
+            rows.append((title, show_bytes(n_bytes), "", peaks.get(name, "")))
         if rest := peak - sum(shown.values()):
             rows.append(("  other", show_bytes(rest), "", ""))
     titles = ("memory", "needs", "has", "holds at most")
-    n_columns = len(titles) if held else len(titles) - 1
+    n_columns = len(titles) if occupancy else len(titles) - 1
     return Table(titles[:n_columns], tuple(row[:n_columns] for row in rows))
 
 
-def schedules(f: Facts) -> Table:
+def baseline_table(f: Facts) -> Table:
     """Schedules of other systems under the same semantics and costs, and training with all state on the device."""
     rows = []
     for name, outcome in f.answer.all_baselines().items() if f.answer else ():
@@ -336,8 +336,8 @@ def schedules(f: Facts) -> Table:
     return Table(("schedule", "step", "this plan is"), tuple(rows))
 
 
-def p10_to_p90(of: Predicted | Measured) -> str:
-    return f"P10 to P90: {exact(of.p10_step_s)} to {exact(of.p90_step_s)}"
+def p10_to_p90(step: Predicted | Measured) -> str:
+    return f"P10 to P90: {exact(step.p10_step_s)} to {exact(step.p90_step_s)}"
 
 
 def exact(s: float) -> str:

@@ -41,13 +41,13 @@ class Log:
         if is_evaluation:
             self.evaluated.append((step, number(fields["eval_loss"])))
             return True
-        at = bisect_left(self.steps, step)
-        self.steps[at:] = [step]
+        index = bisect_left(self.steps, step)
+        self.steps[index:] = [step]
         for name, values in self.columns.items():
-            values[at:] = [number(fields.get(name))]
+            values[index:] = [number(fields.get(name))]
         return True
 
-    def is_of(self, tokens_per_step: int) -> bool:
+    def has_step_size(self, tokens_per_step: int) -> bool:
         """True if logged steps have this number of tokens. Emulated runs train a stand-in model on fewer."""
         n_tokens = [n for n in self.columns["tokens"] if n is not None]
         return not n_tokens or median(n_tokens) > tokens_per_step / 2
@@ -62,12 +62,12 @@ class LoggedRun:
 
     def step_times_s(self, tokens_per_step: int) -> list[float]:
         """Sorted durations of steady-state steps, from the log or else from the timeline."""
-        logged = self.log.columns["step_s"] if self.log.is_of(tokens_per_step) else []
+        logged = self.log.columns["step_s"] if self.log.has_step_size(tokens_per_step) else []
         traced = [] if self.timeline is None else self.timeline.step_times_s
         # The timeline's first time is that of the second step.
         for times_s in (logged[WARM_UP_STEPS:], logged, traced[WARM_UP_STEPS - 1 :], traced):
-            if found := sorted(t for t in times_s if t is not None and 0 < t < LONGEST_STEP_S):
-                return found
+            if settled := sorted(t for t in times_s if t is not None and 0 < t < LONGEST_STEP_S):
+                return settled
         return []
 
 

@@ -57,10 +57,10 @@ def _saved(policy: Policy, n_layers: int) -> str:
     n_saving = Counter(policy.saved(b) for b in range(1, n_layers + 1))
     n_away = Counter(policy.saved(b) for b in policy.offload_blocks)
     saved = []
-    for of, what in words.items():
-        n, away = n_saving[of], n_away[of]
+    for tier, text in words.items():
+        n, away = n_saving[tier], n_away[tier]
         where = "" if not away else " (on the host)" if away == n else f" ({away} of them on the host)"
-        saved += [f"{what} of {counted(n, 'layer')}{where}"] if n else []
+        saved += [f"{text} of {counted(n, 'layer')}{where}"] if n else []
     again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is recomputed (activation checkpointing)"
     return f"saved for backward: {', '.join(saved)}{again}"
 
@@ -69,25 +69,25 @@ def kernels_in_words(semantics: Semantics) -> str:
     """Describe kernels except matrix products: `fused norm, loss and pointwise; cudnn attention; fla.chunk_gated_delta_rule`."""
     fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) != "eager"]
     attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
-    others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
-    return "; ".join([others, f"{attention} attention", *semantics.library_kernels])
+    kernels = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
+    return "; ".join([kernels, f"{attention} attention", *semantics.library_kernels])
 
 
 def trained_in_words(plan: Plan) -> str:
     """Describe trained parameters: `41.9 M parameters: lora:r=16,alpha=32; the others frozen, ...`."""
     base = plan.semantics.base
-    others = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
-    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {others}"
+    frozen = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
+    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {frozen}"
 
 
 def batch_in_words(semantics: Semantics) -> str:
     """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; per rank for several ranks."""
-    whole = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
+    batch = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
     n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
-    apart = f", in {n_groups} sum groups" if n_groups > 1 else ""
-    each = f" on each of {ranks} GPUs" if ranks > 1 else ""
-    return f"{whole}, in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{each}{apart}"
+    groups = f", in {n_groups} sum groups" if n_groups > 1 else ""
+    gpus = f" on each of {ranks} GPUs" if ranks > 1 else ""
+    return f"{batch}, in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{gpus}{groups}"
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:

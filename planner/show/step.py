@@ -55,9 +55,9 @@ def predicted_stretch(plan: Plan, prediction: Prediction) -> Stretch:
 
 def measured_stretch(plan: Plan, timeline: Timeline) -> Stretch:
     """A steady-state step of median length; in a short run, the last complete step."""
-    found = _stretches(plan, timeline.spans)
-    if found:
-        return _typical(found[WARM_UP_STEPS:] or found[-1:])
+    stretches = _stretches(plan, timeline.spans)
+    if stretches:
+        return _typical(stretches[WARM_UP_STEPS:] or stretches[-1:])
     last = max((s.step for s in timeline.spans), default=0)
     times_s = [at_s for s in timeline.spans if s.step == last for at_s in (s.start_s, s.end_s)] or [0.0]
     return Stretch(last, min(times_s), max(times_s), timeline.spans)

@@ -65,7 +65,7 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
     computing = _only(profile, *burdens)
     # Ops with all activations saved: backward recomputes nothing.
     policy = replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=())
-    levels = [_compute_s(replace(plan, policy=policy), computing, without=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
+    levels = [_compute_s(replace(plan, policy=policy), computing, excluded=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
     for burden in (("link", "disk"), ("optimizer",), ("host DRAM",)):
         burdens += burden
         machine = _only(profile, *burdens)
@@ -76,13 +76,13 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
 
 def gains(plan: Plan, profile: Profile) -> tuple[Gain, ...]:
     """Gain from 10 % more of each resource, the largest first."""
-    step_s, found = _step_s(plan, profile), []
+    step_s, result = _step_s(plan, profile), []
     for resource, groups in RESOURCES.items():
         if resource == "disk" and not plan.policy.disk_blocks:
             continue
         with_more_s = _step_s(plan, faster(profile, dict.fromkeys(groups, GAIN)))
-        found.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
-    return tuple(sorted(found, key=lambda gain: -gain.saved_s))  # stable: ties keep the order of RESOURCES
+        result.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
+    return tuple(sorted(result, key=lambda gain: -gain.saved_s))  # stable: ties keep the order of RESOURCES
 
 
 def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
@@ -109,10 +109,10 @@ def _step_s(plan: Plan, profile: Profile, demands: list[Demand] | None = None) -
     return simulate(plan, demands or costs(plan, profile), region_of(profile), MAX_STEPS).step_s
 
 
-def _compute_s(plan: Plan, profile: Profile, without: Sequence[Kind] = ()) -> float:
+def _compute_s(plan: Plan, profile: Profile, excluded: Sequence[Kind] = ()) -> float:
     """Seconds of the device's ops, run alone, without ops of these kinds."""
     demands = zip(plan.ops, costs(plan, profile), strict=True)
-    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in without)
+    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in excluded)
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:

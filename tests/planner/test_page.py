@@ -109,7 +109,7 @@ def test_every_kind_of_op_and_every_arena_has_a_colour():
     families = (folder / "step.js").read_text().partition("const FAMILIES = [")[2].partition("];\n")[0]
     series = (folder / "memory.js").read_text().partition("const SERIES = {")[2].partition("};")[0]
     held = {*re.findall(r'Arena\(\s*"(\w+)"', inspect.getsource(arenas)), "weights"}
-    held |= {memory.KEPT, memory.COMPUTED, memory.CONTEXT, *memory.OF_HOST}
+    held |= {memory.SAVED, memory.COMPUTED, memory.CONTEXT, *memory.HOST_PARTS}
     assert {kind for kind in Kind if f'"{kind}"' not in families} == set()
     assert len(held) > 15
     assert {name for name in held if not re.search(rf'(?<!\w)"?{name}"?: \[', series)} == set()
