@@ -76,7 +76,7 @@ class Program:
         if bound is None and integers:  # numerical failure of the solver; the linear bound is valid, too
             linear = self.solve(integers=False)
             return None if linear is None else (linear[0], self.low)
-        assert bound is not None, f"the solver ends with {result.message}"
+        assert bound is not None, f"no bound from the solver: {result.message}"
         return float(bound), self.low if result.x is None else [float(x) for x in result.x]
 
     def _solved(self, integers: bool, presolve: bool) -> Any:

@@ -39,7 +39,7 @@ def machine_bound(plan: Setup, cost: CostModel) -> Bound:
         slopes = {squared_share: squared[name] - host[name], state_share: staying[name] - host[name]}
         program.at_most({largest: -1.0, **{n: s / scale_s for n, s in slopes.items()}}, -host[name] / scale_s)
     solution = program.solve()
-    assert solution is not None, "with no share of either there is a solution"
+    assert solution is not None, "shares of 0 are feasible"
     bound, x = solution
     facets = {
         name: seconds + x[squared_share] * (squared[name] - seconds) + x[state_share] * (staying[name] - seconds)

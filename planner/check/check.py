@@ -59,7 +59,7 @@ def summary(plan: Plan) -> str:
     device = f"device {show_bytes(needs.device_peak_bytes)} of {show_bytes(needs.device_memory_bytes)}"
     host = f"host {show_bytes(needs.host_peak_bytes)} of {show_bytes(needs.host_memory_bytes)}"
     return (
-        f"right: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
+        f"valid: {plan.n_performed} ops a step, {len(plan.workload.blocks)} blocks, {n_micro_batches} micro-batches in "
         f"groups of {policy.accumulation_group}, {policy.update} update; {device}, {host}"
     )
 
@@ -78,7 +78,7 @@ def _legal_order(plan: Plan) -> list[int]:
         return list(TopologicalSorter(predecessors).static_order())
     except CycleError as error:
         i = min(error.args[1])
-        raise wrong(i, plan.ops[i], "can never start, its waits and its lane close a circle") from None
+        raise wrong(i, plan.ops[i], "can never start: its waits and its lane form a cycle") from None
 
 
 class _Clocks:
@@ -144,5 +144,5 @@ def _check_schedule(plan: Plan, shape: Shape, clocks: _Clocks) -> None:
     for i, op in enumerate(plan.ops):
         if op.lane is Lane.GPU and op.micro_batch is not None:
             if op.micro_batch // shape.group < group:
-                raise wrong(i, op, "comes after a later group of micro-batches")
+                raise wrong(i, op, "runs after a later group of micro-batches")
             group = op.micro_batch // shape.group

@@ -39,7 +39,7 @@ def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     they differ. Return the parts that were not verified: for a claim of other code, fields that only affect costs."""
     n_hosts = _profile_of(plan).n_hosts
     if plan.semantics.ranks % n_hosts:
-        raise PlanError(f"profile: {n_hosts} hosts cannot have equally many of {plan.semantics.ranks} ranks; {AGAIN}")
+        raise PlanError(f"profile: {plan.semantics.ranks} ranks cannot be divided among {n_hosts} hosts; {AGAIN}")
     try:
         built = build_workload(plan.model, plan.semantics)
     except PenstockError as error:
@@ -47,10 +47,10 @@ def check_origin(plan: Plan, claim: Claim | None = None) -> list[str]:
     is_other, is_by_this = plan.workload != built, claim is None or claim.by_this_code
     sizes, of_built = ([replace(block, **_OF_TIME) for block in (*w.blocks, *w.smaller)] for w in (plan.workload, built))
     if is_other and (is_by_this or sizes != of_built):
-        raise PlanError(f"workload: its blocks are not those of the model and the semantics; {AGAIN}")
+        raise PlanError(f"workload: its blocks do not match the model and the semantics; {AGAIN}")
     if sorted(plan.arenas, key=lambda arena: arena.name) != sorted(arenas_of(plan), key=lambda arena: arena.name):
-        raise PlanError(f"arenas: they are not those of the policy; {AGAIN}")
-    return ["what blocks take, which another version counted"] if is_other else []
+        raise PlanError(f"arenas: they do not match the policy; {AGAIN}")
+    return ["the cost fields of blocks, computed by another version"] if is_other else []
 
 
 def check_claim(plan: Plan, claim: Claim) -> list[str]:
@@ -76,11 +76,11 @@ def check_search(plan: Plan, claim: Claim) -> list[str]:
             sizes = [*sizes_of(plan.model, plan.semantics, profile, free)]
         result = search(plan.model, sizes, profile, fixed, free, proof.clipped_fraction)
     except PenstockError as error:
-        raise PlanError(f"claim: searching again fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
+        raise PlanError(f"claim: repeating the search fails: {on_one_line(str(error), 200)}; {AGAIN}") from None
     unverified = [] if result.plan == plan else check_claim(plan, claim)
     if result.plan.policy == plan.policy or claim.by_this_code:
         return unverified + _compare(claim, result)
-    return [*unverified, "the search, which finds another plan in this version"]
+    return [*unverified, "the search: this version finds another plan"]
 
 
 def _compare(claim: Claim, answer: SearchResult, *skipped: str) -> list[str]:
@@ -91,10 +91,10 @@ def _compare(claim: Claim, answer: SearchResult, *skipped: str) -> list[str]:
         old, new = claimed[part][name], computed[part][name]
         if _same(old, new) or (old is None and not claim.by_this_code):  # absent from older files
             continue
-        message = f"claim: {part}.{name} is {old}, not {new} as the plan on its profile has it"
+        message = f"claim: {part}.{name} is {old}, but the plan on its profile gives {new}"
         if claim.by_this_code:
             raise PlanError(f"{on_one_line(message, 300)}; {AGAIN}")
-        return [f"{message}, but it was claimed by another version"]
+        return [f"{message}; the claim is from another version"]
     return []
 
 
@@ -111,7 +111,7 @@ def name_conflicts(plan: Plan) -> Iterator[str]:
     if plan.model.name in shipped_models():
         shipped = shipped_model(plan.model.name).config
         if {key: plan.model.config.get(key) for key in shipped} != shipped:
-            yield f"the model is called {plan.model.name} as a shipped one is, but its configuration is another"
+            yield f"the model has the name of the shipped {plan.model.name}, but another configuration"
     profile = _profile_of(plan)
     ranks_per_host = plan.semantics.ranks // profile.n_hosts
     base_name = profile.name.removesuffix(name_of_shared("", ranks_per_host, profile.n_hosts))
@@ -120,7 +120,7 @@ def name_conflicts(plan: Plan) -> Iterator[str]:
         for place, quantity in profile.quantities():  # except values that users may set, and those of all hosts
             is_given = quantity.source.startswith("user_") or place.startswith(("network.", "price."))
             if not is_given and quantity != shipped.get(place):
-                yield f"the machine is called {profile.name} as a shipped one is, but {place} is another"
+                yield f"the machine has the name of the shipped {profile.name}, but another {place}"
                 break
 
 

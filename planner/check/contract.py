@@ -75,14 +75,14 @@ def check_ops(plan: Plan, shape: Shape) -> None:
         if not rule.has(shape, op.block) or (op.micro_batch is not None) != rule.is_each(shape):
             raise wrong(i, op, "a plan with this policy has no such op")
         if key in present and (rule.often is not Often.USE or op.block in shape.resident):
-            raise wrong(i, op, "done twice in a step")
+            raise wrong(i, op, "occurs twice in a step")
         present.add(key)
         _check_operands(i, op, shape)
         for name, slot in op.operands:  # sizes are equal for all micro-batches
             if (use := (name, slot, op.kind, op.block)) not in fitting:
                 has_bytes, needed_bytes = slot_bytes[slot.arena][slot.index], n_bytes(name, shape, op)
                 if has_bytes < needed_bytes:
-                    raise wrong(i, op, f"{slot} has {has_bytes} bytes, but {needed_bytes} go into it")
+                    raise wrong(i, op, f"{slot} has {has_bytes} bytes, but needs {needed_bytes}")
                 fitting.add(use)
     for (kind, rule), b in product(_RULES.items(), range(shape.n_blocks)):
         if rule.has(shape, b) and (rule.often is not Often.USE or b in shape.resident):
@@ -110,7 +110,7 @@ def check_arenas(plan: Plan) -> None:
     """Check the names, memory and slot alignment of arenas; PlanError if one is wrong."""
     for arena in plan.arenas:
         if arena.place is not (place := PLACES.get(arena.name)):
-            is_known = f"must be in {place} memory" if place else "not one that a plan has"
+            is_known = f"must be in {place} memory" if place else "unknown arena"
             raise PlanError(f"arena {arena.name}: {is_known}; {AGAIN}")
         if odd := [n_bytes for n_bytes in arena.slot_bytes[:-1] if n_bytes % ALIGN_BYTES]:
             raise PlanError(f"arena {arena.name}: a slot of {odd[0]} bytes, no multiple of {ALIGN_BYTES}; {AGAIN}")
@@ -122,7 +122,7 @@ def check_repeat(plan: Plan, repeat: Repeat, shape: Shape) -> None:
     first = min(repeated, default=0)
     rest_start = first + repeat.times * repeat.micro_batches
     if shape.sum_groups > 1:
-        raise PlanError(f"{repeat}: no two of {shape.sum_groups} sum groups are added up alike; {AGAIN}")
+        raise PlanError(f"{repeat}: a step with {shape.sum_groups} sum groups cannot have repetitions; {AGAIN}")
     is_whole = first % shape.group == 0 and repeat.micro_batches % shape.group == 0
     if not is_whole or repeat.times < 2 or not 0 < first < rest_start < shape.n_micro_batches:
         raise PlanError(f"{repeat}: not whole groups of {shape.group} micro-batches, between the first and the last; {AGAIN}")

@@ -224,7 +224,7 @@ class Choices:
         transients = [(used, float(self.costs.plan(policy).other_transient_bytes)) for used, policy in staying_one]
         for (i, way), choice in self.saving.items():
             again = blocks[self.classes[i][0]].recompute(way.saved)
-            assert again is not None, "a way is one that the block has"
+            assert again is not None, "the block has this way of saving"
             transients.append((choice.used, float(again.transient_bytes)))
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):

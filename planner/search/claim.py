@@ -108,7 +108,7 @@ _CLAIM = TypeAdapter(Claim)
 def claimed(fields: dict[str, Any] | None, where: str) -> Claim:
     """Validate the claim of a plan file. PlanError names the first missing, unknown or malformed field."""
     if fields is None:
-        message = "`claim` is null: it promises nothing that could be held to"
+        message = "`claim` is null, so nothing can be verified"
         raise PlanError(f"{where}: {message}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
     try:
         return _CLAIM.validate_json(json.dumps(fields))

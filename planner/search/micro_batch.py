@@ -109,7 +109,7 @@ def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
     valid = [n for n, s in of_size.items() if s.n_micro_batches % s.sum_groups == 0 and not (s.ranks > 1 and s.n_left)]
     if not valid:
         refuse_sum_groups(replace(semantics, micro_batch=1))
-        raise PlanError(f"{semantics.sum_groups} sum groups are more than any step is cut into; choose fewer")
+        raise PlanError(f"{semantics.sum_groups} sum groups: no micro-batch divides the step into that number; choose fewer")
     return valid
 
 
@@ -170,7 +170,7 @@ def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[s
 def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Profile:
     """Relaxed machine that bounds all splits: the host has all memory, the device all except the host's minimum for any policy."""
     pool = profile.device.pool_bytes
-    assert pool is not None, "only one memory can be cut"
+    assert pool is not None, "only a single memory can be split"
 
     def having(device_bytes: float) -> Profile:
         memory = {"memory_bytes": pool.model_copy(update={"value": device_bytes}), "pool_bytes": None}

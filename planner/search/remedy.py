@@ -49,7 +49,7 @@ class TooLongError(PlanError):
 
     def __init__(self, semantics: Semantics, n_ops: int) -> None:
         self.n_micro_batches, self.n_ops = semantics.n_micro_batches, n_ops
-        self.change = "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if semantics.sum_groups > 1 else "")
+        self.change = "use a larger --micro-batch" + (" or --sum-groups 1 (a shorter plan)" if semantics.sum_groups > 1 else "")
         self.reason = f"a step of {self.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
         super().__init__(f"{self.reason}; {self.change}")
 
@@ -108,7 +108,7 @@ def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
     every = chain(_bitwise_identical(request, nearest), _changes(request, needs))
     fitting = islice((change for change in every if change[1].fits()), MAX_CHANGES)
     changes = [_with_rate(*change) for change in fitting]
-    smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
+    smallest = ", or ".join(changes) or "no change that was tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
     return DoesNotFitError(message, nearest.short_device_bytes, nearest.short_host_bytes, smallest)
@@ -135,7 +135,7 @@ def _bitwise_identical(request: Request, needs: Footprint) -> Iterator[tuple[str
     """Changes with bitwise identical results: a disk for frozen weights, and the smallest larger memory that fits."""
     s, profile = request.semantics, request.profile
     if request.fixed is None and profile.disk is None and not s.train.all and s.ranks == 1:
-        text = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
+        text = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk with this read rate)"
         yield text, replace(request, profile=profile.with_disk(USUAL_READ_BYTES_PER_S))
     yield from islice((larger for larger in _with_memory(request, needs) if larger[1].fits()), 1)
 

@@ -82,7 +82,7 @@ def search(
     state.tighten()
     chosen, bounds_s = _chosen(state.searched_s), state.bounds_s
     tree, others_s = state.trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
-    assert tree.best is not None, "it was found"
+    assert tree.best is not None, "a searched size has a plan"
     _assert_bounded(tree, tree.best)
     if CUT in free:
         others_s = min(others_s, _of_any_cut_s(evaluators[chosen], free))

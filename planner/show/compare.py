@@ -111,7 +111,7 @@ COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
     "P10 to P90": lambda c, speed: " to ".join(map(show_seconds, (speed.predicted.p10_step_s, speed.predicted.p90_step_s))),
     "rented: USD per M tokens": lambda c, speed: _usd(c.per_million()[0]),
     "bought: USD per M tokens": lambda c, speed: _usd(c.per_million()[1]),
-    "of it RAM": lambda c, speed: _usd(c.hourly.ram_fraction, ".0%"),
+    "RAM share": lambda c, speed: _usd(c.hourly.ram_fraction, ".0%"),
     "least host memory": lambda c, speed: "-",
     "micro-batch": lambda c, speed: str(speed.micro_batch),
     "bound by": lambda c, speed: speed.proof.binding,
@@ -133,14 +133,14 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
             yield f"Cheapest {how}{suffix}: {cheapest_price[1]}, {cheapest_price[0]:.3g} USD per million tokens"
     for c in candidates:
         if c.refusal is not None:
-            yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
+            yield f"{c.machine}: {c.refusal.reason}; smallest changes that allow a plan: {c.refusal.smallest_change}"
         elif c.speed is not None and (advised := resident_hint(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
             yield f"{c.machine}: {advised}"
-    yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
+    yield "Measured on it: the share of the device's seconds from measurements of this device (details: `penstock plan -v`)"
     yield from (f"{c.machine}: {c.hourly.note}" for c in candidates if c.hourly.note is not None)
     if dates := [c.hourly.date for c in candidates if c.hourly.date is not None]:
         yield (
-            f"Prices as of {min(dates)} or later. Rented: the price of an hour, with the host memory in it. Bought: "
+            f"Prices as of {min(dates)} or later. Rented: the hourly price, including host memory. Bought: "
             f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
         )
 

@@ -97,7 +97,7 @@ def prices_in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
         words.append(f"rented: {show_usd(rent_usd)} per million tokens, at {show_usd(hour.rent_usd)} an hour")
     if bought_usd is not None:
         ram = "" if hour.ram_fraction is None else f", {hour.ram_fraction:.0%} of it host memory"
-        power = "with power" if hour.power_usd is not None else "without power, whose draw is not known"
+        power = "with power" if hour.power_usd is not None else "without power (draw unknown)"
         words.append(f"bought: {show_usd(bought_usd)} per million tokens, over three years {power}{ram}")
     return words
 

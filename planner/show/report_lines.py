@@ -24,19 +24,19 @@ LANE_TITLE |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
 GLOSS = {
     "state": "master weights and optimizer states; frozen weights",
     "frozen": "frozen weights, read from the disk",
-    "packed": "quantized weights, to be unpacked",
-    "device state": "optimizer states that stay on the device",
+    "packed": "quantized weights before unpacking",
+    "device state": "optimizer states kept on the device",
     "kept activations": "saved for backward",
     "saved": "on its way to the host, or back",
     "activations": "layer inputs",
     "spilled": "layer inputs, offloaded",
     "offloaded": "activations, offloaded",
     "sums": "accumulated gradients",
-    "squares": "of gradients, for the norm",
+    "squares": "squared gradients, for the norm",
     "received": "other ranks' sums, to be added",
-    "host gradients": "of blocks, until their update",
+    "host gradients": "gradients until their update",
     "staging": "gradients being accumulated",
-    "resident weights": "weights that stay",
+    "resident weights": "weights kept on the device",
     "runtime": "Python, torch and its libraries",
     "compiler": "numba, and the updates that it compiles",
     "context": "the driver's",
@@ -53,8 +53,8 @@ ENOUGH_FRACTION = 0.75  # share of the device's seconds from its own measurement
 N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # number of bottlenecks shown, minimum gain
 MOST_LETTERS = 200  # maximum length of the schedule in the short report: two lines
 FAR = 3.0  # times the prediction; from here on not shown in percent
-ALONE = "nothing is known of other GPUs beside this one: they are taken to exchange by way of the host"
-CONVENTION = "forward and twice that, causal half of attention, no recompute"
+ALONE = "the link between GPUs is not in the profile: exchange through host memory is assumed"
+CONVENTION = "forward, twice that for backward, causal half of attention, no recompute"
 
 
 class Bar(NamedTuple):
@@ -124,7 +124,7 @@ def verdict_lines(f: Facts) -> Iterator[Line]:
         claims = f"the plan file claims a step of {exact(f.unconfirmed_step_s)}, simulating it gives {exact(f.prediction.step_s)}"
         yield "note", f"{claims}: the file was changed, or written by another version; its interval and bounds are left out"
     if not f.prediction.periodic:
-        yield "note", "the steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated"
+        yield "note", "the steps reach no steady state: the prediction is the mean of the last simulated ones"
     if f.plan.semantics.ranks > 1 and f.profile.peers is None:
         yield "GPUs", ALONE
 
@@ -135,7 +135,7 @@ def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
     n_bytes, disk = plan.semantics.state_bytes * plan.workload.n_trained, profile.disk
     if disk is None or not (disk.write_bytes_per_s or disk.endurance_bytes):
         return None
-    texts = [f"are in memory: on the disk {show_bytes(n_bytes)} would be read and written in every step"]
+    texts = [f"in memory: on the disk, {show_bytes(n_bytes)} would be read and written in every step"]
     if disk.write_bytes_per_s is not None:
         both_s = n_bytes / profile.read_bytes_per_s + n_bytes / disk.write_bytes_per_s.value
         texts.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
@@ -154,7 +154,7 @@ def short_report(f: Facts) -> Iterator[Line]:
         difference = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
         yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {difference} (docs/optimizers.md)"
     yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
-    yield "more", "why, what it rests on, time and memory in parts, other systems' schedules: plan -v, or penstock report"
+    yield "more", "reasons, provenance, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 
 
 def request_lines(f: Facts) -> Iterator[Line]:
@@ -200,16 +200,16 @@ def provenance_lines(f: Facts) -> Iterator[Line]:
     device, other_lanes = f.rests_on
     yield "rests on", _rests_on(device, "the device's")
     if device.fraction(BASES[0]) < ENOUGH_FRACTION:
-        yield "", "measure the machine with `penstock probe` and plan again: the prediction is as good as what it rests on"
+        yield "", "measure the machine with `penstock probe` and plan again: the prediction is only as good as its sources"
     if other_lanes is not None:
         yield "", _rests_on(other_lanes, "the other lanes'")
     if by_formula := f.plan.semantics.library_kernels:
-        yield "", f"what {' and '.join(by_formula)} move was counted in their sources, and nowhere timed"
+        yield "", f"the memory traffic of {' and '.join(by_formula)} was counted in their sources, not timed"
     if f.outside:
-        yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
+        yield "outside", f"the measured range, costs of its nearest point are used (P10 to P90 are wider): {'; '.join(f.outside)}"
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
     holds = "adapters" if f.plan.semantics.train.lora else "weights"
-    suffix = "" if f.plan.workload.trains_all else " of what is trained"
+    suffix = "" if f.plan.workload.trains_all else " of trained parameters"
     yield "checkpoint", f"{show_bytes(f.plan.checkpoint_bytes())} each: {holds}, masters and moments{suffix}"
 
 
@@ -217,7 +217,7 @@ def resident_hint(resident_s: float | None, step_s: float) -> str | None:
     """Hint if keeping all state on the device is faster than streaming; None if it is not or does not fit."""
     if resident_s is None or resident_s >= step_s:
         return None
-    text = f"all training state fits this device: kept there, a step takes about {show_seconds(resident_s)}"
+    text = f"the device has room for all training state: kept there, a step takes about {show_seconds(resident_s)}"
     return f"{text}, {step_s / resident_s:.2f} times as fast"
 
 
@@ -225,7 +225,7 @@ def _certified(claim: Claim) -> tuple[str, str]:
     """Text of the bound on the search space, and of the narrower and wider bounds."""
     proof = claim.certificate
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
-    subject = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
+    subject = "no schedule we can express is" if proof.n_families else "no order of the ops of this fixed schedule is"
     wider = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
     if (proof.n_sizes or 1) > 1 and proof.n_families > 0:
         if proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:

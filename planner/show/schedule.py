@@ -7,7 +7,7 @@ from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import show_count
 
 UPDATE_WORDS = {
-    Update.EAGER: "each block as its gradient arrives",
+    Update.EAGER: "block by block, as gradients arrive",
     Update.BARRIER: "when the norm is known, all before the next step",
     Update.DEFERRED: "when the norm is known, block by block into the next forward",
 }
@@ -31,7 +31,7 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
             traits[topic] = words.format(counted(len(blocks), "block"))
     if policy.square_on_device:
         traits["norm"] = "gradients squared on the device, for the global norm"
-    early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
+    early = f"; {counted(len(policy.speculate_blocks), 'block')} before it is known" if policy.speculate_blocks else ""
     return traits | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
 
 

@@ -38,7 +38,7 @@ def _report(f: Facts) -> Iterator[RenderableType]:
             yield _table(table)
             yield Text()
     if f.waterfall is None:
-        yield Text(f"Where the seconds go is left out: the plan has {len(f.plan.ops):,} ops, too many to simulate ten times.")
+        yield Text(f"The breakdown of the step is left out: the plan has {len(f.plan.ops):,} ops, too many to simulate ten times.")
     if f.answer is not None:
         yield Text(BASELINE_NOTE, style="dim")
 

@@ -61,12 +61,12 @@ def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
 
 def test_a_claim_is_shown_if_simulating_confirms_it(planned):
     file = PlanFile.read(planned)
-    assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Words on this page")[0]
+    assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Terms on this page")[0]
     claim = json.loads(json.dumps(file.claim))
     claim["prediction"]["step_s"] /= 2
     said = Page(written(PlanFile(file.plan, claim))).text
     assert "the plan file claims a step of" in said
-    assert "gap " not in said.partition("Words on this page")[0]
+    assert "gap " not in said.partition("Terms on this page")[0]
     claim["certificate"]["policy_bound_s"] = "<b>"
     with pytest.raises(PlanError, match=r"p.json: claim.certificate.policy_bound_s"):
         written(PlanFile(file.plan, claim))

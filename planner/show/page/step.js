@@ -227,7 +227,7 @@ function linesOf(found) {
     const piece = track === found.track ? found : track.times.get(found.op);
     if (piece) lines.push(track.name + ": " + seconds(piece.to - piece.from) + ", from " + seconds(piece.from) + " to " + seconds(piece.to));
   }
-  if (found.later) lines.push(found.later > 0 ? "of the next step: this lane is ahead" : "of the step before: this lane is still at it");
+  if (found.later) lines.push(found.later > 0 ? "of the next step: this lane is ahead" : "of the previous step: this lane is behind");
   return lines;
 }
 
