@@ -124,9 +124,9 @@ class Choices:
         self.leaving = {saved: [c for (_, way), c in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
         self.read = [*self.on_disk.values(), *self.read_once.values()]
         several = [*self.leaving.values(), [*self.spilled.values()], self.read]
-        sharing_counts = {choice.count for choice in chain(*several, self.squared.values())}
+        grouped = {choice.count for choice in chain(*several, self.squared.values())}
         # Groups of choices that share slots
-        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in sharing_counts)]
+        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in grouped)]
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
@@ -206,7 +206,7 @@ class Choices:
             p.at_most({room: -1.0}, -least_bytes / capacities[place])
             rows[place][room] = 1.0
 
-        (lean_bytes, per_slot, per_square), *of_choices = self._bytes()
+        (smallest_bytes, per_slot, per_square), *of_choices = self._bytes()
         add(self.depth, per_slot)
         add(self.squares, per_square)
         for group, of_group in zip(self.sharing, of_choices, strict=True):
@@ -229,7 +229,7 @@ class Choices:
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
-        for row, n_bytes, of_slot, capacity in zip(rows, lean_bytes, per_slot, capacities, strict=True):
+        for row, n_bytes, of_slot, capacity in zip(rows, smallest_bytes, per_slot, capacities, strict=True):
             p.at_most(row, 1 - (n_bytes - of_slot * self.smallest.prefetch_depth) / capacity + SLACK)
 
     def _bytes(self) -> list[list[list[int]]]:
