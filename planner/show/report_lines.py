@@ -320,7 +320,7 @@ def memory_table(f: Facts, occupancy: tuple[Occupancy, ...] = ()) -> Table:
             rows.append((title, show_bytes(n_bytes), "", peaks.get(name, "")))
         if rest := peak - sum(shown.values()):
             rows.append(("  other", show_bytes(rest), "", ""))
-    titles = ("memory", "needs", "has", "holds at most")
+    titles = ("memory", "needs", "has", "peak use")
     n_columns = len(titles) if occupancy else len(titles) - 1
     return Table(titles[:n_columns], tuple(row[:n_columns] for row in rows))
 

@@ -24,9 +24,9 @@ function valueAt(series, at) {
 
 function memoryPicture(held) {
   const panel = make("div", "", "chart"), picture = make("canvas"), legend = make("div", "", "legend");
-  const title = make("p", `${held.place}: holds up to ${bytes(held.peak_bytes)}, reserves ${bytes(held.reserved_bytes)}, has ${bytes(held.memory_bytes)}`, "lead");
+  const title = make("p", `${held.place}: peak use ${bytes(held.peak_bytes)}, allocated ${bytes(held.reserved_bytes)}, capacity ${bytes(held.memory_bytes)}`, "lead");
   picture.setAttribute("role", "img");
-  picture.setAttribute("aria-label", `Bytes held in ${held.place} memory over the step; the table below has the same in numbers`);
+  picture.setAttribute("aria-label", `Bytes in use in ${held.place} memory over the step; the table below lists them`);
   panel.append(title, picture, legend);
   document.getElementById("memory").append(panel);
 
