@@ -65,7 +65,7 @@ def test_a_changed_number_is_refused_by_its_place(honest: PlanFile) -> None:
         nearly = changed(nearly, place, 1 + 1e-12)
     check_claim(honest.plan, claimed(nearly, "plan.json"))  # sums of floats
     other = claim | {"certificate": claim["certificate"] | {"arithmetic": "0" * 16}}
-    assert "claimed by another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
+    assert "the claim is from another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
 
 
 def test_a_bound_on_all_policies_is_refused_by_a_search(honest: PlanFile) -> None:

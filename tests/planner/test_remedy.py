@@ -11,7 +11,7 @@ from penstock.planner.lower.lower import lower, plan_ops
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _of_same_bits, _with_memory, does_not_fit, most_ops
+from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _bitwise_identical, _changes, _with_memory, does_not_fit, most_ops
 from penstock.planner.search.space import baseline, smallest_plans
 from penstock.runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from penstock.runtime.plan.optimizer import optimizing
@@ -192,7 +192,7 @@ def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
         request = Request(model, semantics, profile, None, SIZES).resized()
         smallest_first = [n for _, n in smallest_plans(model, build_workload(model, request.semantics), request.semantics, profile)]
         assert not any(n.fits for n in smallest_first)
-        return {text: changed for text, changed in _of_same_bits(request, smallest_first[0]) if "--disk-read 7GB" in text}
+        return {text: changed for text, changed in _bitwise_identical(request, smallest_first[0]) if "--disk-read 7GB" in text}
 
     (changed,) = named(adapters, profile).values()
     assert changed.fits()
