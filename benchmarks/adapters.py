@@ -20,7 +20,7 @@ from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.resident import resident, tiers
-from penstock.planner.search.answer import Answer
+from penstock.planner.search.result import SearchResult
 from penstock.results import Planned
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.units import GB, TB, show_bytes, show_seconds
@@ -106,11 +106,11 @@ def planned(cell: Cell, train: str) -> Planned | None:
         return None
 
 
-def _memory(answer: Answer) -> str:
+def _memory(answer: SearchResult) -> str:
     return f"{show_bytes(answer.needs.device_peak_bytes)} | {show_bytes(answer.needs.host_peak_bytes)}"
 
 
-def _where(answer: Answer) -> str:
+def _where(answer: SearchResult) -> str:
     """Whether adapters are updated on the device."""
     return "device" if answer.plan.policy.device_blocks else "host"
 

@@ -109,7 +109,7 @@ def _near(rng: random.Random, of: Cell, policy: Policy) -> Policy:
 
 
 def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
-    with patch("penstock.planner.search.answer.resident_in_parts", resident):  # a drawn model has no other micro-batch
+    with patch("penstock.planner.search.result.resident_in_parts", resident):  # a drawn model has no other micro-batch
         answer = search(of.model, [(of.semantics, of.workload)], of.profile, clipped_fraction=of.clipped_fraction)
     policy, fastest_s = climbed(rng, of, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s

@@ -22,8 +22,8 @@ from penstock.api import check
 from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan import PlanFile, Semantics
@@ -43,7 +43,7 @@ class Cell:
     model: str
     machine: str
     n_tokens: int
-    answer: Answer | str
+    answer: SearchResult | str
     search_s: float
     check_s: float
 
@@ -84,7 +84,7 @@ def searched(name: str, machine: str, n_tokens: int) -> Cell:
     semantics = Semantics(SEQ_LEN, n_tokens // SEQ_LEN, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     sizes = sizes_of(model, with_kernels(model, semantics, profile), profile)
     try:
-        answer: Answer | str = search(model, sizes, profile, free=SIZES)
+        answer: SearchResult | str = search(model, sizes, profile, free=SIZES)
     except DoesNotFitError as error:
         answer = str(error).split("; ")[0].split(": ", 1)[1]
     search_s = time.process_time() - start_s

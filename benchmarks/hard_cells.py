@@ -10,7 +10,7 @@ from penstock.planner.model.workload import build_workload, supported_attention
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.predict.memory import frame
 from penstock.planner.predict.scaled_profile import Group, faster
-from penstock.planner.search.space import leanest
+from penstock.planner.search.space import smallest_plans
 from penstock.runtime.plan import Kind, Op, Policy, Semantics
 from penstock.runtime.plan.train import parse_train
 from penstock.runtime.plan.workload import Model, Workload
@@ -80,8 +80,8 @@ def _semantics(rng: random.Random, n_micro_batches: int, model: Model, is_packed
 
 
 def _with_least(rng: random.Random, of: Cell, device_bytes: int) -> Profile:
-    """The machine with hardly more memory than one of the leanest policies asks for."""
-    lean = [needs for _, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits]
+    """The machine with hardly more memory than one of the smallest policies asks for."""
+    lean = [needs for _, needs in smallest_plans(of.model, of.workload, of.semantics, of.profile) if needs.fits]
     if not lean:
         return of.profile
     needs, least = rng.choice(lean), rng.choice(("device", "host", "both"))
@@ -91,7 +91,7 @@ def _with_least(rng: random.Random, of: Cell, device_bytes: int) -> Profile:
 
 def kinds_of(of: Cell) -> list[str]:
     """What is hard about a cell, if anything."""
-    lean = [(plan, needs) for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile)]
+    lean = [(plan, needs) for plan, needs in smallest_plans(of.model, of.workload, of.semantics, of.profile)]
     device_bytes, host_bytes = of.profile.device.memory_bytes.value, of.profile.host.memory_bytes.value
     least_device, least_host = (
         min(peaks) for peaks in zip(*((n.device_peak_bytes, n.host_peak_bytes) for _, n in lean), strict=True)

@@ -16,8 +16,8 @@ from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import read_model, supported_attention
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
 from penstock.planner.show.schedule import kernels_in_words
 from penstock.runtime.errors import DoesNotFitError
@@ -34,7 +34,7 @@ WANTED = {
 BEST_PUBLISHED_TOKENS_PER_S = (10_700, 11_400)  # of an 8B on one H100 by resident stacks, at 8k tokens a sequence
 
 
-def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels: Any) -> Answer | None:
+def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels: Any) -> SearchResult | None:
     """The best plan with these kernels; None where none fits. `pointwise` overrides what the set has."""
     model, (n_sequences, seq_len) = read_model(model_name), shape
     asked = Semantics(seq_len, n_sequences, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
@@ -47,7 +47,7 @@ def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels
         return None
 
 
-def tokens_per_s(answer: Answer) -> float:
+def tokens_per_s(answer: SearchResult) -> float:
     return answer.plan.semantics.tokens_per_step / answer.step_s
 
 

@@ -19,8 +19,8 @@ from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, supported_attention
 from penstock.planner.predict.memory import footprint, frame
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.micro_batch import LOSS_TILE, SIZES, sizes_of
+from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import search
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
@@ -77,7 +77,7 @@ class Asked:
         answer = search(self.model, sizes_of(self.model, self.semantics, self.profile), self.profile, free=SIZES)
         return answer.plan.semantics.micro_batch, time.process_time() - start_s
 
-    def searched(self, micro_batch: int) -> Answer:
+    def searched(self, micro_batch: int) -> SearchResult:
         """The best plan with this micro-batch, its tiles chosen as ever."""
         of = replace(self.semantics, micro_batch=micro_batch)
         free = SIZES - {"micro_batch"}

@@ -104,7 +104,7 @@ def plan(
     (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
-    from penstock.planner.search.search import searched
+    from penstock.planner.search.search import search_machine
 
     keep_outlines()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
@@ -120,7 +120,7 @@ def plan(
         asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
     may_cut = host_memory_bytes is None and device_memory_bytes is None
     free = (SIZES - given.keys()) | ({CUT} if may_cut else set())
-    return Planned(*searched(described, asked, profile, _policy(policy), free, clipped_fraction))
+    return Planned(*search_machine(described, asked, profile, _policy(policy), free, clipped_fraction))
 
 
 def _profile(machine: str | Path | Profile) -> Profile:

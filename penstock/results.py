@@ -16,7 +16,7 @@ from penstock.runtime.plan.timeline import Timeline
 from .run_config import PLAN_FILE
 
 if TYPE_CHECKING:
-    from penstock.planner.search.answer import Answer
+    from penstock.planner.search.result import SearchResult
     from penstock.planner.show.run_log import LoggedRun
 
     from .training.trainer import Metrics
@@ -28,7 +28,7 @@ PAGE_PIXELS = 900  # of a report in a notebook
 class Planned:
     """A plan with its prediction and certificate. Prints as `penstock plan` does; a notebook shows its report."""
 
-    answer: "Answer"
+    answer: "SearchResult"
     profile: Profile
 
     @property

@@ -16,22 +16,22 @@ from benchmarks.any_memory import with_any_memory
 from penstock.hwprofiles.schema import Collective, Profile, read_profile
 from penstock.planner.bounds.bounds import busy_s, places_to_stay, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
-from penstock.planner.bounds.work import Works
+from penstock.planner.bounds.work import WorkCache
 from penstock.planner.lower.lower import FEWEST_FOLDED, FEWEST_FOLDED_GROUPS, lower
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import Footprint, footprint, frame
 from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import (
     LEAST_SAVED_SLOTS,
     WAYS,
     eager_is_legal,
     family_of,
-    leanest,
-    places_of_mixed,
+    mixed_options,
+    smallest_plans,
     staying,
     with_ways,
 )
@@ -347,7 +347,7 @@ def _changes(of: Cell, policy: Policy) -> Iterator[Any]:
         return replace(policy, **{name: max(least, getattr(policy, name) + rng.choice((-1, 1)))})  # type: ignore[arg-type]
 
     def elsewhere(rng: random.Random) -> Policy:
-        blocks = rng.choice(places_of_mixed(s, workload))
+        blocks = rng.choice(mixed_options(s, workload))
         return replace(policy, device_blocks=blocks)
 
     yield from (group, update, saving, saving, buffers, buffers)
@@ -370,7 +370,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
     step_s, mean_s = of.step_s(policy), of.mean_step_s(policy)
     if step_s is None or mean_s is None:
         return []
-    bounds = [*policy_bounds(plan, Works(cost)), machine_bound(plan, cost)]
+    bounds = [*policy_bounds(plan, WorkCache(cost)), machine_bound(plan, cost)]
     found = [Held(bound.name, bound.seconds, step_s, policy) for bound in bounds]
     there_s = of.busy_s(policy)
     found += [Held(f"ops on {lane}", counted_s, there_s[lane], policy) for lane, counted_s in busy_s(plan, cost).items()]
@@ -387,7 +387,7 @@ def held(of: Cell, policy: Policy, relaxation: Relaxation | None = None) -> list
 
 
 def relaxation_of(of: Cell) -> Relaxation:
-    return Relaxation(Frames(of.model, of.workload, of.semantics, CostModel(of.profile)), of.clipped_fraction)
+    return Relaxation(PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile)), of.clipped_fraction)
 
 
 def climbed(rng: random.Random, of: Cell, start: Policy, n_tries: int) -> tuple[Policy, float]:
@@ -423,7 +423,7 @@ def with_state_on_device(rng: random.Random, of: Cell, n: int) -> Iterator[Polic
 
 
 def start_of(rng: random.Random, of: Cell, n_tries: int = 30) -> Policy | None:
-    """A policy that fits, if any of those drawn does, or of the leanest."""
+    """A policy that fits, if any of those drawn does, or of the smallest ones."""
     drawn = (drawn_policy(rng, of) for _ in range(n_tries))
-    lean = (plan.policy for plan, _ in leanest(of.model, of.workload, of.semantics, of.profile))
+    lean = (plan.policy for plan, _ in smallest_plans(of.model, of.workload, of.semantics, of.profile))
     return next((policy for policy in chain(drawn, lean) if of.needs(policy).fits), None)

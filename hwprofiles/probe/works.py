@@ -186,7 +186,7 @@ def unpacking(base: Base, shapes: Sequence[tuple[int, int]]) -> Work:
 
 
 def narrow(n_tokens: int, width: int, inner: int, rank: int) -> Work:
-    """Products of adapters on two projections, down to the rank and up: bytes as in `penstock.planner.predict.compute_time.moved_bytes`."""
+    """Products of adapters on two projections, down to the rank and up: bytes as in `planner.predict.compute_time.moved_bytes`."""
 
     def make(device: torch.device, working_bytes: int) -> Call:
         a, b = {n: _random(device, n, rank) for n in (width, inner)}, {n: _random(device, rank, n) for n in (width, inner)}

@@ -196,7 +196,7 @@ def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     """Speeds, and the peaks of process and device; an emulated machine's memory is another's."""
     plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
     yield "step", predicted_s, found.step_s, show_seconds
-    measured_busy_s = found.settled.busy_s(plan)
+    measured_busy_s = found.steady.busy_s(plan)
     for lane, busy_s in run.prediction.busy_s(plan).items():
         yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
     yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, lambda n: f"{n:,.0f}" if n >= 100 else f"{n:.3g}"

@@ -28,13 +28,13 @@ def check(plan_file: Path, search: bool) -> None:
     Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
     is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
     """
-    from penstock.planner.check.claim import strangers
+    from penstock.planner.check.claim import name_conflicts
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
     claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
     found = proven(str(plan_file), file, search)
-    for stranger in strangers(file.plan):
-        click.echo(f"note: {where}: {on_one_line(stranger)}", err=True)
+    for conflict in name_conflicts(file.plan):
+        click.echo(f"note: {where}: {on_one_line(conflict)}", err=True)
     click.echo(f"{where}: {on_one_line(found)}")
 
 

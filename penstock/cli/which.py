@@ -74,7 +74,7 @@ def fits(
     of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
-    from penstock.planner.search.remedy import LEANER
+    from penstock.planner.search.remedy import SMALLER_OPTIMIZERS
     from penstock.planner.show import fits as planned
 
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
@@ -91,7 +91,7 @@ def fits(
             click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
     of_each = [semantics]
     if less_state:
-        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in LEANER)
+        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in SMALLER_OPTIMIZERS)
         of_each += [of for of in leaner if of.state_bytes < semantics.state_bytes]
     # A family's machines one after the other: they share its models' blocks
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
@@ -162,7 +162,7 @@ def compare(
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
     from penstock.planner.show.compare import COLUMNS, Candidate, candidate, cheapest, notes
-    from penstock.planner.show.words import ALONE
+    from penstock.planner.show.report_lines import ALONE
 
     described = read_model(model)
     n_sequences = sequences_of_a_step(batch_size, tokens_per_step, work["seq_len"])

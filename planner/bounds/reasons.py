@@ -1,7 +1,8 @@
-"""Reasons why a step cannot be shorter, each told once; docs/bounds.md argues them.
+"""Constraints on the step time, the arguments of docs/bounds.md.
 
-They are inequalities about quantities that are numbers, for a policy, or affine functions of what a family may choose (`work.py`).
-The largest of several quantities is a number (`Numbers`), or a variable of an integer program (`integer.py`).
+The same inequalities serve two uses. Quantities of one policy are numbers (`Numbers`). Those of a policy family are affine in
+its choices (`work.py`), and a maximum is a variable of an integer program (`integer.py`). A *sweep* is one pass of a group over the
+layers: forward (up) or backward (down).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,21 +33,21 @@ UPDATED = "updates that the next forward waits for"
 
 
 class Algebra(Protocol):
-    """The largest of some quantities."""
+    """Maximum of quantities, as numbers or as program variables."""
 
     def longest(self, quantities: Array | Sequence[Array]) -> Array:
-        """A quantity that is at least each of them, and no larger than it must be."""
+        """The smallest quantity that is at least every one of these."""
 
     def positive(self, quantities: Array) -> Array:
-        """The same, row by row, of each of them and zero."""
+        """Elementwise max(0, quantity)."""
 
 
 class Numbers:
-    """Of a policy, whose quantities are numbers."""
+    """Algebra of a single policy: quantities are numbers."""
 
     def longest(self, quantities: Array | Sequence[Array]) -> Array:
-        found: Array = np.max(np.array(quantities), axis=0)
-        return found
+        result: Array = np.max(np.array(quantities), axis=0)
+        return result
 
     def positive(self, quantities: Array) -> Array:
         return np.maximum(quantities, 0.0)
@@ -54,141 +55,143 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the reasons are about: a policy, or a family."""
+    """A policy or a policy family, with the counts that the constraints use."""
 
-    plan: Setup  # of the policy, or of the family's leanest; without ops
+    plan: Setup  # the policy, or the smallest member of the family; without ops
     groups: Groups
     buffers: Buffers
-    n_loads: Array  # layers whose weights may be on the device when a way begins
-    n_staying: Array  # layers whose state is on the device though the plan has it on the host
-    n_early: dict[Kind, Array]  # activations that may be back before the first loss, by what brings them
-    n_passing: dict[str, Array]  # activations in the slots that they pass through, ring by ring
+    n_loads: Array  # layers that may have weights on the device when a sweep begins
+    n_staying: Array  # layers with state on the device that `plan` keeps on the host
+    n_early: dict[Kind, Array]  # activations that may be back before the first loss, by kind of fetch
+    n_passing: dict[str, Array]  # capacity in activations of each ring of slots
     work: Work
-    one_block: list[Array]  # of each block: updates up to it and its load, less first forwards of earlier blocks
+    one_block: list[Array]  # per block: updates up to it plus its load, minus the first forwards of earlier blocks
 
     @property
     def takes_turns(self) -> bool:
-        """With a single gradient slot a layer's backward and the way home of its gradient take turns. Where weights are frozen the
-        last of these may end in the next step: there is no such bound."""
+        """True if a single gradient slot serialises a layer's backward and the offload of its gradient. With frozen weights the
+        last offload may end in the next step, so the bound does not hold."""
         return self.buffers.n_slots == 1 and self.plan.semantics.ranks == 1 and self.plan.workload.trains_all
 
     def passing(self, kind: Kind) -> Array:
-        """What the slots hold of one op's work that all ops of a kind pass through."""
+        """Work of ops of this kind that the ring slots can hold."""
         held = (np.outer(self.work.largest[ring], self.n_passing[ring]) for ring in RINGS[kind])
         return sum(held, np.zeros_like(self.work["total"]))
 
-    def loads(self, way: str, algebra: Algebra) -> Array:  # of one way up, or down, those that lie within it
-        return algebra.positive(self.work[way] - np.outer(self.work.largest["load"], self.n_loads))
+    def loads(self, sweep: str, algebra: Algebra) -> Array:  # loads that must run within one sweep
+        return algebra.positive(self.work[sweep] - np.outer(self.work.largest["load"], self.n_loads))
 
-    def later_ways_up(self, algebra: Algebra) -> Array:
-        """The ways up of all groups but the first, the largest. Nothing is unpacked on them."""
+    def later_forward_sweeps(self, algebra: Algebra) -> Array:
+        """Forward sweeps of all groups but the first, the largest. Nothing is unpacked: weights are all trained here."""
         work, n = self.work, self.groups.n - 1
         leaving = sum(work[kind] - n * self.passing(kind) for kind in LEAVING) - work["first_leaving"]
         forwards = work["up"] - work["first_forwards"] + work["first_leaving"]
         return forwards + n * self.loads("loads_up", algebra) + algebra.positive(leaving)
 
     def head_missing(self, n_slots: int) -> Array:
-        """Minus one: the head's last gradient may leave after those of layers, as no more of these leave than there are slots. Else
-        so many layers must stay before it may, of which each takes its share away."""
+        """Correction factor for the work of the head's last gradient. It is -1 if at most `n_slots` layer gradients leave, because
+        the head's gradient may then leave last. Otherwise each layer with state on the device subtracts its share: the head's
+        gradient can only leave last if n_leaving - n_slots layers have their state there."""
         plan = self.plan
-        alike = [(b, len(blocks)) for b, blocks in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers]
-        n_leaving = sum(n for b, n in alike if plan.n_ops(Kind.OFFLOAD_GRADIENT, b))
+        layers = [(b, len(blocks)) for b, blocks in plan.blocks_alike.items() if 0 < b <= plan.workload.n_layers]
+        n_leaving = sum(n for b, n in layers if plan.n_ops(Kind.OFFLOAD_GRADIENT, b))
         if n_leaving * (1 if plan.reduced else self.groups.n_alone) > n_slots:
             return -self.n_staying / max(1, n_leaving - n_slots)
-        found = np.zeros_like(self.n_staying)
-        found[0] = -1.0
-        return found
+        factor = np.zeros_like(self.n_staying)
+        factor[0] = -1.0
+        return factor
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """How long phases take: of all groups together, were every group as the mean of them."""
+    """Durations of the phases, summed over all groups, if every group had the mean work."""
 
-    up: Array  # the ways up the layers
-    back: Array  # from the last losses to the ends of the embedding's last backwards
-    left: Array  # from the last losses until the embedding's last gradient has left
+    up: Array  # forward sweeps
+    back: Array  # from the last loss of a group to the end of the embedding's last backward
+    offloaded: Array  # from the last loss of a group until the embedding's last gradient has left
 
     def around(self, algebra: Algebra) -> Array:
-        """From the last losses of groups to the first losses of the groups that follow."""
-        return algebra.longest([self.back + self.up, self.left])
+        """Time from the last losses of groups to the first losses of the next groups."""
+        return algebra.longest([self.back + self.up, self.offloaded])
 
-    def after_first_way_up(self, of: Subject, gpu: int, algebra: Algebra) -> Array:
-        """From the first loss of the step to the norm."""
-        work, loss, groups = of.work, of.work.scalars["loss"], of.groups
+    def after_first_sweep(self, subject: Subject, gpu: int, algebra: Algebra) -> Array:
+        """Time from the first loss of the step to the norm."""
+        work, loss, groups = subject.work, subject.work.scalars["loss"], subject.groups
         if groups.equal:
-            last = algebra.longest([self.back, self.left])
+            last = algebra.longest([self.back, self.offloaded])
             return loss + (1 - 1 / groups.n) * self.around(algebra) + last / groups.n
-        found = [self.back + algebra.longest(of.later_ways_up(algebra)), self.left]
-        if np.any(work["last_leaving"]) and groups.n_alone == groups.largest:  # all compute alike; of the last most is added
+        bounds = [self.back + algebra.longest(subject.later_forward_sweeps(algebra)), self.offloaded]
+        if np.any(work["last_leaving"]) and groups.n_alone == groups.largest:  # equal compute; most additions in the last group
             staged = np.zeros_like(work["last_leaving"])
-            staged[:, 0] = of.buffers.n_staged * work.largest["staged"]
+            staged[:, 0] = subject.buffers.n_staged * work.largest["staged"]
             last = algebra.longest(work["last_leaving"] - staged) + work.scalars["embedding_home"] / groups.n
-            found.append((1 - 1 / groups.n) * (work["down"][gpu] + work.scalars["embedding"] + self.up) + last)
-        return loss + algebra.longest(found)
+            bounds.append((1 - 1 / groups.n) * (work["down"][gpu] + work.scalars["embedding"] + self.up) + last)
+        return loss + algebra.longest(bounds)
 
 
-def phases(of: Subject, facets: Facets, algebra: Algebra) -> Phases:
-    """On the compute lane a group's ops come in four phases: up the layers, the loss, down the layers, the embedding's backward."""
-    work, groups, buffers, scalars, largest = of.work, of.groups, of.buffers, of.work.scalars, of.work.largest
+def phases(subject: Subject, facets: Facets, algebra: Algebra) -> Phases:
+    """Bound the four phases of a group on the compute lane: forward sweep, loss, backward sweep, embedding backward."""
+    work, groups, buffers = subject.work, subject.groups, subject.buffers
+    scalars, largest = work.scalars, work.largest
 
     def lifted(numbers: Array) -> Array:
-        found = np.zeros_like(work["total"])
-        found[:, 0] = numbers
-        return found
+        vector = np.zeros_like(work["total"])
+        vector[:, 0] = numbers
+        return vector
 
-    n_reads = of.n_loads.copy()
+    n_reads = subject.n_loads.copy()
     n_reads[0] += N_READ_SLOTS
 
-    def way(computing: str, loads: str, reads: str, passing: tuple[Kind, Kind]) -> Array:
-        """Computing; loads, and reads, that lie wholly within the ways; and activations that leave, or come back."""
-        own = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer's weights may have been unpacked before
-        loading = of.loads(loads, algebra) + algebra.positive(work[reads] - np.outer(largest["read"], n_reads))
-        moving = [work[kind] - groups.n * of.passing(kind) for kind in passing]
-        return own + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(own))
+    def sweep(computing: str, loads: str, reads: str, passing: tuple[Kind, Kind]) -> Array:
+        """A sweep: its compute, the loads and reads that run entirely within sweeps, and the activations offloaded or fetched."""
+        compute = work[computing] - lifted(groups.n * largest["unpacking"])  # the first layer may be unpacked before the sweep
+        loading = subject.loads(loads, algebra) + algebra.positive(work[reads] - np.outer(largest["read"], n_reads))
+        moving = [work[kind] - groups.n * subject.passing(kind) for kind in passing]
+        return compute + groups.n * loading + sum(map(algebra.positive, moving), np.zeros_like(compute))
 
     def leaving(n_slots: int) -> Array:
-        """Gradients that leave before the last backwards end, all but those in slots; those on the host are still to be added."""
+        """Gradients offloaded before the last backward ends: all except those still in slots or waiting on the host to be added."""
         slipping = n_slots * largest["leaving"] + buffers.n_staged * largest["staged"]
-        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], of.head_missing(n_slots + buffers.n_staged))
+        head = work["head_leaving"] + np.outer(work["head_leaving"][:, 0], subject.head_missing(n_slots + buffers.n_staged))
         return algebra.positive(work["leaving"] + groups.n * head - lifted(groups.n * slipping))
 
-    up = algebra.longest(way("up", "loads_up", "reads_up", LEAVING))
-    down = way("down", "loads_down", "reads_down", COMING)
+    up = algebra.longest(sweep("up", "loads_up", "reads_up", LEAVING))
+    down = sweep("down", "loads_down", "reads_down", COMING)
     computed = [algebra.longest(down + leaving(buffers.n_slots))]
-    left = [algebra.longest(down + leaving(0))]
-    if of.takes_turns:
+    offloaded = [algebra.longest(down + leaving(0))]
+    if subject.takes_turns:
         turns, late_s = scalars["backwards_in_turn"], groups.n * largest["leaving"][facets.number(LANE_OF[Kind.OFFLOAD_GRADIENT])]
         late = np.zeros_like(turns)
         late[0] = late_s
         computed.append(turns - late)
-        left.append(turns)
+        offloaded.append(turns)
     back = [algebra.longest(computed) + scalars["embedding"]]
-    if not of.plan.workload.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
-        computed_until = algebra.longest(back)  # no loss waits for a gradient to leave: no vocabulary block's slot is passed on
+    if not subject.plan.workload.trains_all and not (np.any(scalars["embedding_home"]) and np.any(work["head_leaving"])):
+        computed_until = algebra.longest(back)  # no loss waits for an offload, because the vocabulary blocks share no gradient slot
         return Phases(up, computed_until, computed_until)
-    all_left = algebra.longest(left)
+    all_left = algebra.longest(offloaded)
     if np.any(scalars["embedding_alone"]):
         back.append(all_left + scalars["embedding_alone"])
     return Phases(up, algebra.longest(back), all_left + scalars["embedding_home"])
 
 
-def reasons(of: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str, str, Array]]:
-    """Every reason: its name, what binds where it is the largest, and the least that a step then takes."""
-    work, scalars = of.work, of.work.scalars
-    gpu, trains_all, update = facets.number(Lane.GPU), of.plan.workload.trains_all, of.plan.policy.update
+def reasons(subject: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str, str, Array]]:
+    """Yield (name, binding, seconds) for every constraint. `binding` describes the limit to users."""
+    work, scalars = subject.work, subject.work.scalars
+    gpu, trains_all, update = facets.number(Lane.GPU), subject.plan.workload.trains_all, subject.plan.policy.update
     for i, key in enumerate(facets.keys):
         name = f"lane {key}" if isinstance(key, Lane) else f"resource {key}" if isinstance(key, Resource) else "meeting"
         of_key = LANE_NAME[key] if isinstance(key, Lane) else FACET[key] if isinstance(key, Resource) else MEETING
         yield name, of_key, work["total"][i]
-    found = phases(of, facets, algebra)
-    all_phases = scalars["loss"] + found.around(algebra)
+    durations = phases(subject, facets, algebra)
+    all_phases = scalars["loss"] + durations.around(algebra)
     if not trains_all or update is not Update.DEFERRED:
         yield "phases", TURNS, all_phases
     if not trains_all:  # no load of weights waits for an update
         return
     home, computing = scalars["home"], work["total"][gpu] - work["on_device"][gpu]
     match update:
-        case Update.BARRIER:  # between the last update and the next first one is everything else
+        case Update.BARRIER:  # the rest of the step runs between the last update and the next first one
             rest = {
                 "computing": scalars["load_of_embedding"] + work["total"][gpu] + home,
                 "phases": all_phases,
@@ -202,34 +205,35 @@ def reasons(of: Subject, facets: Facets, algebra: Algebra) -> Iterator[tuple[str
             yield "eager", "the way home of the last gradient", ring
         case Update.DEFERRED:
             yield "deferred, on the device", UPDATED, work["total"][gpu] + home
-            for quantity in of.one_block:  # computed after the updates up to it, with only forwards of earlier blocks before
+            for quantity in subject.one_block:  # after the updates up to the block; only forwards of earlier blocks run before
                 yield "deferred, one block", UPDATED, quantity + computing + home
-            yield from _deferred(of, facets, algebra, found)
+            yield from _deferred(subject, facets, algebra, durations)
 
 
-def _deferred(of: Subject, facets: Facets, algebra: Algebra, found: Phases) -> Iterator[tuple[str, str, Array]]:
-    """The head is updated last. Until it is loaded, and its first input computed, all updates and first loads share what there is;
-    after that comes all that is neither these nor a first forward, nor an activation that is back early."""
-    work, scalars, gpu = of.work, of.work.scalars, facets.number(Lane.GPU)
-    first_share = of.groups.smallest_first / of.groups.largest
-    way_up = algebra.longest([scalars["forwards"] * first_share, found.up / of.groups.n])
-    before = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"]
-    before = before + sum(np.outer(work.largest[f"early_{kind}"], n) for kind, n in of.n_early.items())
+def _deferred(subject: Subject, facets: Facets, algebra: Algebra, durations: Phases) -> Iterator[tuple[str, str, Array]]:
+    """Bound the time until the first loss plus the time after it. The head is updated last. Before it is loaded and its input is
+    computed, all updates and first loads share the machine. After that, every op follows that is not an update, a first load, a
+    first forward or an early fetch."""
+    work, scalars, gpu = subject.work, subject.work.scalars, facets.number(Lane.GPU)
+    first_share = subject.groups.smallest_first / subject.groups.largest
+    first_sweep = algebra.longest([scalars["forwards"] * first_share, durations.up / subject.groups.n])
+    excluded = work["updates"] + work["on_device"] + work["first_loads"] + work["first_forwards"]
+    excluded = excluded + sum(np.outer(work.largest[f"early_{kind}"], n) for kind, n in subject.n_early.items())
     computing = work["total"][gpu] - work["on_device"][gpu] - work["first_forwards"][gpu] + scalars["home"]
-    on_lanes = algebra.longest([computing, found.after_first_way_up(of, gpu, algebra)])
+    on_lanes = algebra.longest([computing, durations.after_first_sweep(subject, gpu, algebra)])
     arriving = algebra.longest(work["arriving"])
-    shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - before)])
+    shared = algebra.longest([scalars["first_gradient"] + arriving, algebra.longest(work["total"] - excluded)])
     updated = work["updates"] + work["first_loads"]
-    leaving = first_share * work["first_leaving"] - sum(map(of.passing, LEAVING))  # all but what the slots hold
+    leaving = first_share * work["first_leaving"] - sum(map(subject.passing, LEAVING))  # except the content of the slots
     until = algebra.longest(
         [
-            scalars["update_of_embedding"] + scalars["load_of_embedding"] + way_up,
+            scalars["update_of_embedding"] + scalars["load_of_embedding"] + first_sweep,
             scalars["update"] + scalars["load_of_head"],
             algebra.longest([*updated, *(updated + leaving)]),
         ]
     )
     yield "deferred, until the first loss, then all else", UPDATED, until + algebra.longest([on_lanes, shared])
-    if np.any(scalars["update_on_device"]):  # which does not wait for the last speculation, as the host's first update does
-        on_device = scalars["update_on_device"] + way_up
+    if np.any(scalars["update_on_device"]):  # does not wait for the last speculative update
+        on_device = scalars["update_on_device"] + first_sweep
         guessed = algebra.longest([on_lanes, shared - scalars["guess_of_embedding"]])
         yield "deferred, on the device, then all else", UPDATED, on_device + guessed

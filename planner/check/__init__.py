@@ -1,1 +1,1 @@
-"""The verifier: races, deadlocks, memory and claims of a plan, sharing no code with the compiler."""
+"""Verifier of plans: data races, deadlocks, memory and claims. Shares no code with the compiler."""

@@ -1,6 +1,6 @@
-"""Facts of a plan that decide how its ops and slots must look, as the checker reads `docs/plan-language.md`.
+"""Facts that determine the ops and slots of a plan, an independent reading of `docs/plan-language.md`.
 
-They follow from workload, semantics and a legal policy. Only the checker uses them, never what makes plans.
+They follow from workload, semantics and a legal policy. Only the checker uses them, never the compiler.
 """
 
 import math
@@ -12,109 +12,109 @@ from penstock.runtime.plan.packed import is_packed, layout
 from penstock.runtime.plan.workload import ALIGN_ELEMENTS, ITEM_BYTES
 
 FP32 = ITEM_BYTES["fp32"]
-ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # where slots, and tensors in them, may start: results depend on alignment
+ALIGN_BYTES = ALIGN_ELEMENTS * ITEM_BYTES["bf16"]  # alignment of slots and of tensors in them, because results depend on alignment
 AGAIN = "make the plan again with `penstock plan`"
 
 
-def wrong(i: int, op: Op, what: str) -> PlanError:
-    """The error that op number i of a plan is wrong, in one line."""
-    return PlanError(f"op {i} ({op.name}): {what}; {AGAIN}")
+def wrong(i: int, op: Op, message: str) -> PlanError:
+    """Error for op i of a plan, in one line."""
+    return PlanError(f"op {i} ({op.name}): {message}; {AGAIN}")
 
 
 class Shape:
-    """Names and places; where a dict gives a block its place, the blocks that are not in it have none."""
+    """Sets of blocks and sizes in bytes. Dicts map a block to its slot position; other blocks have none."""
 
     def __init__(self, plan: Plan) -> None:
-        of, policy, blocks = plan.semantics, plan.policy, plan.workload.blocks
+        s, policy, blocks = plan.semantics, plan.policy, plan.workload.blocks
         self.n_blocks, self.head = len(blocks), len(blocks) - 1
-        self.n_micro_batches, self.group = of.n_micro_batches, policy.accumulation_group
-        self.sum_groups = of.sum_groups  # of micro-batches, each with a sum of its own
-        self.ranks = of.ranks  # that share the step, of which the plan is one's part
-        self.reduced = policy.accumulation_group >= of.n_micro_batches  # one group: a gradient leaves the device once, complete
+        self.n_micro_batches, self.group = s.n_micro_batches, policy.accumulation_group
+        self.sum_groups = s.sum_groups  # groups of micro-batches with separate sums
+        self.ranks = s.ranks  # data-parallel; the plan is one rank's part
+        self.reduced = policy.accumulation_group >= s.n_micro_batches  # one group: a gradient is offloaded once, complete
         of_head = blocks[self.head].parameters
-        self.tied = any(p.tied_to is not None and not p.frozen for p in of_head)  # a weight of two blocks is trained
-        self.shares_weight = any(p.tied_to is not None for p in of_head)  # trained or not, the head uses one of block 0
+        self.tied = any(p.tied_to is not None and not p.frozen for p in of_head)  # a trained weight belongs to two blocks
+        self.shares_weight = any(p.tied_to is not None for p in of_head)  # trained or frozen, the head uses a weight of block 0
         self.eager = policy.update is Update.EAGER
         self.boundary_stride = policy.boundary_stride
-        # The place of a block among those
-        self.resident = _places(policy.resident_blocks)  # whose weights stay
+        # Slot positions by block
+        self.resident = _places(policy.resident_blocks)  # weights remain on the device
         self.shadows = _places(policy.speculate_blocks)
-        self.on_device = _places(policy.device_blocks)  # whose state the device holds
-        self.on_disk = frozenset(policy.disk_blocks)  # whose frozen weights are read
-        self.spilled = frozenset(policy.spill_blocks)  # whose output spills
-        self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # whose output is computed again
+        self.on_device = _places(policy.device_blocks)  # state is on the device
+        self.on_disk = frozenset(policy.disk_blocks)  # frozen weights are read from disk
+        self.offloaded = frozenset(policy.spill_blocks)  # output is offloaded
+        self.shared = {b for b in range(self.head - 1) if b % policy.boundary_stride}  # output is recomputed
         self.trained = {b for b, block in enumerate(blocks) if not all(p.frozen for p in block.parameters)}
-        self.apart = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
-        self.squared = {  # of whose gradient the device sums the squares
+        self.separate = {b for b in self.on_device if any(p.frozen for p in blocks[b].parameters)}  # frozen weights on the host
+        self.squared = {  # gradient is squared on the device
             b for b in range(self.n_blocks) if b in self.on_device or (policy.square_on_device and not self.sums_itself(b))
         }
-        self.packed = {  # layers that come packed
-            b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, of.base) for p in blocks[b].parameters)
+        self.packed = {  # layers with quantized weights
+            b for b in range(1, self.head) if any(p.frozen and is_packed(p.name, p.shape, s.base) for p in blocks[b].parameters)
         }
-        self.first_trained = min(self.trained, default=self.n_blocks)  # no backward goes below it
-        self.n_streaming = 2 if self.packed else policy.prefetch_depth + 2  # slots of `weights` for blocks that come and go
-        self.item_bytes = ITEM_BYTES[of.compute_dtype]  # of an element of weights
-        # Of each block: elements of weights in a slot, of gradients, of what a rank updates; sums of squares that a rank makes
+        self.first_trained = min(self.trained, default=self.n_blocks)  # backward ends here
+        self.n_streaming = 2 if self.packed else policy.prefetch_depth + 2  # slots of `weights` for streamed blocks
+        self.item_bytes = ITEM_BYTES[s.compute_dtype]  # of a weight element
+        # Per block: weight and gradient elements of a slot, elements that a rank updates, and sums of squares that it computes
         self.elements, self.trained_elements = [b.slot_elements for b in blocks], [b.trained_elements for b in blocks]
         self.owned, self.n_squares = [b.state_elements for b in blocks], [len(b.trained) for b in blocks]
-        if of.ranks > 1:  # equal parts, each of whole pieces, one for each sum group, each of whole units
-            unit = of.ranks * of.sum_groups * ALIGN_ELEMENTS
-            self.owned = [-(-b.state_elements // unit) * unit // of.ranks for b in blocks]
+        if s.ranks > 1:  # equal shards, each made of one piece per sum group, each piece of whole units
+            unit = s.ranks * s.sum_groups * ALIGN_ELEMENTS
+            self.owned = [-(-b.state_elements // unit) * unit // s.ranks for b in blocks]
             parts = [n + self.owned[0] * (self.tied and b == self.head) for b, n in enumerate(self.owned)]
-            self.trained_elements = [n * of.ranks for n in parts]
+            self.trained_elements = [n * s.ranks for n in parts]
             frozen = [sum(-(-p.n_elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS for p in b.parameters if p.frozen) for b in blocks]
             self.elements = [n + m for n, m in zip(self.trained_elements, frozen, strict=True)]
-            # Tiles of 2^16 elements, one more for each end of a parameter or a piece
-            self.n_squares = [n // 2**16 + len(b.parameters) + of.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
-        # Of each block: bytes of masters (in one piece or in two) and moments; of what is frozen; of what the host has of both
-        masters = {"fp32": [4.0], "bf16": [2.0], "split24": [2.0, 1.0]}[of.master_dtype]
-        if of.master_dtype == "fp32" and of.compute_dtype == "bf16":
+            # Tiles of 2^16 elements, plus one for each end of a parameter or a piece
+            self.n_squares = [n // 2**16 + len(b.parameters) + s.sum_groups for b, n in zip(blocks, self.owned, strict=True)]
+        # Bytes per block: masters (one or two arrays) and moments; frozen weights; both in host memory
+        masters = {"fp32": [4.0], "bf16": [2.0], "split24": [2.0, 1.0]}[s.master_dtype]
+        if s.master_dtype == "fp32" and s.compute_dtype == "bf16":
             masters = [2.0, 2.0]
-        of_element = [*masters, *(of.optimizer.moment_bytes / len(of.optimizer.moments) for _ in of.optimizer.moments)]
-        self.own_bytes = [_own_bytes([math.ceil(n * each) for each in of_element]) for n in self.owned]
+        of_element = [*masters, *(s.optimizer.moment_bytes / len(s.optimizer.moments) for _ in s.optimizer.moments)]
+        self.own_bytes = [_own_bytes([math.ceil(n * size) for size in of_element]) for n in self.owned]
         self.frozen_bytes = [_frozen_bytes(plan, b) for b in range(self.n_blocks)]
         in_memory = [n * (b not in self.on_disk) for b, n in enumerate(self.frozen_bytes)]
         self.host_bytes = [n + (b not in self.on_device) * self.own_bytes[b] for b, n in enumerate(in_memory)]
-        # Of a rank's part of each block's gradient, on the device and on the link, and on the host
-        parts = [n // of.ranks for n in self.trained_elements]
-        self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[of.gradient_dtype]) for b, n in enumerate(parts)]
+        # Gradient bytes per block of a rank's shard: on device and link, and on the host
+        parts = [n // s.ranks for n in self.trained_elements]
+        self.sent_bytes = [n * self._wire_bytes(b, ITEM_BYTES[s.gradient_dtype]) for b, n in enumerate(parts)]
         self.arrived_bytes = self.sent_bytes if self.reduced else [n * FP32 for n in parts]
         self.boundary_bytes = [b.boundary_bytes for b in blocks]
         self.saved_bytes = {b: _saved_bytes(plan, b) for b in policy.offload_blocks}
 
     def _wire_bytes(self, block: int, layers_bytes: int) -> int:
-        """An element of a block's gradient on the device and on the link; of the vocabulary's, where it is a sum, in fp32."""
-        if block in self.apart or (self.is_vocab(block) and (self.tied or not self.reduced)):
+        """Bytes per element of a block's gradient on device and link. Sums of the vocabulary's gradient are fp32."""
+        if block in self.separate or (self.is_vocab(block) and (self.tied or not self.reduced)):
             return FP32
         return layers_bytes if self.reduced else self.item_bytes
 
     def is_vocab(self, block: int) -> bool:
-        """Whether it is the embedding or the head."""
+        """True for the embedding and the head."""
         return block in (0, self.head)
 
     def sums_itself(self, block: int) -> bool:
-        """Whether the sum of the block's gradients is the gradient: of a tied weight."""
+        """True if the gradient of the block is itself a sum, because its weight is tied."""
         return self.tied and self.is_vocab(block)
 
     def is_recomputed(self, block: int) -> bool:
-        """Whether its output is computed again: it shares slots, and a backward comes to the last layer of its run."""
+        """True if the block's output is recomputed: it shares slots, and a backward reaches the last layer of its run."""
         stride = self.boundary_stride
         return block in self.shared and min(block // stride * stride + stride, self.head - 1) >= self.first_trained
 
     def summed_with(self, micro_batch: int) -> list[range]:
-        """The micro-batches that are in a sum together once this one is: of its group so far; then, if that is whole, with those of
-        each left half that waits for it, ever more."""
+        """Micro-batches in each sum after this one was added: first those of its sum group so far. If the group is complete, then
+        also those of each waiting left half that its sum is added to, as in a binary tree."""
         of_a_group = self.n_micro_batches // self.sum_groups
         first, n = micro_batch // of_a_group * of_a_group, of_a_group
-        found = [range(first, micro_batch + 1)]
-        while found[-1].stop - found[-1].start == n and first % (2 * n):  # a right half
+        sums = [range(first, micro_batch + 1)]
+        while sums[-1].stop - sums[-1].start == n and first % (2 * n):  # a right half of the tree
             first, n = first - n, 2 * n
-            found.append(range(first, micro_batch + 1))
-        return found
+            sums.append(range(first, micro_batch + 1))
+        return sums
 
 
 def _own_bytes(arrays: list[int]) -> int:
-    """Arrays one after another, at aligned places, none of which is a multiple of 256 MiB from another."""
+    """Total size of arrays at aligned offsets, with no two offsets a multiple of 256 MiB apart."""
     places = list[int]()
     end = 0
     for n_bytes in arrays:
@@ -126,7 +126,7 @@ def _own_bytes(arrays: list[int]) -> int:
 
 
 def _frozen_bytes(plan: Plan, block: int) -> int:
-    """What the frozen weights that a block owns take on the host, each at an aligned place: packed, or as it is computed with."""
+    """Host bytes of the frozen weights that a block owns, each aligned: packed, or in the compute dtype."""
     base, item_bytes, total = plan.semantics.base, ITEM_BYTES[plan.semantics.compute_dtype], 0
     for p in plan.workload.blocks[block].parameters:
         if p.frozen and p.tied_to is None and is_packed(p.name, p.shape, base):
@@ -137,9 +137,9 @@ def _frozen_bytes(plan: Plan, block: int) -> int:
 
 
 def _saved_bytes(plan: Plan, block: int) -> int:
-    """What a layer saves of one micro-batch, the smaller last one included, besides its input: each tensor at an aligned place."""
+    """Bytes of the tensors, each aligned, that a layer saves in addition to its input, for the larger of both micro-batch sizes."""
     of_block = [blocks[block] for blocks in (plan.workload.blocks, plan.workload.smaller) if blocks]
-    tiers = [tier for of in of_block for tier in of.tiers if tier.saved is plan.policy.saved(block)]
+    tiers = [tier for variant in of_block for tier in variant.tiers if tier.saved is plan.policy.saved(block)]
     return max(tier.saved_bytes + tier.n_saved * ALIGN_BYTES for tier in tiers)
 
 

@@ -1,10 +1,9 @@
-"""Branch and bound over the policies of one size, best bound first, and the climbs that follow it.
+"""Branch and bound over the policies of one size (micro-batch and tiles), best-first, followed by local search.
 
-A node is a family, then a family with its buffers, then one policy. Families and buffers are
-bounded by an integer program that covers every choice block by block (`relax.py`), policies by their own lanes and ring
-(`planner/bounds`), and what is left is lowered and simulated exactly. What is not opened keeps its bound, so the certificate is a
-proof whether or not the budget sufficed. Equal bounds are opened in the order in which they were found: the search is
-deterministic.
+A node is a family, a family with fixed buffers, or one policy. The bound of the first two is an integer program over all choices
+per block (`relax.py`), the bound of a policy is the largest constraint in `planner/bounds`. Remaining policies are lowered and
+simulated exactly. Unopened nodes keep their bound, so the certificate is a proof for any budget. Nodes with equal bounds are opened
+in order of creation: the search is deterministic.
 """
 
 import heapq
@@ -16,87 +15,87 @@ from math import inf
 
 from penstock.runtime.plan import Policy, Setup
 
-from .climb import MOVES, OMISSIONS, Omission, early, fewer_leaving, neighbours, single_blocks
+from .evaluate import Evaluator
+from .neighbours import MOVES, OMISSIONS, Omission, early_updates, fewer_offloads, neighbours, single_blocks
 from .remedy import too_long
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, leanest
-from .trial import Trial
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, PREFETCH_DEPTHS, Family, families, family_of, filled, smallest_plans
 
-CLOSE_FRACTION = 0.001  # a plan this near to every bound left is not searched further
-MAX_SEARCHED_OPS = 24_000  # ops of all plans that branch and bound simulates
-MOST_RELAXED = 120  # parts whose bound is asked for, once that is spent
-FIRST_FAMILIES = 3  # of which one policy each is tried before others: of long plans the budget pays for few
+CLOSE_FRACTION = 0.001  # relative gap to the lower bound at which the search stops
+MAX_SEARCHED_OPS = 24_000  # budget of branch and bound: total ops of the simulated plans
+MOST_RELAXED = 120  # number of relaxations after which families are not opened any more, once that budget is spent
+FIRST_FAMILIES = 3  # families that suggest the first policies; with long plans, the budget only covers a few
 FIRST_BUFFERS = ((1, 2), (2, 2), (1, 1))  # prefetch depth, gradient slots
-MOST_CLIMBED_OPS = 120_000  # of the plans of all climbs
-MOST_RESTARTED_OPS = 12_000  # of the plans of one climb in a smaller space
-CLIMBED_FRACTION = 0.002  # of a step that may be gained at most where no climb is tried
-HOPELESS_FRACTION = 0.25  # by which a plan may be slower than that of another size, and still be climbed from
-LEAST_GAIN_FRACTION = 1e-5  # of a step that climbs
-SAVED_SLOTS = 3  # of each kind, in what is suggested; a climb sees to others
-REFILLED_STEPS = (1, 3, -1)  # slots more or fewer, where a climb fills memory anew
+MOST_CLIMBED_OPS = 120_000  # budget of all climbs, in ops of simulated plans
+MOST_RESTARTED_OPS = 12_000  # budget of one climb in a restricted space
+CLIMBED_FRACTION = 0.002  # no climb starts within this relative gap to the lower bound
+HOPELESS_FRACTION = 0.25  # a plan slower by more than this than that of another size is not climbed from
+LEAST_GAIN_FRACTION = 1e-5  # minimum gain of a climbing step, relative to the step time
+SAVED_SLOTS = 3  # of each tier, in suggested policies; climbs try other numbers
+REFILLED_STEPS = (1, 3, -1)  # slots to add or remove when a climb fills memory again
 
 
-class _By(IntEnum):
-    """What bounds a part of the space, each nearer than the one before."""
+class _Kind(IntEnum):
+    """Kind of a node's bound, in order of increasing tightness."""
 
-    ANY_CHOICE = 0  # what all of its policies do alike
-    LINEAR = 1  # program
-    INTEGER = 2  # program, or the policy's own bound
+    ANY_CHOICE = 0  # work that every member of the family has
+    LINEAR = 1  # linear program
+    INTEGER = 2  # integer program, or the policy's own bound
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Node:
-    """A part of the space, and a bound for all of it. Ordered by bound, then by when it was found."""
+    """Part of the search space with a lower bound. Ordered by bound, then by creation."""
 
     bound_s: float
     number: int
     family: Family = field(compare=False)
-    n_slots: int | None = field(compare=False, default=None)  # for gradients
+    n_slots: int | None = field(compare=False, default=None)  # gradient slots
     policy: Policy | None = field(compare=False, default=None)
-    by: _By = field(compare=False, default=_By.INTEGER)
+    kind: _Kind = field(compare=False, default=_Kind.INTEGER)
 
     @property
     def can_be_simulated(self) -> bool:
-        """Whether it is one policy, or so small a part that its policies are next."""
+        """True if the node is one policy, or if its next expansion yields policies."""
         return self.policy is not None or self.n_slots is not None
 
     @property
     def is_last(self) -> bool:
-        """Whether no program is left that would bound it nearer."""
-        return self.policy is not None or (self.n_slots is not None and self.by is _By.INTEGER)
+        """True if no program can tighten the bound."""
+        return self.policy is not None or (self.n_slots is not None and self.kind is _Kind.INTEGER)
 
 
 class Tree:
-    """The search of one workload's space."""
+    """Branch-and-bound search over the policies of one workload."""
 
-    def __init__(self, trial: Trial) -> None:
-        from .relax import Relaxation  # scipy takes a while to load, and a policy that is asked for by name needs none
+    def __init__(self, evaluator: Evaluator) -> None:
+        from .relax import Relaxation  # importing scipy is slow, and a fixed policy does not need it
 
-        self.trial = trial
-        self.relaxation = Relaxation(trial.frames, trial.clipped_fraction)
-        self.families = families(trial.semantics, trial.workload)
+        self.evaluator = evaluator
+        self.relaxation = Relaxation(evaluator.costs, evaluator.clipped_fraction)
+        self.families = families(evaluator.semantics, evaluator.workload)
         self.best: Policy | None = None
-        self.known_s = inf  # a step with other sizes
+        self.known_s = inf  # step time of the incumbent with other sizes
         self.n_nodes = 0
         self.open: list[_Node] = []
-        self.opened: list[_Node] = []  # parts of which policies are suggested: a few of those that their bounds cover
-        self.too_long: list[Policy] = []  # to simulate; of these the one with the lowest bound
+        self.opened: list[_Node] = []  # expanded nodes: only some of their policies were suggested, so their bounds remain
+        self.too_long: list[Policy] = []  # to simulate: the policy with the lowest bound
 
     def relax(self) -> float:
-        """Bound what may be lowest of the families by linear programs; asked again, by integer programs. Infinite: nothing fits."""
-        least = _By.INTEGER if self.n_nodes else _By.LINEAR
+        """Tighten the lowest family bounds by linear, in a second call by integer programs. Return the lowest (inf if none)."""
+        least = _Kind.INTEGER if self.n_nodes else _Kind.LINEAR
         for family in () if self.n_nodes else self.families:
-            self._push(self.relaxation.least_s(family), family, by=_By.ANY_CHOICE)
-        while self.open and self.open[0].by < least:
+            self._push(self.relaxation.least_s(family), family, kind=_Kind.ANY_CHOICE)
+        while self.open and self.open[0].kind < least:
             self._expand(heapq.heappop(self.open))
         return self.open[0].bound_s if self.open else inf
 
     @property
     def lowest_s(self) -> float:
-        """No policy is below, simulated or not, but for those that were."""
+        """Lower bound on all policies that were not simulated."""
         return min([node.bound_s for nodes in (self.open, self.opened) for node in nodes[:1]], default=inf)
 
     def tighten(self) -> bool:
-        """Bound the lowest part by smaller ones, or nearer; no policy is simulated. False where its policies would be next."""
+        """Tighten or split the node with the lowest bound, without simulation. Return False if its policies would be next."""
         nodes = min(filter(None, (self.open, self.opened)), key=lambda nodes: nodes[0], default=None)
         if nodes is None or nodes[0].is_last:
             return False
@@ -104,81 +103,79 @@ class Tree:
         if not node.can_be_simulated:
             self._expand(node)
         elif (relaxed := self.relaxation.solve(node.family, None, node.n_slots)) is not None:
-            heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), by=_By.INTEGER))
+            heapq.heappush(nodes, replace(node, bound_s=max(relaxed.bound_s, node.bound_s), kind=_Kind.INTEGER))
         return True
 
     def try_first(self, start: Iterable[Policy], known_s: float) -> float:
-        """The step of the best of what the relaxation of the most promising family suggests and of these policies; infinite if none
-        fits. `known_s`: a step with other sizes; what is far above it is not tried."""
+        """Simulate the relaxation's suggestions for the most promising family and the policies `start`. Return the step time of the
+        best, infinity if none fits. Policies with a bound far above `known_s`, a step time with other sizes, are skipped."""
         first = [(*FIRST_BUFFERS[1], slots) for slots in (SAVED_SLOTS, LEAST_SAVED_SLOTS)]
-        for policy in chain(self._first_of(self.open[:1], first), start):
-            if self.best is None or self.trial.frames.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
+        for policy in chain(self._first_suggestions(self.open[:1], first), start):
+            if self.best is None or self.evaluator.costs.bound_s(policy) <= known_s * (1 + HOPELESS_FRACTION):
                 self._take(policy)
-        return inf if self.best is None else self.trial.step_s(self.best)
+        return inf if self.best is None else self.evaluator.step_s(self.best)
 
     def explore(self, known_s: float = inf) -> None:
-        """Find the best policy; `lowest_s` says what no other goes below. `known_s`: a step with other sizes, which decides how far
-        a climb goes."""
+        """Search for the best policy; `lowest_s` then bounds the others. `known_s`: step time with other sizes, limits climbing."""
         self.known_s = known_s
         for slots in (LEAST_SAVED_SLOTS, SAVED_SLOTS):
-            for policy in self._first_of(sorted(self.open)[:FIRST_FAMILIES], [(*of, slots) for of in FIRST_BUFFERS]):
+            for policy in self._first_suggestions(sorted(self.open)[:FIRST_FAMILIES], [(*pair, slots) for pair in FIRST_BUFFERS]):
                 self._take(policy)
-        self.trial.n_ops = 0  # what was tried first is not counted
+        self.evaluator.n_ops = 0  # first policies do not count
         while self.open:
             node = self.open[0]
-            out_of_budget = self.best is not None and self.trial.n_ops >= MAX_SEARCHED_OPS
+            out_of_budget = self.best is not None and self.evaluator.n_ops >= MAX_SEARCHED_OPS
             may_expand = not out_of_budget or (len(self.relaxation.known) < MOST_RELAXED and not node.can_be_simulated)
             if self._close_to_best(node.bound_s) or not may_expand:
-                break  # nothing that is open has a lower bound
+                break  # no open node has a lower bound
             self._expand(heapq.heappop(self.open))
-        of = self.trial
-        lean = (plan.policy for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits)
-        for policies in (self.too_long, lean):  # where nothing else fits; what was suggested may need a little more than there is
+        e = self.evaluator
+        smallest = (plan.policy for plan, needs in smallest_plans(e.model, e.workload, e.semantics, e.profile) if needs.fits)
+        for policies in (self.too_long, smallest):  # used if no other plan fits: suggestions may exceed memory slightly
             for policy in policies if self.best is None else ():
-                if not too_long(of.workload, of.semantics, policy):
+                if not too_long(e.workload, e.semantics, policy):
                     self._take(policy)
-        if self.best is not None and self.trial.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
+        if self.best is not None and self.evaluator.step_s(self.best) <= known_s * (1 + HOPELESS_FRACTION):
             self._climb_all()
             self._prefetch_less()
 
-    def _first_of(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
-        """Of each part the first policy of its smallest groups that fits, of those that the relaxation suggests with one of these
-        buffers."""
+    def _first_suggestions(self, parts: Iterable[_Node], several: Sequence[tuple[int, int, int]]) -> Iterator[Policy]:
+        """For each family, yield the first suggestion that fits, with its smallest groups and one of these buffer sizes."""
         for family in [part.family for part in parts if part.family.boundary_stride == 1]:
             one = replace(family, largest_group=family.accumulation_group)
-            suggested = (policy for of in several for policy in self._suggested(one, *of))
+            suggested = (policy for buffers in several for policy in self._suggested(one, *buffers))
             for policy in islice(filter(self._may_try, suggested), 1):
-                fewer = neighbours(self.trial.frames.of(policy), self.trial.profile, (fewer_leaving,))
-                yield from (policy, *filter(self._may_try, (other for _, other in fewer)))
+                fewer = neighbours(self.evaluator.costs.plan(policy), self.evaluator.profile, (fewer_offloads,))
+                yield from (policy, *filter(self._may_try, (variant for _, variant in fewer)))
 
     def _relax(self, family: Family, least_s: float, n_slots: int | None = None) -> None:
-        """Push a part with its linear bound, which is at least that of the part around it, `least_s`."""
+        """Push a family with its linear bound, which is at least its parent's bound `least_s`."""
         bound_s = self.relaxation.linear_bound_s(family, n_slots)
         if bound_s < inf:
-            self._push(max(bound_s, least_s), family, n_slots, by=_By.LINEAR)
+            self._push(max(bound_s, least_s), family, n_slots, kind=_Kind.LINEAR)
 
     def _close_to_best(self, bound_s: float) -> bool:
-        """Whether what has such a bound can hardly be better than the best of this size. That of another size closes nothing: what
-        is suggested here may be slower, and what is climbed to from it faster."""
-        return self.best is not None and self.trial.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
+        """True if policies with this bound can hardly beat the incumbent of this size. Incumbents of other sizes do not count:
+        climbs may improve suggestions of this size."""
+        return self.best is not None and self.evaluator.step_s(self.best) <= bound_s * (1 + CLOSE_FRACTION)
 
     def _push(
-        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, by: _By = _By.INTEGER
+        self, bound_s: float, family: Family, n_slots: int | None = None, policy: Policy | None = None, kind: _Kind = _Kind.INTEGER
     ) -> None:
-        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, by))
+        heapq.heappush(self.open, _Node(bound_s, self.n_nodes, family, n_slots, policy, kind))
         self.n_nodes += 1
 
     def _expand(self, node: _Node) -> None:
-        """Open a family into smaller ones, one into numbers of slots, these into policies, or simulate a policy."""
+        """Split a family by group size, then by gradient slots, then into policies; simulate a policy."""
         family, n_slots = node.family, node.n_slots
-        if node.policy is not None and self.trial.is_too_long(node.policy):
+        if node.policy is not None and self.evaluator.is_too_long(node.policy):
             heapq.heappush(self.opened, node)
             self.too_long = self.too_long or [node.policy]
         elif node.policy is not None:
             self._take(node.policy)
-        elif node.by is _By.ANY_CHOICE:
+        elif node.kind is _Kind.ANY_CHOICE:
             self._relax(family, node.bound_s)
-        elif node.by is _By.LINEAR and n_slots is None:
+        elif node.kind is _Kind.LINEAR and n_slots is None:
             if (relaxed := self.relaxation.solve(family)) is not None:
                 self._push(max(relaxed.bound_s, node.bound_s), family)
         elif len(family.groups) > 1:
@@ -190,14 +187,14 @@ class Tree:
         else:
             heapq.heappush(self.opened, node)
             for policy in self._at_first(family, n_slots):
-                if self.trial.fits(policy):
+                if self.evaluator.fits(policy):
                     is_lean = not (policy.spill_blocks or policy.resident_blocks or policy.save)
-                    bound_s = 0.0 if is_lean else self.trial.frames.bound_s(policy)
+                    bound_s = 0.0 if is_lean else self.evaluator.costs.bound_s(policy)
                     self._push(max(bound_s, node.bound_s), family, n_slots, policy)
 
     def _at_first(self, family: Family, n_slots: int) -> Iterator[Policy]:
-        """What is suggested for the first of the usual depths that fits; a climb sees to the others. And what saves and moves
-        nothing, for copies take longer than a relaxation thinks."""
+        """Suggestions for the first usual prefetch depth that fits (climbs try others), and a policy without saved or moved
+        activations, because copies take longer than the relaxation assumes."""
         saved_slots = self.best.saved_slots if self.best is not None and self.best.offload_blocks else SAVED_SLOTS
         for depth in PREFETCH_DEPTHS:
             suggested = list(self._suggested(family, depth, n_slots, saved_slots))
@@ -215,93 +212,93 @@ class Tree:
         lacking: Omission | None = None,
         below_s: float = inf,
     ) -> Iterator[Policy]:
-        """Policies of these buffers that use memory as the relaxation would, packed and spread."""
+        """Policies with these buffers that use memory as in the relaxation's solution, packed and spread."""
         relaxed = self.relaxation.solve(family, depth, gradient_slots, saved_slots, lacking, below_s)
         if relaxed is None:
             return
-        lean = family.policy()
-        buffers = replace(lean, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
-        found: dict[Policy, None] = {}
+        smallest = family.policy()
+        buffers = replace(smallest, prefetch_depth=relaxed.prefetch_depth, gradient_slots=gradient_slots, saved_slots=saved_slots)
+        distinct: dict[Policy, None] = {}
         for spread in (False, True):
-            suggested = filled(buffers, self.trial.workload, relaxed.fill, spread)
+            suggested = filled(buffers, self.evaluator.workload, relaxed.fill, spread)
             if not suggested.offload_blocks:
-                suggested = replace(suggested, saved_slots=lean.saved_slots)
-            found[suggested] = None
-            found[replace(suggested, speculate_blocks=())] = None  # what speculation costs the relaxation may not see
-        yield from found
+                suggested = replace(suggested, saved_slots=smallest.saved_slots)
+            distinct[suggested] = None
+            distinct[replace(suggested, speculate_blocks=())] = None  # speculation may cost more than in the relaxation
+        yield from distinct
 
     def _take(self, policy: Policy) -> None:
         if self.best is None:
-            self.trial.step_s(policy)
-        if self.best is None or self.trial.beats(policy, self.best):
+            self.evaluator.step_s(policy)
+        if self.best is None or self.evaluator.beats(policy, self.best):
             self.best = policy
 
     def _climb_all(self) -> None:
-        """Climb from the best policy; from what it becomes without one kind of choice, in the space that lacks it; and from the
-        best of all these in the whole space, block by block."""
+        """Climb from the best policy; then, for each kind of choice, from the best policy without it, in a space without it;
+        finally from the best of all in the whole space, including single blocks."""
         assert self.best is not None
         self.best = self._climbed(self.best, MOST_RESTARTED_OPS)
         for omission in OMISSIONS:
-            if self._is_climbed_enough() or self.trial.step_s(self.best) > self.known_s:
+            if self._is_climbed_enough() or self.evaluator.step_s(self.best) > self.known_s:
                 return
             if omission.has(self.best):
                 starts = [policy for policy in self._lacking(self.best, omission) if self._may_try(policy)]
                 if starts:
-                    self._take(self._climbed(min(starts, key=self.trial.step_s), MOST_RESTARTED_OPS, omission))
+                    self._take(self._climbed(min(starts, key=self.evaluator.step_s), MOST_RESTARTED_OPS, omission))
         self.best = self._climbed(self.best, MOST_CLIMBED_OPS, fine=True)
 
     def _is_climbed_enough(self) -> bool:
         assert self.best is not None
-        is_near = self.trial.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
-        return is_near or self.trial.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
+        is_near = self.evaluator.step_s(self.best) <= self.lowest_s * (1 + CLIMBED_FRACTION)
+        return is_near or self.evaluator.n_ops >= MAX_SEARCHED_OPS + MOST_CLIMBED_OPS
 
     def _lacking(self, policy: Policy, omission: Omission) -> Iterator[Policy]:
-        """The policy without a kind of choice, and what the relaxation then suggests."""
-        yield (lean := omission.without(policy))
-        one = family_of(lean, self.trial.semantics)
-        one = replace(one, accumulation_group=lean.accumulation_group, largest_group=lean.accumulation_group)
-        yield from self._suggested(one, lean.prefetch_depth, lean.gradient_slots, lean.saved_slots, omission)
+        """The policy without one kind of choice, and the relaxation's suggestions for its family and buffers."""
+        yield (smallest := omission.remove(policy))
+        one = family_of(smallest, self.evaluator.semantics)
+        one = replace(one, accumulation_group=smallest.accumulation_group, largest_group=smallest.accumulation_group)
+        yield from self._suggested(one, smallest.prefetch_depth, smallest.gradient_slots, smallest.saved_slots, omission)
 
     def _climbed(self, start: Policy, n_ops: int, lacking: Omission | None = None, fine: bool = False) -> Policy:
-        """Go from neighbour to faster neighbour, until none is faster or so many ops have been simulated."""
-        best, limit = start, min(self.trial.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
-        speculates, climbing = self.trial.clipped_fraction is not None, True
-        tried = [*[self._refilled] * (lacking is None), *[early] * speculates, *MOVES, *[single_blocks] * fine]
-        while climbing and self.trial.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
+        """First-improvement local search: move to faster neighbours until none is faster or `n_ops` ops have been simulated."""
+        best, limit = start, min(self.evaluator.n_ops + n_ops, MAX_SEARCHED_OPS + MOST_CLIMBED_OPS)
+        speculates, climbing = self.evaluator.clipped_fraction is not None, True
+        tried = [*[self._refilled] * (lacking is None), *[early_updates] * speculates, *MOVES, *[single_blocks] * fine]
+        while climbing and self.evaluator.step_s(best) > self.lowest_s * (1 + CLIMBED_FRACTION):
             climbing = False
-            for move, policy in neighbours(self.trial.frames.of(best), self.trial.profile, tried):
-                if self.trial.n_ops >= limit:
+            for move, policy in neighbours(self.evaluator.costs.plan(best), self.evaluator.profile, tried):
+                if self.evaluator.n_ops >= limit:
                     return best
                 if (lacking and lacking.has(policy)) or not self._may_try(policy):
                     continue
-                if self.trial.beats(policy, best, LEAST_GAIN_FRACTION):
+                if self.evaluator.beats(policy, best, LEAST_GAIN_FRACTION):
                     best, climbing = policy, True
-                    tried = [move, *(other for other in tried if other is not move)]  # what gained is tried first
+                    tried = [move, *(m for m in tried if m is not move)]  # move to front: retry successful moves
                     break
         return best
 
     def _may_try(self, policy: Policy) -> bool:
-        return not self.trial.is_too_long(policy) and self.trial.fits(policy)
+        return not self.evaluator.is_too_long(policy) and self.evaluator.fits(policy)
 
     def _refilled(self, plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-        """The policy with other buffers or groups, and memory used as the relaxation would with these."""
+        """Neighbours with other buffers or group sizes, and memory filled as in the relaxation's solution for these."""
         best, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.trial.semantics)
-        saved_slots, below_s = best.saved_slots, self.trial.step_s(best) * (1 - LEAST_GAIN_FRACTION)
-        buffers = [(depth, n_slots + more, saved_slots) for more in REFILLED_STEPS]
-        buffers += [(depth + more, n_slots, saved_slots) for more in REFILLED_STEPS]
-        buffers += [(depth, n_slots, saved_slots + more) for more in (1, -1) if best.offload_blocks]
+        depth, n_slots, family = best.prefetch_depth, best.gradient_slots, family_of(best, self.evaluator.semantics)
+        saved_slots, below_s = best.saved_slots, self.evaluator.step_s(best) * (1 - LEAST_GAIN_FRACTION)
+        buffers = [(depth, n_slots + change, saved_slots) for change in REFILLED_STEPS]
+        buffers += [(depth + change, n_slots, saved_slots) for change in REFILLED_STEPS]
+        buffers += [(depth, n_slots, saved_slots + change) for change in (1, -1) if best.offload_blocks]
         groups = [g for g in (size - 1, size + 1, size // 2, 2 * size, n, 1) if 1 <= g <= n and g != size]
-        others = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
-        for of, d, slots, saved in [*((size, *b) for b in buffers), *others]:
+        regrouped = [(g, depth, n_slots, saved_slots) for g in dict.fromkeys(groups)]
+        for group, d, slots, saved in [*((size, *b) for b in buffers), *regrouped]:
             if min(d, slots) >= 1 and saved >= LEAST_SAVED_SLOTS:
-                one = replace(family, accumulation_group=of, largest_group=of)
+                one = replace(family, accumulation_group=group, largest_group=group)
                 yield from self._suggested(one, d, slots, saved, below_s=below_s)
 
     def _prefetch_less(self) -> None:
-        """Of plans that are as fast, the one with the fewest slots for weights."""
+        """Choose the fewest weight slots among equally fast plans."""
         assert self.best is not None
-        limit_s, depth = self.trial.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
+        limit_s, depth = self.evaluator.step_s(self.best) * (1 + LEAST_GAIN_FRACTION), self.best.prefetch_depth
         fewer = (replace(self.best, prefetch_depth=d) for d in sorted(PREFETCH_DEPTHS) if d < depth)
-        as_fast = (policy for policy in fewer if self.trial.fits(policy) and self.trial.step_s(policy) <= limit_s)
+        as_fast = (policy for policy in fewer if self.evaluator.fits(policy) and self.evaluator.step_s(policy) <= limit_s)
         self.best = next(as_fast, self.best)

@@ -1,7 +1,7 @@
-"""Choices of a family, as variables of an integer program: how many equal blocks are treated in which way.
+"""Choices of a policy family as variables of an integer program: the number of equal blocks with each treatment.
 
-What a choice asks for is a difference: the work, and the memory, of a policy with one block treated so, less those without
-(`planner/bounds/work.py`, `planner/predict/memory.py`). A new way to treat a block is a line here.
+The coefficients of a choice are differences in work and memory between two policies: with one block treated in this way, and
+without (`planner/bounds/work.py`, `planner/predict/memory.py`). A new treatment is one line here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +20,9 @@ from penstock.runtime.plan.legality import can_square
 from penstock.runtime.plan.policy import LEAVE
 from penstock.runtime.plan.workload import BlockKind, Saved
 
-from .climb import Omission
-from .frames import Frames, Numbers
-from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, places_on_disk, staying, ways_of, with_ways
+from .neighbours import Omission
+from .policy_cost import Numbers, PolicyCost
+from .space import PREFETCH_DEPTHS, WAYS, Family, Fill, Way, can_spill, disk_layers, staying, ways_of, with_ways
 
 Treated = Callable[[Policy, Sequence[int]], Policy]
 
@@ -33,13 +33,13 @@ class Choice:
 
     blocks: Sequence[int]
     treated: Treated
-    instead: Treated  # of the policy's own: as they are
-    count: int  # the variable
-    used: int  # whether any is
+    instead: Treated  # the alternative, usually the policy unchanged
+    count: int  # variable: number of blocks
+    used: int  # variable: 1 if any block
 
 
 def _added(name: str) -> Treated:
-    """Blocks are named in a list of the policy."""
+    """Treatment that adds blocks to a tuple field of the policy."""
 
     def treated(policy: Policy, blocks: Sequence[int]) -> Policy:
         return replace(policy, **{name: tuple(sorted({*getattr(policy, name), *blocks}))})  # type: ignore[arg-type]
@@ -64,20 +64,20 @@ def _squared(policy: Policy, blocks: Sequence[int]) -> Policy:
 
 
 class Choices:
-    """The variables of a program. Its cost is the mean step: `clipped_fraction` of steps repeat their early updates."""
+    """Variables of the program. The objective is the mean step: a share `clipped_fraction` of steps repeats its early updates."""
 
     def __init__(
         self,
-        frames: Frames,
-        lean: Policy,
+        costs: PolicyCost,
+        smallest: Policy,
         family: Family,
         prefetch_depth: int | None,
         saved_slots: int | None,
         clipped_fraction: float | None,
     ) -> None:
-        self.frames, self.lean, self.plan, self.group = frames, lean, frames.of(lean), family.groups[-1]
-        self.workload, self.classes = frames.workload, frames.workload.classes
-        self.n_groups = -(-frames.semantics.n_micro_batches // family.accumulation_group)
+        self.costs, self.smallest, self.plan, self.group = costs, smallest, costs.plan(smallest), family.groups[-1]
+        self.workload, self.classes = costs.workload, costs.workload.classes
+        self.n_groups = -(-costs.semantics.n_micro_batches // family.accumulation_group)
         self.layers = [i for i, b in enumerate(self.classes) if self.workload.blocks[b[0]].kind is BlockKind.LAYER]
         p, n_layers, often = Program(), self.workload.n_layers, clipped_fraction
         self.program = p
@@ -85,32 +85,32 @@ class Choices:
         self.clipped_step = p.variable(0, inf, integer=False, cost=often or 0.0)
         is_most = prefetch_depth is None or prefetch_depth > max(PREFETCH_DEPTHS)
         self.depth = p.variable(prefetch_depth or 1, max(prefetch_depth or 1, n_layers) if is_most else prefetch_depth or 1)
-        self.spared = p.variable(0, inf, integer=False)  # loads that turns of the walk over the layers save
+        self.spared = p.variable(0, inf, integer=False)  # loads saved between sweeps
         self.spared_reads = p.variable(0, inf, integer=False)
-        self.early = p.variable(0, inf, integer=False)  # boundaries that are back before the first loss
-        self.early_saved = p.variable(0, inf, integer=False)  # what layers saved that is
-        # Slots for what leaves of each kind besides those of the lean policy, where any number may be
+        self.early = p.variable(0, inf, integer=False)  # boundaries fetched before the first loss
+        self.early_saved = p.variable(0, inf, integer=False)  # saved activations fetched before it
+        # Offload slots per tier in addition to those of the smallest policy; 0 if the number is fixed
         most_slots = 0 if saved_slots else n_layers * self.group
         self.more_slots = {saved: p.variable(0, most_slots, integer=False) for saved in LEAVE}
-        self.squares = p.variable(0, 1)  # whether the device squares all gradients that are whole there
-        # By way and class: to save so, stay loaded, spill the output, be updated early, be squared, keep the state, be read.
+        self.squares = p.variable(0, 1)  # 1 if the device squares all complete gradients
+        # Choices by class of equal blocks: tier of saved activations, resident weights, and so on
         self.saving: dict[tuple[int, Way], Choice] = {}
         self.resident, self.spilled, self.early_updated, self.squared, self.staying = [dict[int, Choice]() for _ in range(5)]
         self.on_disk, self.read_once = dict[int, Choice](), dict[int, Choice]()
         trains_all, deferred = self.workload.trains_all, family.update is Update.DEFERRED
-        may_square = can_square(self.workload, frames.semantics) if self.plan.reduced and trains_all else range(0)
-        self.may_stay = places_to_stay(self.plan, frames.cost.profile) if deferred else []
+        may_square = can_square(self.workload, costs.semantics) if self.plan.reduced and trains_all else range(0)
+        self.may_stay = places_to_stay(self.plan, costs.cost.profile) if deferred else []
         spills = can_spill(self.workload) if family.boundary_stride == 1 else ()
         for i, blocks in enumerate(self.classes):
             b = blocks[0]
-            if i in self.layers:  # if no backward comes to it, it saves nothing more
+            if i in self.layers:  # layers below the first trained one save only their input
                 ways = ways_of(self.workload.blocks[b], family.boundary_stride)
                 for way in ways if b >= self.workload.first_trained else ways[:1]:
                     self.saving[i, way] = self._choice(blocks, _saving(way))
             self.resident[i] = self._choice(blocks, _added("resident_blocks"))
-            if b in places_on_disk(frames.semantics, self.workload, frames.profile):
+            if b in disk_layers(costs.semantics, self.workload, costs.profile):
                 self.on_disk[i] = self._choice(blocks, _added("disk_blocks"))
-                if frames.of(_read_once(lean, (b,))).stays_loaded(b):
+                if costs.plan(_read_once(smallest, (b,))).stays_loaded(b):
                     self.read_once[i] = self._choice(blocks, _read_once)
             if can := [b for b in blocks if b in spills]:
                 self.spilled[i] = self._choice(can, _added("spill_blocks"))
@@ -121,12 +121,12 @@ class Choices:
             if b in self.may_stay:
                 self.staying[i] = self._choice(blocks, _stay, instead=_squared)
 
-        self.leaving = {saved: [of for (_, way), of in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
+        self.leaving = {saved: [c for (_, way), c in self.saving.items() if way == Way(saved, away=True)] for saved in LEAVE}
         self.read = [*self.on_disk.values(), *self.read_once.values()]
         several = [*self.leaving.values(), [*self.spilled.values()], self.read]
-        apart = {choice.count for choice in chain(*several, self.squared.values())}
-        # Choices whose blocks share slots
-        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in apart)]
+        grouped = {choice.count for choice in chain(*several, self.squared.values())}
+        # Groups of choices that share slots
+        self.sharing = [*several, *([choice] for choice in self.all() if choice.count not in grouped)]
 
     def _choice(self, blocks: Sequence[int], treated: Treated, instead: Treated = lambda policy, _: policy) -> Choice:
         return Choice(blocks, treated, instead, self.program.variable(0, len(blocks)), self.program.variable(0, 1))
@@ -145,142 +145,142 @@ class Choices:
             yield from of_classes.values()
 
     def together(self, lacking: Omission | None = None) -> None:
-        """Rows for what may be chosen together. `lacking`: a kind of choice that is not made."""
+        """Add the constraints between choices. `lacking`: a kind of choice that is disabled."""
         p, n_layers = self.program, self.workload.n_layers
         for choice in self.all():
-            if lacking is not None and lacking.has(choice.treated(self.lean, choice.blocks[:1])):
+            if lacking is not None and lacking.has(choice.treated(self.smallest, choice.blocks[:1])):
                 p.high[choice.count] = 0.0
         for choice in self.all():
             p.at_most({choice.count: 1.0, choice.used: -float(len(choice.blocks))}, 0.0)
         for i in self.layers:
             of_class = {choice.count: 1.0 for (j, _), choice in self.saving.items() if j == i}
-            for sign in (1.0, -1.0):  # each layer saves in one way
+            for sign in (1.0, -1.0):  # every layer saves in exactly one way
                 p.at_most({n: sign * one for n, one in of_class.items()}, sign * len(self.classes[i]))
         spilled = {choice.count: 1.0 for choice in self.spilled.values()}
-        kept = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
-        p.at_most({**spilled, **kept}, float(n_layers))  # the input of a layer that keeps cannot spill
-        # As many activations may be back early as have a slot
+        keeping = {choice.count: 1.0 for (_, way), choice in self.saving.items() if way.saved is Saved.ALL}
+        p.at_most({**spilled, **keeping}, float(n_layers))  # a layer that saves everything keeps its input on the device
+        # Early fetches are limited by the number of slots
         p.at_most({self.early: 1.0}, early_fetches(self.group, n_layers))
         p.at_most({self.early: 1.0, **dict.fromkeys(spilled, -float(self.group))}, 0.0)
-        p.at_most({self.early_saved: 1.0, **{of.count: -float(self.group) for of in chain(*self.leaving.values())}}, 0.0)
-        each = dict.fromkeys(self.more_slots.values(), -1.0)
-        p.at_most({self.early_saved: 1.0, **each}, float(len(LEAVE) * self.lean.saved_slots))
-        for saved, leaving in self.leaving.items():  # no slots where nothing passes through them
-            most = -float(n_layers * self.group)
-            p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], most)}, 0.0)
-        for i, squared in self.squared.items():  # what stays is squared on the device, and all else if anything is
+        p.at_most({self.early_saved: 1.0, **{choice.count: -float(self.group) for choice in chain(*self.leaving.values())}}, 0.0)
+        extra_slots = dict.fromkeys(self.more_slots.values(), -1.0)
+        p.at_most({self.early_saved: 1.0, **extra_slots}, float(len(LEAVE) * self.smallest.saved_slots))
+        for saved, leaving in self.leaving.items():  # no extra slots for a tier that is not used
+            limit = -float(n_layers * self.group)
+            p.at_most({self.more_slots[saved]: 1.0, **dict.fromkeys([choice.used for choice in leaving], limit)}, 0.0)
+        for i, squared in self.squared.items():  # blocks with state on the device are squared there; all others if any is
             n, stays = float(len(squared.blocks)), {self.staying[i].count: 1.0} if i in self.staying else {}
             p.at_most({**stays, squared.count: -1.0}, 0.0)
             p.at_most({squared.count: 1.0, **dict.fromkeys(stays, -1.0), self.squares: -n}, 0.0)
             p.at_most({squared.count: -1.0, self.squares: n}, 0.0)
-        for i, stays_of in self.staying.items():  # on the host it neither waits nor is guessed
-            for others in (self.early_updated, self.resident):
-                if i in others:
-                    p.at_most({stays_of.count: 1.0, others[i].count: 1.0}, float(len(stays_of.blocks)))
-        n_turns = 2 * self.n_groups - 1  # of the walk over the layers; one more slot than are prefetched, or two
+        for i, on_device in self.staying.items():  # these blocks are neither resident nor updated early
+            for conflicting in (self.early_updated, self.resident):
+                if i in conflicting:
+                    p.at_most({on_device.count: 1.0, conflicting[i].count: 1.0}, float(len(on_device.blocks)))
+        n_turns = 2 * self.n_groups - 1  # between sweeps; the number of reusable slots is least_slots + prefetch depth
         p.at_most({self.spared: 1.0, self.depth: -float(n_turns)}, float(n_turns * least_slots(self.plan)))
-        on_device = [of[i].count for of in (self.resident, self.read_once, self.staying) for i in self.layers if i in of]
-        p.at_most({self.spared: 1.0, **dict.fromkeys(on_device, float(n_turns))}, float(n_turns * n_layers))
-        most = float(n_turns * (least_slots(self.plan) + N_READ_SLOTS))
-        p.at_most({self.spared_reads: 1.0, self.depth: -float(n_turns)}, most)
-        p.at_most({self.spared_reads: 1.0, **{of.count: -float(n_turns) for of in self.on_disk.values()}}, 0.0)
-        for i in self.on_disk:  # a block is one of these, or none
-            either = [of[i].count for of in (self.resident, self.on_disk, self.read_once) if i in of]
+        counts = [table[i].count for table in (self.resident, self.read_once, self.staying) for i in self.layers if i in table]
+        p.at_most({self.spared: 1.0, **dict.fromkeys(counts, float(n_turns))}, float(n_turns * n_layers))
+        limit = float(n_turns * (least_slots(self.plan) + N_READ_SLOTS))
+        p.at_most({self.spared_reads: 1.0, self.depth: -float(n_turns)}, limit)
+        p.at_most({self.spared_reads: 1.0, **{choice.count: -float(n_turns) for choice in self.on_disk.values()}}, 0.0)
+        for i in self.on_disk:  # at most one of these per block
+            either = [table[i].count for table in (self.resident, self.on_disk, self.read_once) if i in table]
             p.at_most(dict.fromkeys(either, 1.0), float(len(self.classes[i])))
 
     def within_memory(self) -> None:
-        """A row for the device and one for the host, each in shares of what the machine has."""
-        p, blocks, needs = self.program, self.workload.blocks, self.frames.needs(self.lean)
-        has = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
+        """Add one memory constraint for the device and one for the host, in shares of capacity."""
+        p, blocks, needs = self.program, self.workload.blocks, self.costs.needs(self.smallest)
+        capacities = (float(needs.device_memory_bytes), float(needs.host_memory_bytes))
         rows: tuple[dict[int, float], dict[int, float]] = ({}, {})
 
         def add(number: int, n_bytes: Sequence[float]) -> None:
-            for row, n, of in zip(rows, n_bytes, has, strict=True):
-                row[number] = row.get(number, 0.0) + n / of
+            for row, n, capacity in zip(rows, n_bytes, capacities, strict=True):
+                row[number] = row.get(number, 0.0) + n / capacity
 
-        def largest(of: Iterable[tuple[int, float]], least_bytes: float = 0.0, place: int = 0) -> None:
-            """Memory of the device, or the host, for the largest of those that are used, at least so much."""
+        def largest(candidates: Iterable[tuple[int, float]], least_bytes: float = 0.0, place: int = 0) -> None:
+            """Add memory for the maximum of all used choices, at least `least_bytes`. `place`: 0 for device, 1 for host."""
             room = p.variable(0, inf, integer=False)
-            for used, n_bytes in of:
-                p.at_most({used: n_bytes / has[place], room: -1.0}, 0.0)
-            p.at_most({room: -1.0}, -least_bytes / has[place])
+            for used, n_bytes in candidates:
+                p.at_most({used: n_bytes / capacities[place], room: -1.0}, 0.0)
+            p.at_most({room: -1.0}, -least_bytes / capacities[place])
             rows[place][room] = 1.0
 
-        (lean_bytes, per_slot, per_square), *of_choices = self._bytes()
+        (smallest_bytes, per_slot, per_square), *of_choices = self._bytes()
         add(self.depth, per_slot)
         add(self.squares, per_square)
         for group, of_group in zip(self.sharing, of_choices, strict=True):
             slots, on_host = list[tuple[int, float]](), list[tuple[int, float]]()
-            for choice, each, first in zip(group, of_group[::2], of_group[1::2], strict=True):
-                add(choice.count, each)
-                slots.append((choice.used, first[0] - each[0]))
-                on_host.append((choice.used, first[1] - each[1]))
+            for choice, per_block, first in zip(group, of_group[::2], of_group[1::2], strict=True):
+                add(choice.count, per_block)
+                slots.append((choice.used, first[0] - per_block[0]))
+                on_host.append((choice.used, first[1] - per_block[1]))
             largest(slots)
             if group is self.read and group:
                 largest(on_host, place=1)
             for number in [self.more_slots[saved] for saved, leaving in self.leaving.items() if leaving is group and slots]:
-                add(number, (min(n_bytes for _, n_bytes in slots) / self.lean.saved_slots, 0.0))
-        staying_one = [(choice.used, choice.treated(self.lean, choice.blocks[:1])) for choice in self.staying.values()]
-        transients = [(used, float(self.frames.of(policy).other_transient_bytes)) for used, policy in staying_one]
+                add(number, (min(n_bytes for _, n_bytes in slots) / self.smallest.saved_slots, 0.0))
+        staying_one = [(choice.used, choice.treated(self.smallest, choice.blocks[:1])) for choice in self.staying.values()]
+        transients = [(used, float(self.costs.plan(policy).other_transient_bytes)) for used, policy in staying_one]
         for (i, way), choice in self.saving.items():
             again = blocks[self.classes[i][0]].recompute(way.saved)
-            assert again is not None, "a way is one that the block has"
+            assert again is not None, "the block has this way of saving"
             transients.append((choice.used, float(again.transient_bytes)))
         largest(transients, self.plan.other_transient_bytes)
         for of_layers in (True, False):
             largest(self._leaving(of_layers))
-        for row, n_bytes, of_slot, of in zip(rows, lean_bytes, per_slot, has, strict=True):
-            p.at_most(row, 1 - (n_bytes - of_slot * self.lean.prefetch_depth) / of + SLACK)
+        for row, n_bytes, of_slot, capacity in zip(rows, smallest_bytes, per_slot, capacities, strict=True):
+            p.at_most(row, 1 - (n_bytes - of_slot * self.smallest.prefetch_depth) / capacity + SLACK)
 
     def _bytes(self) -> list[list[list[int]]]:
-        """What `_asked_bytes` finds: memory is affine in the size of groups, where there are several."""
-        lean, known, n = replace(self.lean, gradient_slots=1), self.frames.asked_bytes, self.lean.accumulation_group
+        """Result of `_asked_bytes`, interpolated: memory is affine in the group size if the step has several groups."""
+        smallest, known, n = replace(self.smallest, gradient_slots=1), self.costs.asked_bytes, self.smallest.accumulation_group
         sizes = (n,) if n < 3 or self.plan.reduced else (1, 2)
-        of_sizes = [replace(lean, accumulation_group=size) for size in sizes]
+        of_sizes = [replace(smallest, accumulation_group=size) for size in sizes]
         for policy in of_sizes:
             if policy not in known:
                 known[policy] = self._asked_bytes(policy)
         first, last = known[of_sizes[0]], known[of_sizes[-1]]
         return [(a + (n - sizes[0]) * (b - a)).tolist() for a, b in zip(first, last, strict=True)]
 
-    def _asked_bytes(self, lean: Policy) -> list[Numbers]:
-        """Memory of device and host: of the lean policy, what one more slot for weights asks for, and squares on the device; and of
-        choices that share slots what each asks for one more block, and for the first."""
+    def _asked_bytes(self, smallest: Policy) -> list[Numbers]:
+        """(device, host) bytes of the smallest policy, of one more weight slot, and of squares on the device. Then, per group of
+        choices that share slots, two rows per choice: bytes of one more block, and of the first block."""
 
-        def more(policy: Policy, than: Policy) -> list[int]:
-            return [b - a for a, b in zip(self.frames.peaks(than), self.frames.peaks(policy), strict=True)]
+        def difference(policy: Policy, than: Policy) -> list[int]:
+            return [b - a for a, b in zip(self.costs.peaks(than), self.costs.peaks(policy), strict=True)]
 
-        per_slot = more(replace(lean, prefetch_depth=lean.prefetch_depth + 1), lean)
-        found = [[[*self.frames.peaks(lean)], per_slot, more(_squared(lean, ()), lean)]]
+        per_slot = difference(replace(smallest, prefetch_depth=smallest.prefetch_depth + 1), smallest)
+        result = [[[*self.costs.peaks(smallest)], per_slot, difference(_squared(smallest, ()), smallest)]]
         for group in self.sharing:
             of_group = list[list[int]]()
             for choice in group:
-                instead, first = choice.instead(lean, choice.blocks[:1]), choice.blocks[:1]
+                instead, first = choice.instead(smallest, choice.blocks[:1]), choice.blocks[:1]
                 one = choice.treated(instead, first)
-                there, then = one, choice.blocks[1:2]  # slots are there, and one more block needs no more
+                base, then = one, choice.blocks[1:2]  # slots exist already, so one more block needs none
                 if not then:
-                    there, then = instead, first
-                    for other in group:
-                        there = other.treated(there, other.blocks[:1]) if other.blocks != choice.blocks else there
-                of_group += [more(choice.treated(there, then), there), more(one, instead)]
-            found.append(of_group)
-        return [np.array(numbers, dtype=np.int64).reshape(-1, 2) for numbers in found]
+                    base, then = instead, first
+                    for sibling in group:
+                        base = sibling.treated(base, sibling.blocks[:1]) if sibling.blocks != choice.blocks else base
+                of_group += [difference(choice.treated(base, then), base), difference(one, instead)]
+            result.append(of_group)
+        return [np.array(numbers, dtype=np.int64).reshape(-1, 2) for numbers in result]
 
     def _leaving(self, of_layers: bool) -> Iterator[tuple[int, float]]:
-        """What the slots need through which gradients of layers, or of the vocabulary, leave: by class, unless all of it stay."""
+        """Yield (variable, bytes) of gradient slots for each class of layers or vocabulary blocks with state on the host."""
         p, n_slots = self.program, self.plan.policy.gradient_slots if of_layers else 1
         for i, blocks in enumerate(self.classes):
-            if (i in self.layers) is of_layers and blocks[0] not in self.lean.device_blocks:
+            if (i in self.layers) is of_layers and blocks[0] not in self.smallest.device_blocks:
                 leaves = p.variable(0, 1)
                 stay = {self.staying[i].count: -1.0} if i in self.staying else {}
                 p.at_most({leaves: -float(len(blocks)), **stay}, -float(len(blocks)))
                 yield leaves, float(n_slots * gradient_slot_bytes(self.plan, blocks[0]))
 
     def fill(self, x: list[float]) -> Fill:
-        """What a solution chooses."""
+        """Decode a solution."""
 
-        def counts(of: dict[int, Choice]) -> tuple[int, ...]:
-            return tuple(round(x[of[i].count]) if i in of else 0 for i in range(len(self.classes)))
+        def counts(by_class: dict[int, Choice]) -> tuple[int, ...]:
+            return tuple(round(x[by_class[i].count]) if i in by_class else 0 for i in range(len(self.classes)))
 
         ways = {
             way: counts({i: choice for (i, w), choice in self.saving.items() if w == way})

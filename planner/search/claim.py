@@ -1,4 +1,4 @@
-"""The claim of a plan file: its prediction and its certificate, as a search writes them and as a file is read."""
+"""Claim of a plan file: prediction and certificate, as written by a search and read from a file."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from penstock.runtime.plan import Lane
 from penstock.runtime.plan.workload import FILE, Count, Natural
 from penstock.runtime.units import on_one_line
 
-SAME_FRACTION = 1e-9  # two times that differ by less are one: sums of floats
-MAX_NAME = 80  # characters, of what binds and of the code that claimed it
-CUT = "memory_cut"  # among what was free: how the one memory of a machine is cut
+SAME_FRACTION = 1e-9  # relative tolerance for equal times, because of rounding in sums
+MAX_NAME = 80  # characters of the binding resource and of the code fingerprint
+CUT = "memory_cut"  # entry of `free` if the split of a machine's single memory is free
 
 ROOT = Path(__file__).parents[2]
-# The sources that a claim rests on: of the planner, what profiles mean, what a plan asks for, and how ops share a machine.
+# Source files that affect a claim: planner, profiles, plan semantics and contention of ops
 SOURCES = (
     *(f"planner/{room}/*.py" for room in ("model", "lower", "predict", "bounds", "search")),
     *(f"hwprofiles/{name}.py" for name in ("schema", "curves")),
@@ -32,15 +32,15 @@ N_DIGITS = 16
 Time = Annotated[float, Field(gt=0, lt=1e15)]
 Busy = Annotated[float, Field(ge=0, lt=1e15)]
 Rate = Annotated[float, Field(gt=0, lt=1e30)]
-Gap = Annotated[float, Field(ge=-SAME_FRACTION, lt=1e15)]  # a step at its bound may miss it by rounding
+Gap = Annotated[float, Field(ge=-SAME_FRACTION, lt=1e15)]  # rounding can put a step slightly below its bound
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 @cache
 def arithmetic() -> str:
-    """A fingerprint of the code that computed a claim: sources, Python, and the libraries that solve integer programs. Two versions
-    of the planner may differ in a cost or a bound, and both be honest: what another version finds otherwise is no lie."""
+    """Fingerprint of the code that computes claims: source files, Python, NumPy and scipy. Versions of the planner may differ in
+    costs or bounds, so a difference from another version's claim is no error."""
     sha256 = hashlib.sha256(repr((sys.version_info[:2], *map(metadata.version, ("numpy", "scipy")))).encode())
     for path in sorted(path for pattern in SOURCES for path in ROOT.glob(pattern)):
         sha256.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
@@ -49,7 +49,7 @@ def arithmetic() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The prediction of a step: the mean over steps that are clipped and steps that are not, and its interval."""
+    """Predicted step: the mean over clipped and unclipped steps, with its P10-P90 interval."""
 
     step_s: Time
     p10_step_s: Time
@@ -64,30 +64,30 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """How far from optimal the plan can be: no policy of the space is below one bound, with any of the sizes that were looked at;
-    no schedule with this micro-batch is below the other."""
+    """Optimality gap of a plan. `policy_bound_s` is a lower bound for all policies with any of the searched sizes,
+    `machine_bound_s` for any schedule with this micro-batch."""
 
     policy_bound_s: Time
     machine_bound_s: Time
     gap_fraction: Gap
     binding: Name
-    n_families: Natural  # that the bound covers; 0: it is that of the one policy asked for
+    n_families: Natural  # covered by the bound; 0: a fixed policy
     n_simulated: Count
-    # With what the claim can be made again, which older files do not say: the share of steps that are clipped (None: unknown), the
-    # draws of the interval, and the code that did the arithmetic.
+    # Inputs of the claim, absent from older files: share of clipped steps (None: unknown), draws and seed of the interval, code
+    # fingerprint.
     clipped_fraction: Fraction | None = None
     n_draws: Count | None = None
     seed: Natural | None = None
     arithmetic: Name | None = None
-    free: tuple[Name, ...] | None = None  # sizes that were chosen, not given: the bound is of all that might have been
-    n_sizes: Count | None = None  # of these: pairs of a micro-batch and tiles
-    size_bound_s: Time | None = None  # below which no policy is with the sizes chosen
+    free: tuple[Name, ...] | None = None  # sizes that the search chose; the bound covers all candidates
+    n_sizes: Count | None = None  # number of candidates (micro-batch and tiles)
+    size_bound_s: Time | None = None  # lower bound for policies with the chosen sizes
     __pydantic_config__ = FILE
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a plan file says of its plan."""
+    """Prediction and certificate of a plan, as stored in its file."""
 
     prediction: Predicted
     certificate: Certificate
@@ -95,7 +95,7 @@ class Claim:
 
     @property
     def by_this_code(self) -> bool:
-        """Whether it was worked out by the code at hand."""
+        """True if the claim was computed by the current code."""
         return self.certificate.arithmetic == arithmetic()
 
     def to_json(self) -> dict[str, Any]:
@@ -106,10 +106,10 @@ _CLAIM = TypeAdapter(Claim)
 
 
 def claimed(fields: dict[str, Any] | None, where: str) -> Claim:
-    """The claim in a plan file; PlanError names the first field that is missing, unknown or no number of its kind."""
+    """Validate the claim of a plan file. PlanError names the first missing, unknown or malformed field."""
     if fields is None:
-        said = "`claim` is null: it promises nothing that could be held to"
-        raise PlanError(f"{where}: {said}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
+        message = "`claim` is null, so nothing can be verified"
+        raise PlanError(f"{where}: {message}; make one with `penstock plan MODEL --policy FILE`, of this plan's policy")
     try:
         return _CLAIM.validate_json(json.dumps(fields))
     except ValidationError as error:

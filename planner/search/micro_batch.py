@@ -1,4 +1,4 @@
-"""Micro-batch and tile sizes worth searching, and cuts of a machine's one memory (a GB10's), where the user leaves them free."""
+"""Candidate micro-batch and tile sizes, and candidate splits of a single memory (GB10), if the user leaves them free."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,113 +13,112 @@ from penstock.runtime.plan.workload import Model, Workload
 from penstock.runtime.units import GB
 
 from .claim import CUT
-from .space import families, leanest
+from .space import families, smallest_plans
 
-LEAST_FRACTION = 0.6  # of device memory for the least working set of one sequence: with more, it is cut into tiles
-MUCH_FRACTION = 0.02  # of device memory: what logits take that is worth a smaller tile
-# Numbers of equal parts of a batch: no size between two neighbours is much faster than both. Into more only
-# where fewer do not fit, for then a plan is long, and what a part loses by being small is a small share of the step.
+LEAST_FRACTION = 0.6  # of device memory; if one sequence needs more, tiles are used
+MUCH_FRACTION = 0.02  # of device memory: logits above it justify a smaller tile
+# Parts to divide a batch into; sizes between two neighbours are not much faster than both. More parts only if fewer do not fit: the
+# plan is then long, and a small part costs little of the step.
 N_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MORE_PARTS = tuple(1 << n for n in range(9, 31))
-MOST_MICRO_BATCHES = 20_000  # of a step that is looked at: even what groups more could have takes long to list
-# Tokens whose logits exist at a time, where they are not too many. More read the sum of the head's gradient less often; as fused
-# kernels leave little else to do, that shows.
+MOST_MICRO_BATCHES = 20_000  # in a searched step; even listing the group sizes of more takes long
+# Usual tokens per tile of logits. Larger tiles read the sum of the head's gradient less often, which matters where fused kernels
+# leave little other work.
 LOSS_TILE = {"eager": 1024, "online": 4096}
-SMALLER_LOSS_TILE = 4  # times: a quarter of the logits, as a smaller tile still costs little
-# Tokens: each tile reads its weights' gradient and adds it to a sum, ten bytes a parameter, for six FLOP a parameter and token
+SMALLER_LOSS_TILE = 4  # divisor: with a quarter of the logits, a tile still costs little
+# In tokens. Each tile reads its weight gradient and adds it to a sum: ten bytes per parameter, for six FLOP per parameter and token
 LEAST_MLP_TILE, LEAST_LOSS_TILE = 1024, 128
-USUAL_SUM_GROUPS = 8  # where several GPUs are asked for: then 2, 4 and 8 of them give the same bits
+USUAL_SUM_GROUPS = 8  # for several GPUs: results are then bitwise identical on 2, 4 and 8 of them
 SIZES = frozenset({"micro_batch", "mlp_tile_tokens", "loss_tile_tokens"})  # fields of Semantics that are proposed here
-HOST_FRACTIONS = (1.0, 1.15)  # of what the leanest plan needs of the host; the device has the rest
+HOST_FRACTIONS = (1.0, 1.15)  # host memory of a split, relative to the need of the smallest plan
 
 Size = tuple[Semantics, Workload]  # with a micro-batch and tiles
 
 
-def shared_step(asked: Semantics, gpus: int, has_groups: bool) -> Semantics:
-    """Each rank's part of a step. Where no sum groups were asked for, the usual number, if the step can be cut so."""
+def shared_step(semantics: Semantics, gpus: int, has_groups: bool) -> Semantics:
+    """One rank's part of a step. Without requested sum groups, use the largest usual power of two that divides the step."""
     if not has_groups:
-        n = asked.n_micro_batches
+        n = semantics.n_micro_batches
         fitting = [1 << i for i in range(max(USUAL_SUM_GROUPS, gpus).bit_length()) if n % (1 << i) == 0]
-        asked = replace(asked, sum_groups=fitting[-1])
-    return asked.shared_by(gpus)
+        semantics = replace(semantics, sum_groups=fitting[-1])
+    return semantics.shared_by(gpus)
 
 
 def sizes_of(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> Sequence[Size]:
-    """The sizes to search: those possible that make few enough micro-batches; where there are none, the one that needs least."""
+    """Possible sizes with at most MOST_MICRO_BATCHES micro-batches; otherwise the one that needs the least memory."""
     sizes = possible_sizes(model, semantics, profile, free)
     return [size for size in sizes if size[0].n_micro_batches <= MOST_MICRO_BATCHES] or sizes[-1:]
 
 
 def possible_sizes(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str] = SIZES) -> list[Size]:
-    """Micro-batch and tiles, a function of model, machine, batch and sequence; the largest micro-batch first.
+    """Candidate micro-batches and tiles for a model, machine, batch and sequence length, the largest micro-batch first.
 
-    Only the sizes named in `free` are proposed, the others stay. The last micro-batch of a step may be smaller than the others.
+    Only the sizes named in `free` are proposed, others are kept. The last micro-batch of a step may be smaller.
 
-    Those with which the leanest plan fits the device: with the usual tile of the loss, and where its logits would take much of the
-    device also with a smaller one. And by tiles, of the MLP too, the smallest micro-batch that does not fit otherwise, and
-    the least of all where it does not leave room: the largest tiles that leave room; else those that do when boundaries go to the
-    host; else those with which it fits so, without room; else those that need least.
+    A micro-batch is a candidate if the smallest plan fits the device with the usual loss tile; where logits take much memory, also
+    with a smaller tile. Tiles of loss and MLP are then added for the smallest micro-batch that does not fit, and for the smallest
+    of all if it leaves too little memory. The choice of tiles is, in this order: the largest that leave memory; those that do with
+    offloaded boundaries; those that just fit with offloaded boundaries; those that need the least.
     """
     defaults = {"mlp_tile_tokens": None, "loss_tile_tokens": LOSS_TILE[semantics.loss]}
     semantics = replace(semantics, **{name: value for name, value in defaults.items() if name in free})  # type: ignore[arg-type]
     memory_bytes = profile.device.memory_bytes.value
-    found: dict[Semantics, Workload] = {}
+    sizes: dict[Semantics, Workload] = {}
     too_large: Semantics | None = None
     for n in candidates(semantics, "micro_batch" in free):
-        if found and n * max(N_PARTS) < semantics.batch_size:
+        if sizes and n * max(N_PARTS) < semantics.batch_size:
             break
         usual = replace(semantics, micro_batch=n)
-        for of, workload in _by_loss_tiles(model, usual, profile, free):
-            lean = Policy(accumulation_group=of.least_group, spill_blocks=tuple(range(workload.n_layers)))
-            if _device_bytes(model, of, workload, lean, profile) <= memory_bytes:
-                found[of] = workload
-        if usual not in found:
+        for sized, workload in _by_loss_tiles(model, usual, profile, free):
+            smallest = Policy(accumulation_group=sized.least_group, spill_blocks=tuple(range(workload.n_layers)))
+            if _device_bytes(model, sized, workload, smallest, profile) <= memory_bytes:
+                sizes[sized] = workload
+        if usual not in sizes:
             too_large = usual
     least, workload = usual, build_workload(model, usual)
-    lean = Policy(accumulation_group=least.least_group)
-    leaves_room = _device_bytes(model, least, workload, lean, profile) <= LEAST_FRACTION * memory_bytes
-    tiled = [_in_tiles(model, of, profile, free) for of in (too_large, None if leaves_room else least) if of is not None]
-    found |= {of: workload for of, workload in tiled if of not in found}
-    return sorted(found.items(), key=lambda size: -size[0].micro_batch)
+    smallest = Policy(accumulation_group=least.least_group)
+    leaves_room = _device_bytes(model, least, workload, smallest, profile) <= LEAST_FRACTION * memory_bytes
+    tiled = [_in_tiles(model, sized, profile, free) for sized in (too_large, None if leaves_room else least) if sized is not None]
+    sizes |= {sized: workload for sized, workload in tiled if sized not in sizes}
+    return sorted(sizes.items(), key=lambda size: -size[0].micro_batch)
 
 
-def _by_loss_tiles(model: Model, of: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Size]:
-    """The sizes themselves; and with a smaller tile of the loss, if that saves much and may be chosen."""
-    workload = build_workload(model, of)
-    yield of, workload
+def _by_loss_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Size]:
+    """Yield the size itself, and a smaller loss tile if it may be chosen and saves much memory."""
+    workload = build_workload(model, semantics)
+    yield semantics, workload
     spare_bytes = _head_bytes_above_others(workload)
     if "loss_tile_tokens" in free and spare_bytes >= MUCH_FRACTION * profile.device.memory_bytes.value:
-        of = replace(of, loss_tile_tokens=of.loss_tile_tokens // SMALLER_LOSS_TILE)
-        yield of, build_workload(model, of)
+        semantics = replace(semantics, loss_tile_tokens=semantics.loss_tile_tokens // SMALLER_LOSS_TILE)
+        yield semantics, build_workload(model, semantics)
 
 
 def _head_bytes_above_others(workload: Workload) -> int:
-    *others, head = workload.blocks
-    return head.transient_bytes - max(block.transient_bytes for block in others)
+    *rest, head = workload.blocks
+    return head.transient_bytes - max(block.transient_bytes for block in rest)
 
 
 def candidates(semantics: Semantics, is_free: bool = True) -> list[int]:
-    """Micro-batches worth trying, the largest first: the batch in equal parts, but for what the last one lacks; or the one that was
-    chosen. PlanError where none makes the groups that are to be summed apart."""
+    """Candidate micro-batches, largest first: equal parts of the batch, or the fixed size. PlanError if none fits the groups."""
     if not is_free:
         refuse_sum_groups(semantics)
         return [semantics.micro_batch]
-    each = semantics.objective.rows_each
-    sizes = sorted({-(-semantics.batch_size // (n * each)) * each for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
+    rows = semantics.objective.rows_each
+    sizes = sorted({-(-semantics.batch_size // (n * rows)) * rows for n in (*N_PARTS, *MORE_PARTS)}, reverse=True)
     of_size = {n: replace(semantics, micro_batch=n) for n in sizes}
-    found = [n for n, of in of_size.items() if of.n_micro_batches % of.sum_groups == 0 and not (of.ranks > 1 and of.n_left)]
-    if not found:
+    valid = [n for n, s in of_size.items() if s.n_micro_batches % s.sum_groups == 0 and not (s.ranks > 1 and s.n_left)]
+    if not valid:
         refuse_sum_groups(replace(semantics, micro_batch=1))
-        raise PlanError(f"{semantics.sum_groups} sum groups are more than any step is cut into; choose fewer")
-    return found
+        raise PlanError(f"{semantics.sum_groups} sum groups: no micro-batch divides the step into that number; choose fewer")
+    return valid
 
 
 def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Size:
-    """The same micro-batch with the tiles that leave room, or come nearest to it."""
+    """The largest tiles for this micro-batch that leave enough memory, otherwise those that need the least."""
     memory_bytes, by_tiles = profile.device.memory_bytes.value, [*_by_tiles(model, semantics, free)]
-    lean = Policy(accumulation_group=semantics.least_group)
-    spilled = replace(lean, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
-    for policy, fraction in ((lean, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
+    smallest = Policy(accumulation_group=semantics.least_group)
+    spilled = replace(smallest, spill_blocks=tuple(range(by_tiles[0][1].n_layers)))
+    for policy, fraction in ((smallest, LEAST_FRACTION), (spilled, LEAST_FRACTION), (spilled, 1.0)):
         for size in by_tiles:
             if _device_bytes(model, *size, policy, profile) <= fraction * memory_bytes:
                 return size
@@ -127,12 +126,12 @@ def _in_tiles(model: Model, semantics: Semantics, profile: Profile, free: frozen
 
 
 def _by_tiles(model: Model, semantics: Semantics, free: frozenset[str]) -> Iterator[Size]:
-    """Tiles that may be chosen, the largest first; those of the loss only shrink while no other block needs more."""
+    """Candidate tiles, the largest first. Loss tiles shrink only while the head needs the most memory of all blocks."""
     mlp_tiles: list[int | None] = [semantics.mlp_tile_tokens]
     if "mlp_tile_tokens" in free and semantics.train.all and can_tile_mlp(model):
         mlp_tiles += _powers_of_two(LEAST_MLP_TILE, semantics.tokens_per_micro_batch - 1)
-    is_free, most = "loss_tile_tokens" in free, LOSS_TILE[semantics.loss]
-    loss_tiles = _powers_of_two(LEAST_LOSS_TILE, most) if is_free else [semantics.loss_tile_tokens]
+    is_free, largest = "loss_tile_tokens" in free, LOSS_TILE[semantics.loss]
+    loss_tiles = _powers_of_two(LEAST_LOSS_TILE, largest) if is_free else [semantics.loss_tile_tokens]
     for mlp_tile in mlp_tiles:
         for loss_tile in loss_tiles:
             tried = replace(semantics, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
@@ -146,45 +145,43 @@ def _device_bytes(model: Model, semantics: Semantics, workload: Workload, policy
     return footprint(frame(model, workload, semantics, policy), profile).device_peak_bytes
 
 
-def _powers_of_two(least: int, most: int) -> list[int]:
-    """All from `most` down to `least`."""
-    return [1 << n for n in range(most.bit_length() - 1, -1, -1) if least <= 1 << n <= most]
+def _powers_of_two(least: int, largest: int) -> list[int]:
+    """Powers of two from `most` down to `least`."""
+    return [1 << n for n in range(largest.bit_length() - 1, -1, -1) if least <= 1 << n <= largest]
 
 
 def cuts(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Profile]:
-    """The machine cut so that some policy fits, if it has one memory and may be cut: what lies on the device is not copied to it,
-    and takes no more than it would on the host, so the device has all that the host can do without, or a little less."""
+    """Yield splits of a single memory in which some policy fits. Copies within one memory take no time, and data needs no more
+    bytes on the device, so the device gets nearly everything that the host does not need."""
     if CUT not in free or (pool := profile.device.pool_bytes) is None:
         return
-    of, workload = sizes_of(model, semantics, profile, free)[-1]
-    lean = (frame(model, workload, of, family.policy()) for family in families(of, workload))
-    least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in lean)
+    sized, workload = sizes_of(model, semantics, profile, free)[-1]
+    smallest = (frame(model, workload, sized, family.policy()) for family in families(sized, workload))
+    least_bytes = min(footprint(setup, profile).host_peak_bytes for setup in smallest)
     for fraction in HOST_FRACTIONS:
         host_bytes = -(-int(fraction * least_bytes) // GB) * GB
         if 0 < host_bytes < pool.value:
             cut = profile.with_memory(int(pool.value) - host_bytes, host_bytes, by="the plan")
-            if any(
-                needs.fits for size in sizes_of(model, semantics, cut, free) for _, needs in leanest(model, size[1], size[0], cut)
-            ):
+            sizes = sizes_of(model, semantics, cut, free)
+            if any(needs.fits for sized, workload in sizes for _, needs in smallest_plans(model, workload, sized, cut)):
                 yield cut
 
 
 def uncut(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Profile:
-    """A machine that can do what it can with any cut: the host has all of the memory, the device all but what some policy on that
-    machine asks of the host at least."""
+    """Relaxed machine that bounds all splits: the host has all memory, the device all except the host's minimum for any policy."""
     pool = profile.device.pool_bytes
-    assert pool is not None, "only one memory can be cut"
+    assert pool is not None, "only a single memory can be split"
 
     def having(device_bytes: float) -> Profile:
         memory = {"memory_bytes": pool.model_copy(update={"value": device_bytes}), "pool_bytes": None}
         host = profile.host.model_copy(update={"memory_bytes": pool})
         return profile.model_copy(update={"device": profile.device.model_copy(update=memory), "host": host})
 
-    lean = _leanest(model, semantics, having(pool.value), free)
-    return having(pool.value - min(needs.host_peak_bytes for needs in lean))
+    smallest = _smallest_needs(model, semantics, having(pool.value), free)
+    return having(pool.value - min(needs.host_peak_bytes for needs in smallest))
 
 
-def _leanest(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
-    """Needs of the policies that ask least, with each size."""
-    for of, workload in sizes_of(model, semantics, profile, free):
-        yield from (needs for _, needs in leanest(model, workload, of, profile))
+def _smallest_needs(model: Model, semantics: Semantics, profile: Profile, free: frozenset[str]) -> Iterator[Footprint]:
+    """Yield the memory needs of the smallest policies, for each size."""
+    for sized, workload in sizes_of(model, semantics, profile, free):
+        yield from (needs for _, needs in smallest_plans(model, workload, sized, profile))

@@ -1,9 +1,8 @@
-"""Relaxation of a family of policies: a lower bound on every member's step, and suggested choices.
+"""Relaxation of a policy family: a lower bound on the step of every member, and suggested choices.
 
-An integer program over counts of equal blocks (`choices.py`). The step is at least as long as every reason in
-`planner/bounds/reasons.py` says, of quantities that are affine in these counts. It leaves out order and names, so its optimum
-bounds every policy of the family from below: only its dual bound is claimed. Its choices are suggestions, to be lowered and
-simulated.
+It is an integer program over counts of equal blocks (`choices.py`). The constraints in `planner/bounds/reasons.py` are affine in
+these counts. The program ignores the order and identity of blocks, so its optimum is a lower bound for the family. Only the dual
+bound is used as a proof. The solution is a suggestion, to be lowered and simulated.
 """
 
 from collections.abc import Iterator
@@ -16,24 +15,24 @@ from penstock.planner.bounds.bounds import SLACK, busy_s, places_to_stay
 from penstock.planner.bounds.facets import Array, Facets
 from penstock.planner.bounds.integer import Rows
 from penstock.planner.bounds.reasons import Subject, reasons
-from penstock.planner.bounds.work import Buffers, Groups, Work, Works, least_slots, n_passing, until_each_block_s
+from penstock.planner.bounds.work import Buffers, Groups, Work, WorkCache, least_slots, n_passing, until_each_block_s
 from penstock.planner.predict.cost import CostModel
 from penstock.runtime.plan import Kind, Lane, Policy, Setup, Update
 
 from .choices import Choices
-from .climb import Omission
-from .frames import Frames
-from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, places_on_disk, staying, ways_of, with_ways
+from .neighbours import Omission
+from .policy_cost import PolicyCost
+from .space import GRADIENT_SLOTS, LEAST_SAVED_SLOTS, Family, Fill, can_spill, disk_layers, staying, ways_of, with_ways
 
 _Part = tuple[Family, int | None, int | None, int | None, Omission | None]
 
-LONGEST_PER_FACET = 8  # variables for the largest of some quantities that reasons ask for, at most, and
+LONGEST_PER_FACET = 8  # upper limits on the variables for maxima: per facet, and in addition
 MORE_LONGEST = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Relaxed:
-    """No policy of the family, with these buffers, has a step below `bound_s`; `fill` is what the program would choose."""
+    """Result of a relaxation: a lower bound for the family with these buffers, and the solution's choices."""
 
     bound_s: float
     prefetch_depth: int
@@ -41,18 +40,18 @@ class Relaxed:
 
 
 class Relaxation:
-    """The integer programs of one workload on one machine, one per family and pair of buffers.
+    """Integer programs of one workload on one machine, memoised per family and buffer sizes.
 
-    A prefetch depth above the usual ones stands for itself and all that are deeper, and so do gradient slots for more of them.
+    The largest usual prefetch depth and number of gradient slots also represent all larger values.
     """
 
-    def __init__(self, frames: Frames, clipped_fraction: float | None) -> None:
+    def __init__(self, costs: PolicyCost, clipped_fraction: float | None) -> None:
         self.clipped_fraction = clipped_fraction
-        self._frames = frames
-        self._clipped_works = Works(CostModel(frames.profile, clipped=True))
+        self._costs = costs
+        self._clipped_works = WorkCache(CostModel(costs.profile, clipped=True))
         self._facets: dict[tuple[bool, tuple[int, ...]], Facets] = {}
         self.known: dict[_Part, Relaxed | None] = {}
-        self._programs: dict[_Part, tuple[Choices, float]] = {}  # of which only the linear bound is known
+        self._programs: dict[_Part, tuple[Choices, float]] = {}  # programs with only a linear bound so far
 
     def solve(
         self,
@@ -63,40 +62,40 @@ class Relaxation:
         lacking: Omission | None = None,
         below_s: float = inf,
     ) -> Relaxed | None:
-        """The relaxation with these buffers (None: any number of slots); None where nothing fits. For a suggestion: `lacking`, a
-        kind of choice that is not made; `below_s`, a step that no member is to be above."""
+        """Solve the integer program with these buffers (None: any number of slots); None if infeasible. For suggestions: `lacking`,
+        a disabled kind of choice; `below_s`, a step time that the result must beat."""
         key = (family, prefetch_depth, gradient_slots, saved_slots, lacking)
         if key not in self.known:
             choices, scale_s = self._programs.pop(key) if key in self._programs else self._program(*key)
             if below_s < inf and ((least := choices.program.solve(integers=False)) is None or least[0] * scale_s >= below_s):
                 return None
-            found = choices.program.solve()
+            solution = choices.program.solve()
             self.known[key] = None
-            if found is not None:
-                bound, x = found
+            if solution is not None:
+                bound, x = solution
                 self.known[key] = Relaxed(bound * scale_s * (1 - SLACK), round(x[choices.depth]), choices.fill(x))
         return self.known[key]
 
     def least_s(self, family: Family) -> float:
-        """A lower bound than that of any program: what every member does. Where layers share boundaries, these save nothing else,
-        so all compute as much, but for unpacking, of which layers that stay ask least; where the host sums micro-batches, no
-        choice spares what is done with gradients."""
-        lean = family.policy()
-        plan, facets = self._frames.bare(lean), self._facets_of(lean)
-        staying = self._frames.bare(replace(lean, resident_blocks=tuple(range(len(plan.workload.blocks)))))
-        computing_s = busy_s(staying, self._frames.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
+        """Lower bound from work that every member has, cheaper and weaker than a program. If layers share boundaries, they save
+        nothing else, so compute is equal except for unpacking, of which resident layers have the least. If the host sums
+        micro-batches, no choice reduces the work on gradients."""
+        smallest = family.policy()
+        plan, facets = self._costs.bare_plan(smallest), self._facets_of(smallest)
+        staying = self._costs.bare_plan(replace(smallest, resident_blocks=tuple(range(len(plan.workload.blocks)))))
+        computing_s = busy_s(staying, self._costs.cost)[Lane.GPU] if family.boundary_stride > 1 else 0.0
         if plan.reduced:
             return computing_s
-        groups, alike = Groups.of(plan, family.groups), plan.blocks_alike.items()
-        arriving = [len(blocks) * self._of_block(lean, b, groups, facets, clipped=False)["arriving"] for b, blocks in alike]
+        groups, equal_blocks = Groups.from_plan(plan, family.groups), plan.blocks_alike.items()
+        arriving = [len(blocks) * self._of_block(smallest, b, groups, facets, False)["arriving"] for b, blocks in equal_blocks]
         return max(computing_s, float(np.sum(arriving, axis=0).max()))
 
     def linear_bound_s(self, family: Family, gradient_slots: int | None = None) -> float:
-        """A lower bound than that of `solve`, in a fraction of its time: that of the linear program. Infinite: nothing fits."""
+        """Bound of the linear program: lower than that of `solve`, in a fraction of the time. Infinity if infeasible."""
         key = (family, None, gradient_slots, None, None)
         self._programs[key] = choices, scale_s = self._program(*key)
-        found = choices.program.solve(integers=False)
-        return inf if found is None else found[0] * scale_s * (1 - SLACK)
+        solution = choices.program.solve(integers=False)
+        return inf if solution is None else solution[0] * scale_s * (1 - SLACK)
 
     def _program(
         self,
@@ -106,17 +105,17 @@ class Relaxation:
         saved_slots: int | None,
         lacking: Omission | None,
     ) -> tuple[Choices, float]:
-        """The program, and how many seconds its unit is."""
-        lean = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
-        choices = Choices(self._frames, lean, family, prefetch_depth, saved_slots, self.clipped_fraction)
-        facets, groups = self._facets_of(lean), Groups.of(choices.plan, family.groups)
+        """Build the program. Return its choices and the seconds of its time unit."""
+        smallest = replace(family.policy(), gradient_slots=gradient_slots or 1, saved_slots=saved_slots or LEAST_SAVED_SLOTS)
+        choices = Choices(self._costs, smallest, family, prefetch_depth, saved_slots, self.clipped_fraction)
+        facets, groups = self._facets_of(smallest), Groups.from_plan(choices.plan, family.groups)
         steps = [step for step in (choices.step, choices.clipped_step) if choices.program.cost[step]]
         n_longest = len(steps) * (MORE_LONGEST + LONGEST_PER_FACET * len(facets.keys))
         width = 1 + len(choices.program.cost) + n_longest
-        of_family = self._frames.of_family
-        if family not in of_family:  # other buffers are asked of the last one, as a rule
+        of_family = self._costs.family_work
+        if family not in of_family:  # consecutive calls usually differ in buffers only
             of_family.clear()
-            of_family[family] = [self._work(lean, choices, groups, width, step == choices.clipped_step) for step in steps]
+            of_family[family] = [self._work(smallest, choices, groups, width, step == choices.clipped_step) for step in steps]
         works = of_family[family]
         rows = Rows(choices.program, width, max(float(works[0]["total"][:, 0].sum()), 1e-12))
         for step, work in zip(steps, works, strict=True):
@@ -126,57 +125,57 @@ class Relaxation:
         choices.within_memory()
         return choices, rows.scale
 
-    def _facets_of(self, lean: Policy) -> Facets:
-        """Facets that hold for every policy which sums gradients where this lean one does, and trains in the same places."""
-        plan = self._frames.of(lean)
-        key = (plan.reduced, lean.device_blocks)
+    def _facets_of(self, smallest: Policy) -> Facets:
+        """Facets valid for every policy that sums gradients on the same side and trains the same blocks on the device."""
+        plan = self._costs.plan(smallest)
+        key = (plan.reduced, smallest.device_blocks)
         if key not in self._facets:
-            self._facets[key] = self._frames.works.facets((plan, *self._others(plan)))
+            self._facets[key] = self._costs.works.facets((plan, *self._variants(plan)))
         return self._facets[key]
 
-    def _others(self, plan: Setup) -> Iterator[Setup]:
-        """Policies under which ops are there that the lean one does not have, or draw otherwise on what is shared."""
-        of, lean = self._frames.of, replace(plan.policy, boundary_stride=1)
+    def _variants(self, plan: Setup) -> Iterator[Setup]:
+        """Yield policies with ops that `plan` lacks, or with other demands on shared resources."""
+        plan_of, smallest = self._costs.plan, replace(plan.policy, boundary_stride=1)
         if plan.workload.n_layers > 1:
-            yield of(replace(lean, spill_blocks=can_spill(plan.workload)))
-            yield of(replace(lean, boundary_stride=2))
+            yield plan_of(replace(smallest, spill_blocks=can_spill(plan.workload)))
+            yield plan_of(replace(smallest, boundary_stride=2))
         if plan.reduced and plan.workload.trains_all:
-            yield of(replace(lean, square_on_device=True))
-            yield of(staying(lean, places_to_stay(plan, self._frames.profile)))
-        if blocks := places_on_disk(plan.semantics, plan.workload, self._frames.profile):
-            yield of(replace(lean, disk_blocks=blocks))
-        of_cpu = self._frames.profile.device.kind == "cpu"
+            yield plan_of(replace(smallest, square_on_device=True))
+            yield plan_of(staying(smallest, places_to_stay(plan, self._costs.profile)))
+        if blocks := disk_layers(plan.semantics, plan.workload, self._costs.profile):
+            yield plan_of(replace(smallest, disk_blocks=blocks))
+        of_cpu = self._costs.profile.device.kind == "cpu"
         for b, *_ in plan.workload.classes:
             for way in ways_of(plan.workload.blocks[b], 1) if 0 < b <= plan.workload.n_layers else ():
                 if way.away or of_cpu:
-                    yield of(with_ways(lean, {b: way}))
+                    yield plan_of(with_ways(smallest, {b: way}))
 
-    def _work(self, lean: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
-        """Work of the family: the lean policy's, plus each choice's difference times its count."""
-        facets = self._facets_of(lean)
-        whole = Work(len(facets.keys), width)
+    def _work(self, smallest: Policy, choices: Choices, groups: Groups, width: int, clipped: bool) -> Work:
+        """Work of the family: that of the smallest policy, plus the difference of each choice as a coefficient of its count."""
+        facets = self._facets_of(smallest)
+        total = Work(len(facets.keys), width)
         for first, blocks in choices.plan.blocks_alike.items():
-            whole.add(self._of_block(lean, first, groups, facets, clipped), len(blocks))
+            total.add(self._of_block(smallest, first, groups, facets, clipped), len(blocks))
         for choice in choices.all():
             b = choice.blocks[0]
-            treated = self._of_block(choice.treated(lean, (b,)), b, groups, facets, clipped)
-            whole.add(treated, 1, 1 + choice.count)
-            whole.add(self._of_block(choice.instead(lean, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
-        # Loads that turns save, and the one layer that is still unpacked, are of the largest for safety.
-        whole["total"][:, 1 + choices.spared] -= whole.largest["load"] + whole.largest["gather"]
-        whole["total"][:, 1 + choices.spared_reads] -= whole.largest["read"]
-        whole["total"][:, 0] -= (2 * groups.n - 1) * whole.largest["unpacking"]
-        return whole
+            treated = self._of_block(choice.treated(smallest, (b,)), b, groups, facets, clipped)
+            total.add(treated, 1, 1 + choice.count)
+            total.add(self._of_block(choice.instead(smallest, (b,)), b, groups, facets, clipped), -1, 1 + choice.count)
+        # Saved loads, and the layer that is still unpacked, count at the largest cost, so that the bound holds.
+        total["total"][:, 1 + choices.spared] -= total.largest["load"] + total.largest["gather"]
+        total["total"][:, 1 + choices.spared_reads] -= total.largest["read"]
+        total["total"][:, 0] -= (2 * groups.n - 1) * total.largest["unpacking"]
+        return total
 
     def _of_block(self, policy: Policy, block: int, groups: Groups, facets: Facets, clipped: bool) -> Work:
-        works = self._clipped_works if clipped else self._frames.works
-        return works.of(self._frames.bare(policy), facets, block, groups)
+        works = self._clipped_works if clipped else self._costs.works
+        return works.of_block(self._costs.bare_plan(policy), facets, block, groups)
 
     def _subject(
         self, choices: Choices, family: Family, gradient_slots: int | None, groups: Groups, work: Work, rows: Rows
     ) -> Subject:
-        plan, lean = choices.plan, choices.lean
-        n_slots = plan.workload.n_layers * self._frames.semantics.n_micro_batches  # as many as there are gradients
+        plan, smallest = choices.plan, choices.smallest
+        n_slots = plan.workload.n_layers * self._costs.semantics.n_micro_batches  # one slot per gradient
         if gradient_slots is not None and gradient_slots < max(GRADIENT_SLOTS):
             n_slots = gradient_slots
         n_loads, n_staying = rows.variable(choices.depth), np.zeros(rows.width)
@@ -190,15 +189,15 @@ class Relaxation:
         }
         n_saved = {saved: rows.variable(number) for saved, number in choices.more_slots.items()}
         for n in n_saved.values():
-            n[0] = lean.saved_slots
-        # Early updates and state on the device, of any blocks, count as if all were of earlier blocks
+            n[0] = smallest.saved_slots
+        # Early updates, and updates on the device, count as if all preceded the block
         sooner = work.scalars["update"] - work.scalars["forwards"]
-        facets, one_block = self._facets_of(lean), list[Array]()
-        of_class = [(blocks, self._of_block(lean, blocks[0], groups, facets, False)) for blocks in choices.classes]
-        of_block = {b: of for blocks, of in of_class for b in blocks}
+        facets, one_block = self._facets_of(smallest), list[Array]()
+        of_class = [(blocks, self._of_block(smallest, blocks[0], groups, facets, False)) for blocks in choices.classes]
+        of_block = {b: work for blocks, work in of_class for b in blocks}
         if family.update is Update.DEFERRED:
-            for seconds in until_each_block_s(plan, self._frames.cost, of_block, choices.may_stay):
+            for seconds in until_each_block_s(plan, self._costs.cost, of_block, choices.may_stay):
                 one_block.append(sooner.copy())
                 one_block[-1][0] = seconds
         passing = n_passing(family.groups[-1], n_saved)
-        return Subject(plan, groups, Buffers.of(plan, n_slots), n_loads, n_staying, n_early, passing, work, one_block)
+        return Subject(plan, groups, Buffers.from_plan(plan, n_slots), n_loads, n_staying, n_early, passing, work, one_block)

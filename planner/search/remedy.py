@@ -19,136 +19,135 @@ from penstock.runtime.plan.train import Lora, Train
 from penstock.runtime.plan.workload import ITEM_BYTES, Model, Workload
 from penstock.runtime.units import GB
 
-from .estimate import Greedy
+from .evaluate import Evaluator
+from .greedy import Greedy
 from .micro_batch import MOST_MICRO_BATCHES, candidates, sizes_of
-from .space import leanest, policy_of
-from .trial import Trial
+from .space import policy_of, smallest_plans
 
-# Optimizers of which each keeps less
+# Optimizers in order of decreasing state
 _MOMENTS, _BF16 = ("adamw:moments=bf16", "adamw:moments=int8"), ("adamw:moments=int8,master=bf16", "lion:moments=bf16,master=bf16")
-LEANER = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
-BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # of frozen weights published in bf16, those that take most first
+SMALLER_OPTIMIZERS = (*_MOMENTS, "adamw:moments=bf16,master=bf16", "adamw:moments=int8,master=split24", *_BF16)
+BASES: tuple[Base, ...] = ("bf16", "int8", "nf4")  # for frozen weights published in bf16, the largest first
 MAX_CHANGES = 3
-USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; whether a plan fits does not depend on it
-MOST_HALVINGS = 8  # of a sequence, or a batch
-MAX_PLAN_OPS = 500_000  # a plan file of some fifty megabytes; beyond that a larger micro-batch is meant
+USUAL_READ_BYTES_PER_S = 7 * GB  # of a PCIe 4 disk; it does not affect memory
+MOST_HALVINGS = 8  # of a sequence or a batch
+MAX_PLAN_OPS = 500_000  # a plan file of about 50 MB; a larger micro-batch is the better choice
 
 
 def most_ops(workload: Workload, semantics: Semantics, policy: Policy | None = None) -> int:
-    """More ops than the policy's plan has; without one, than the plan of one micro-batch after another, which is the shortest."""
+    """Upper bound on the ops of the policy's plan. Default policy: one micro-batch after another, the shortest plan."""
     return plan_ops(workload, semantics, policy or Policy(), 2 * MOST_ALIKE_GROUPS + 1)
 
 
 def too_long(workload: Workload, semantics: Semantics, policy: Policy | None) -> bool:
-    """Whether the plan may be too long to write."""
+    """True if the plan may exceed MAX_PLAN_OPS."""
     return most_ops(workload, semantics, policy) > MAX_PLAN_OPS
 
 
 class TooLongError(PlanError):
-    """Nothing fits but plans that are too long to write."""
+    """Raised if only plans with too many ops fit."""
 
-    def __init__(self, of: Semantics, n_ops: int) -> None:
-        self.n_micro_batches, self.n_ops = of.n_micro_batches, n_ops
-        self.change = "use a larger --micro-batch" + (", or --sum-groups 1, whose steps repeat" if of.sum_groups > 1 else "")
-        self.reason = f"a step of {of.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
+    def __init__(self, semantics: Semantics, n_ops: int) -> None:
+        self.n_micro_batches, self.n_ops = semantics.n_micro_batches, n_ops
+        self.change = "use a larger --micro-batch" + (" or --sum-groups 1 (a shorter plan)" if semantics.sum_groups > 1 else "")
+        self.reason = f"a step of {self.n_micro_batches} micro-batches makes a plan of up to {n_ops} ops, more than {MAX_PLAN_OPS}"
         super().__init__(f"{self.reason}; {self.change}")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. `free`: sizes that were chosen, not given, so that a change of something else chooses them again."""
+    """Model, semantics and machine of a search. `free`: sizes chosen by the search, which change with other settings."""
 
     model: Model
     semantics: Semantics
     profile: Profile
-    fixed: Policy | str | None  # a policy, or another system's name
+    fixed: Policy | str | None  # policy, or name of another system
     free: frozenset[str]
 
     def fits(self) -> bool:
-        """Whether some policy that may be chosen fits. More micro-batches than MOST_MICRO_BATCHES are none."""
+        """True if some allowed policy fits. More than MOST_MICRO_BATCHES micro-batches count as not fitting."""
         return self.semantics.n_micro_batches <= MOST_MICRO_BATCHES and any(needs.fits for needs in self.needs())
 
     def resized(self) -> "Request":
-        """With the first of the sizes to search with which some policy fits; else the last, which needs least of the device."""
-        sizes = [replace(self, semantics=of) for of, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
+        """Choose the first candidate size that fits; otherwise the last, which needs the least device memory."""
+        sizes = [replace(self, semantics=s) for s, _ in sizes_of(self.model, self.semantics, self.profile, self.free)]
         return next((one for one in sizes[:-1] if one.fits()), sizes[-1])
 
     def tokens_per_s(self) -> float:
-        """About how fast it is, if it fits: by the policy asked for, else by a greedy one with these sizes, or the leanest, which a
-        search may beat."""
+        """Estimate the speed: from the fixed policy, or from a greedy or smallest one, which a search may improve."""
         workload = build_workload(self.model, self.semantics)
-        trial = Trial(self.model, workload, self.semantics, self.profile, None)
+        evaluator = Evaluator(self.model, workload, self.semantics, self.profile, None)
         if (fixed := policy_of(self.fixed, self.semantics, workload)) is not None:
-            return self.semantics.tokens_per_step / trial.step_s(fixed)
-        lean = (plan.policy for plan, needs in leanest(self.model, workload, self.semantics, self.profile) if needs.fits)
-        policies = Greedy(trial.frames).policies() or list(lean)
-        return self.semantics.tokens_per_step / trial.step_s(min(policies, key=trial.frames.bound_s))
+            return self.semantics.tokens_per_step / evaluator.step_s(fixed)
+        smallest = (plan.policy for plan, needs in smallest_plans(self.model, workload, self.semantics, self.profile) if needs.fits)
+        policies = Greedy(evaluator.costs).policies() or list(smallest)
+        return self.semantics.tokens_per_step / evaluator.step_s(min(policies, key=evaluator.costs.bound_s))
 
     def needs(self) -> Iterator[Footprint]:
-        """What the policy asked for needs, or each of the leanest; none where it is illegal, or its plan too long to write."""
+        """Yield the memory needs of the fixed policy, or of each smallest one; nothing if it is illegal or its plan too long."""
         workload = build_workload(self.model, self.semantics)
         fixed = policy_of(self.fixed, self.semantics, workload)
         if too_long(workload, self.semantics, fixed):
             return
         if fixed is None:
-            yield from (needs for _, needs in leanest(self.model, workload, self.semantics, self.profile))
+            yield from (needs for _, needs in smallest_plans(self.model, workload, self.semantics, self.profile))
             return
         try:
             refuse_illegal(workload, self.semantics, fixed)
-        except PlanError:  # with other micro-batches, say, than its groups have
+        except PlanError:  # for example if it has larger groups than the step has micro-batches
             return
         yield footprint(frame(self.model, workload, self.semantics, fixed), self.profile)
 
 
-def does_not_fit(request: Request, found: list[Footprint]) -> DoesNotFitError:
-    """The error that names the missing bytes and the smallest changes that fit; `found`: what each policy needs.
+def does_not_fit(request: Request, needs: list[Footprint]) -> DoesNotFitError:
+    """Build the error with the missing bytes and the smallest changes that fit. `found`: needs of each policy.
 
-    The missing bytes and the change of memory are those of one policy, so that the one mends the other.
+    Missing bytes and larger memory refer to one policy, so that the change resolves the shortage.
     """
-    nearest = _nearest(found)
-    every = chain(_of_same_bits(request, nearest), _changes(request, found))
+    nearest = _nearest(needs)
+    every = chain(_bitwise_identical(request, nearest), _changes(request, needs))
     fitting = islice((change for change in every if change[1].fits()), MAX_CHANGES)
     changes = [_with_rate(*change) for change in fitting]
-    smallest = ", or ".join(changes) or "none of those tried; use a smaller model or a larger machine"
+    smallest = ", or ".join(changes) or "no change that was tried; use a smaller model or a larger machine"
     name = request.model.name or "the model"
     message = f"{name} does not fit {request.profile.name}: {short_of(nearest)}; smallest changes that fit: {smallest}"
     return DoesNotFitError(message, nearest.short_device_bytes, nearest.short_host_bytes, smallest)
 
 
-def _nearest(found: list[Footprint]) -> Footprint:
-    """What is missing least: host memory first, for it can be bought; a device's is what it is."""
-    on_device = [n for n in found if not n.short_device_bytes]
-    on_host = [n for n in found if not n.short_host_bytes]
+def _nearest(needs: list[Footprint]) -> Footprint:
+    """Policy with the smallest shortage. Host memory is preferred, because users can add it."""
+    on_device = [n for n in needs if not n.short_device_bytes]
+    on_host = [n for n in needs if not n.short_host_bytes]
     if on_device:
         return min(on_device, key=lambda n: (n.host_peak_bytes, n.device_peak_bytes))
     if on_host:
         return min(on_host, key=lambda n: (n.device_peak_bytes, n.host_peak_bytes))
-    return min(found, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
+    return min(needs, key=lambda n: (n.short_device_bytes + n.short_host_bytes, n.device_peak_bytes + n.host_peak_bytes))
 
 
 def _with_rate(text: str, changed: Request) -> str:
-    """A change with about how fast it is."""
+    """Append the estimated speed to a change."""
     rate = f"about {changed.tokens_per_s():,.0f} tokens/s"
     return f"{text[:-1]}, {rate})" if text.endswith(")") else f"{text} ({rate})"
 
 
-def _of_same_bits(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
-    """A disk, where it helps, and the first memory that fits: with the same sizes not a bit is another."""
+def _bitwise_identical(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
+    """Changes with bitwise identical results: a disk for frozen weights, and the smallest larger memory that fits."""
     s, profile = request.semantics, request.profile
     if request.fixed is None and profile.disk is None and not s.train.all and s.ranks == 1:
-        said = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk that is read so fast)"
-        yield said, replace(request, profile=profile.with_disk(USUAL_READ_BYTES_PER_S))
+        text = f"--disk-read {USUAL_READ_BYTES_PER_S // GB}GB (the frozen base on a disk with this read rate)"
+        yield text, replace(request, profile=profile.with_disk(USUAL_READ_BYTES_PER_S))
     yield from islice((larger for larger in _with_memory(request, needs) if larger[1].fits()), 1)
 
 
-def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Request]]:
-    """Single changes of semantics to try: first a size, which costs no precision, then what costs nothing but bits."""
+def _changes(request: Request, needs: list[Footprint]) -> Iterator[tuple[str, Request]]:
+    """Single changes to try: first sizes, which cost no precision, then settings that change the arithmetic."""
     s = request.semantics
-    fewer = _fewer(request) if any(n.short_device_bytes for n in found) else ()
+    fewer = _smaller_micro_batch(request) if any(n.short_device_bytes for n in needs) else ()
     sizes = chain(fewer, _halved(request, "seq_len", "--seq-len"), _halved(request, "batch_size", "--batch-size"))
-    yield from islice((size for size in sizes if size[1].fits()), 1)  # of the first kind that helps, the largest
-    yield from _leaner(request)
-    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # loses small updates
+    yield from islice((size for size in sizes if size[1].fits()), 1)  # the largest of the first kind that helps
+    yield from _low_bit_optimizer(request)
+    if s.compute_dtype == "bf16" and s.master_dtype == "fp32" and not s.is_lean:  # small updates are lost
         yield "--master bf16", _changed(request, master_dtype="bf16")
     yield from _frozen(request)
     if s.sum_groups > 1:
@@ -159,84 +158,82 @@ def _changes(request: Request, found: list[Footprint]) -> Iterator[tuple[str, Re
         yield "--clip-norm none", _changed(request, clip_norm=None)
 
 
-def _leaner(request: Request) -> Iterator[tuple[str, Request]]:
-    """The first optimizer that keeps so little of what is trained that it fits, with its bytes of a parameter and what it costs."""
+def _low_bit_optimizer(request: Request) -> Iterator[tuple[str, Request]]:
+    """The first low-bit optimizer that fits, with its bytes per parameter and its effect."""
     s = request.semantics
     now = s.state_bytes + ITEM_BYTES[s.gradient_dtype]
-    own = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # said in --optimizer
-    for said in LEANER if s.compute_dtype == "bf16" and request.fixed is None else ():
-        changed = _changed(request, **own | optimizing(said, None))
-        of = changed.semantics
-        n_bytes = of.state_bytes + ITEM_BYTES[of.gradient_dtype]
+    reset = {"master_dtype": "fp32", "weight_rounding": "half_up"} if s.weight_rounding == "stochastic" else {}  # in --optimizer
+    for name in SMALLER_OPTIMIZERS if s.compute_dtype == "bf16" and request.fixed is None else ():
+        changed = _changed(request, **reset | optimizing(name, None))
+        semantics = changed.semantics
+        n_bytes = semantics.state_bytes + ITEM_BYTES[semantics.gradient_dtype]
         if n_bytes < now and changed.fits():
-            what = "other rounding" if of.optimizer.rule == s.optimizer.rule else "another optimizer"
-            yield f"--optimizer {said} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {what}: docs/optimizers.md)", changed
+            note = "other rounding" if semantics.optimizer.rule == s.optimizer.rule else "another optimizer"
+            yield f"--optimizer {name} ({n_bytes:.2g} bytes a parameter instead of {now:.2g}; {note}: docs/optimizers.md)", changed
             return
 
 
 def _frozen(request: Request) -> Iterator[tuple[str, Request]]:
-    """Less that is trained, or frozen weights in fewer bits: the most that fits."""
+    """Train adapters only, or quantize frozen weights: the largest base that fits."""
     s = request.semantics
     is_tiled = s.mlp_tile_tokens is not None and "mlp_tile_tokens" not in request.free
     if request.fixed is not None or is_tiled:
         return
-    said, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
+    prefix, train = ("", s.train) if s.train.lora else ("--train lora ", Train(lora=Lora()))
     form = published(request.model)
     bases = BASES if form in ("bf16", None) else ("bf16", form)
     for base in [base for base in bases if s.train.all or base != s.base]:
-        of = replace(request, semantics=replace(s, mlp_tile_tokens=None))
-        changed = _changed(of, train=train, base=base, gradient_dtype="fp32")
+        untiled = replace(request, semantics=replace(s, mlp_tile_tokens=None))
+        changed = _changed(untiled, train=train, base=base, gradient_dtype="fp32")
         if changed.fits():
-            yield f"{said}--base {base}" if base != "bf16" or not said else said.strip(), changed
+            yield f"{prefix}--base {base}" if base != "bf16" or not prefix else prefix.strip(), changed
             return
 
 
-def _fewer(request: Request) -> Iterator[tuple[str, Request]]:
-    """Fewer sequences at a time; no more than the device can have the boundary of one block of."""
+def _smaller_micro_batch(request: Request) -> Iterator[tuple[str, Request]]:
+    """Smaller micro-batches, limited to those for which one boundary fits the device."""
     s, workload = request.semantics, build_workload(request.model, request.semantics)
     sequence_bytes = workload.blocks[0].boundary_bytes // s.micro_batch
-    below = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
+    limit = min(s.micro_batch, int(request.profile.device.memory_bytes.value) // sequence_bytes + 1)
     for n in candidates(s):
         is_long = too_long(workload, replace(s, micro_batch=n), policy_of(request.fixed, s, workload))
-        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < below and not is_long:
+        if -(-s.batch_size // MOST_MICRO_BATCHES) <= n < limit and not is_long:
             yield f"--micro-batch {n}", _changed(request, micro_batch=n)
 
 
 def _halved(request: Request, field: str, option: str) -> Iterator[tuple[str, Request]]:
-    """Shorter sequences, or fewer in a step, unless the user said how many are computed at a time; none where even the least do not
-    help."""
+    """Shorter sequences, or smaller batches if the micro-batch is free. Nothing if the smallest does not fit."""
     s, of_batch = request.semantics, field == "batch_size"
     if of_batch and ("micro_batch" not in request.free or request.fixed is not None):
         return
-    each = s.objective.rows_each
-    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % (s.sum_groups * each))]
+    rows = s.objective.rows_each
+    sizes = [n for k in range(1, MOST_HALVINGS) if (n := getattr(s, field) >> k) and not (of_batch and n % (s.sum_groups * rows))]
     if sizes and _changed(request, **{field: sizes[-1]}).fits():
         yield from ((f"{option} {n * s.ranks if of_batch else n}", _changed(request, **{field: n})) for n in sizes)
 
 
 def _changed(request: Request, **changes: Any) -> Request:
-    """Other semantics, with the sizes that a new start would choose, but for those that are changed."""
+    """Change semantics; sizes that are free and not changed are chosen again."""
     free, semantics = request.free - changes.keys(), replace(request.semantics, **changes)
     changed = replace(request, semantics=semantics, free=free)
     return replace(changed.resized() if free else changed, free=request.free)
 
 
 def _with_memory(request: Request, needs: Footprint) -> Iterator[tuple[str, Request]]:
-    """A machine with what is missing, rounded up to whole gigabytes, above 100 GB to tens of them; if a policy was asked for that
-    needs more with the sizes chosen there, also with smaller ones.
+    """Add the missing memory, rounded up to whole GB (to tens above 100 GB). For a fixed policy, also try smaller micro-batches.
 
-    Of one pool the other side has what is left. None where the machine takes no more.
+    In a machine with one memory, the other side gets the rest. Yield nothing if the machine does not support so much.
     """
     sizes = {"device": _rounded_up(needs.device_peak_bytes)} if needs.short_device_bytes else {}
     sizes |= {"host": _rounded_up(needs.host_peak_bytes)} if needs.short_host_bytes else {}
     if (pool := request.profile.device.pool_bytes) is not None:
-        left = int(pool.value) - sum(sizes.values())
-        sizes = {place: sizes.get(place, left // GB * GB) for place in ("device", "host")}
-        if left < 0 or min(sizes.values()) <= 0:
+        remaining = int(pool.value) - sum(sizes.values())
+        sizes = {place: sizes.get(place, remaining // GB * GB) for place in ("device", "host")}
+        if remaining < 0 or min(sizes.values()) <= 0:
             return
     elif not request.profile.takes(sizes.get("host", 0)):
         return
-    of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # a host's parts are equal
+    of_all = {"device": 1, "host": request.semantics.ranks // request.profile.n_hosts}  # the ranks of a host have equal shards
     text = " ".join(f"--{place}-memory {n // GB * of_all[place]}GB" for place, n in sizes.items())
     larger = _changed(replace(request, profile=request.profile.with_memory(sizes.get("device"), sizes.get("host"))))
     yield text, larger

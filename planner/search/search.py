@@ -1,8 +1,8 @@
-"""Search of sizes and policies: the fastest plan found, and a lower bound on all others.
+"""Search over sizes and policies: the fastest plan found, and a lower bound on all others.
 
-Each size (micro-batch and tiles) that was free is bounded: first as any schedule is (`planner/bounds/machine.py`), then by the
-relaxations of its families. Of each that can still win a few policies are tried; the sizes with the fastest of these
-are searched (`branch.py`), and of the others the bounds are kept.
+Every free size (micro-batch and tiles) is bounded, first for any schedule (`planner/bounds/machine.py`), then by the relaxations of
+its families. A few policies are simulated for sizes that can still win. The most promising sizes are searched (`branch.py`); the
+others keep their bounds.
 """
 
 import heapq
@@ -16,38 +16,38 @@ from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.legality import refuse_illegal
 from penstock.runtime.plan.workload import Model
 
-from .answer import ROUNDING, Answer, Bounds, answer_of
 from .branch import CLOSE_FRACTION, Tree
 from .claim import CUT
-from .estimate import Greedy
+from .evaluate import Evaluator, without_collection
+from .greedy import Greedy
 from .micro_batch import Size, cuts, sizes_of, uncut
 from .remedy import MAX_PLAN_OPS, Request, TooLongError, does_not_fit, most_ops
-from .space import BASELINES, baseline, eager_is_legal, family_of, leanest, policy_of
-from .trial import Trial, without_collection
+from .result import ROUNDING, Bounds, SearchResult, result_of
+from .space import BASELINES, baseline, eager_is_legal, family_of, policy_of, smallest_plans
 
-STARTS = 3  # greedy plans that a search begins with: those of the lowest bounds
-MOST_SEARCHED = 2  # sizes, those with the fastest first tries, besides the one with the lowest bound; if none of these fits, others
-MOST_TIGHTENED = 64  # parts of sizes not searched whose bounds are brought nearer
-# Of two sizes this near to each other the larger is taken: its plan is shorter, and asks for fewer launches, which profiles know
-# least about.
+STARTS = 3  # number of greedy starting policies, by lowest bound
+MOST_SEARCHED = 2  # number of sizes to search in addition to the one with the lowest bound; others only if none of these fits
+MOST_TIGHTENED = 64  # nodes of unsearched sizes to tighten
+# Within this relative difference the larger size wins: its plan is shorter and launches fewer kernels, the least certain costs of a
+# profile.
 NEAR_FRACTION = 0.001
 
 
-def searched(
+def search_machine(
     model: Model,
     semantics: Semantics,
     profile: Profile,
     fixed: Policy | str | None,
     free: frozenset[str],
     clipped_fraction: float | None = None,
-) -> tuple[Answer, Profile]:
-    """The fastest plan with any size that is free, on a machine whose one memory is cut as suits it best, if that is free, too; and
-    the machine as it was cut. Where nothing fits any cut, the error is about the machine's own."""
+) -> tuple[SearchResult, Profile]:
+    """Search all free sizes and, if free, all splits of a single memory. Return the result and the machine with the chosen split.
+    If nothing fits any split, the error refers to the unsplit machine."""
     machines = [*cuts(model, semantics, profile, free)] if fixed is None else []
     machines = machines or [profile]
     free = free if machines != [profile] else free - {CUT}
-    found = [(search(model, sizes_of(model, semantics, of, free), of, fixed, free, clipped_fraction), of) for of in machines]
-    return min(found, key=lambda each: each[0].step_s)
+    results = [(search(model, sizes_of(model, semantics, m, free), m, fixed, free, clipped_fraction), m) for m in machines]
+    return min(results, key=lambda result: result[0].step_s)
 
 
 @without_collection()
@@ -58,53 +58,52 @@ def search(
     fixed: Policy | str | None = None,
     free: frozenset[str] = frozenset(),
     clipped_fraction: float | None = None,
-) -> Answer:
-    """The fastest plan found with any of these sizes (`sizes_of`, the larger micro-batches first), with its certificate. `fixed`: a
-    policy, or the schedule of another system by name; then only sizes are compared.
+) -> SearchResult:
+    """Return the fastest plan found with any of these sizes (from `sizes_of`, larger micro-batches first), and its certificate.
+    `fixed`: a policy, or the schedule of another system by name; only sizes are then compared.
 
-    DoesNotFitError when nothing fits; `free`: sizes that were chosen, not given, so that a change of something else may choose
-    them again. `clipped_fraction`: the share of steps whose gradient is clipped; None: unknown, so no block is updated before
-    the norm is known, unless the semantics never clip. PlanError for semantics or a policy that no plan can have, TooLongError
-    where no size makes a plan that can be written.
+    `free`: sizes that were chosen automatically and may be changed in suggestions. `clipped_fraction`: share of steps with clipped
+    gradients; None if unknown, which disables speculative updates unless the semantics never clip. Raises DoesNotFitError if
+    nothing fits, PlanError for illegal semantics or policy, and TooLongError if every plan has too many ops.
     """
-    n_ops = [most_ops(workload, of, policy_of(fixed, of, workload)) for of, workload in sizes]
+    n_ops = [most_ops(workload, sized, policy_of(fixed, sized, workload)) for sized, workload in sizes]
     if min(n_ops) > MAX_PLAN_OPS:
         raise TooLongError(sizes[n_ops.index(min(n_ops))][0], min(n_ops))
-    trials = [Trial(model, workload, of, profile, _clipped(of, clipped_fraction)) for of, workload in sizes]
+    evaluators = [Evaluator(model, workload, sized, profile, _clipped(sized, clipped_fraction)) for sized, workload in sizes]
     if fixed is not None:
-        return _of_policy(trials, fixed, free)
-    for trial in trials:
-        refuse_illegal(trial.workload, trial.semantics, Policy(accumulation_group=trial.semantics.least_group))
-    of = _Sizes(trials)
-    of.bound()
-    of.explore()
-    if not of.found:
-        raise _nothing_found(of, free)
-    of.tighten()
-    chosen, bounds_s = _chosen(of.found), of.bounds_s
-    tree, others_s = of.trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
-    assert tree.best is not None, "it was found"
+        return _fixed_policy(evaluators, fixed, free)
+    for evaluator in evaluators:
+        refuse_illegal(evaluator.workload, evaluator.semantics, Policy(accumulation_group=evaluator.semantics.least_group))
+    state = _Sizes(evaluators)
+    state.bound()
+    state.explore()
+    if not state.searched_s:
+        raise _nothing_found(state, free)
+    state.tighten()
+    chosen, bounds_s = _chosen(state.searched_s), state.bounds_s
+    tree, others_s = state.trees[chosen], min([bound_s for i, bound_s in bounds_s.items() if i != chosen], default=inf)
+    assert tree.best is not None, "a searched size has a plan"
     _assert_bounded(tree, tree.best)
     if CUT in free:
-        others_s = min(others_s, _of_any_cut_s(trials[chosen], free))
+        others_s = min(others_s, _of_any_cut_s(evaluators[chosen], free))
     proven = Bounds(bounds_s[chosen], others_s, len(tree.families), tuple(sorted(free)), len(sizes))
-    return answer_of(trials[chosen], trials[chosen].plan(tree.best), proven, trials[chosen].baselines())
+    return result_of(evaluators[chosen], evaluators[chosen].plan(tree.best), proven, evaluators[chosen].baselines())
 
 
 class _Sizes:
-    """The sizes of a search by number, and what is known of each."""
+    """State of a search, by index of the size."""
 
-    def __init__(self, trials: Sequence[Trial]) -> None:
-        self.trials = trials
-        self.machine_s = [machine_bound(trial.frames.of(Policy()), trial.cost).seconds for trial in trials]
-        self.bounds_s = dict.fromkeys(range(len(trials)), inf)
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        self.evaluators = evaluators
+        self.machine_s = [machine_bound(evaluator.costs.plan(Policy()), evaluator.cost).seconds for evaluator in evaluators]
+        self.bounds_s = dict.fromkeys(range(len(evaluators)), inf)
         self.trees: dict[int, Tree] = {}
-        self.first_s: dict[int, float] = {}  # steps of what is tried first
-        self.found: dict[int, float] = {}  # steps of those that are searched
+        self.first_s: dict[int, float] = {}  # step times of the first policies
+        self.searched_s: dict[int, float] = {}  # step times of searched sizes
 
     def bound(self) -> None:
-        """Bound each size, the lowest first, as any schedule is, then by its families; try a few policies of what can still win."""
-        ready = [(bound_s, 0, i) for i, bound_s in enumerate(self.machine_s)]  # seconds, how often families were bounded, which
+        """Bound every size, best-first: for any schedule, then by families. Simulate a few policies of sizes that can win."""
+        ready = [(bound_s, 0, i) for i, bound_s in enumerate(self.machine_s)]  # (bound in seconds, number of relaxations, size)
         heapq.heapify(ready)
         while ready:
             bound_s, n_relaxed, i = heapq.heappop(ready)
@@ -113,30 +112,30 @@ class _Sizes:
                 self.bounds_s[i] = bound_s
             elif n_relaxed < 2:
                 if i not in self.trees:
-                    self.trees[i] = Tree(self.trials[i])
+                    self.trees[i] = Tree(self.evaluators[i])
                 heapq.heappush(ready, (max(bound_s, self.trees[i].relax()), n_relaxed + 1, i))
             elif bound_s < inf:
-                self.bounds_s[i], self.first_s[i] = bound_s, self.trees[i].try_first(_starts(self.trials[i]), best_s)
-            self.trials[i].forget()
+                self.bounds_s[i], self.first_s[i] = bound_s, self.trees[i].try_first(_starts(self.evaluators[i]), best_s)
+            self.evaluators[i].forget()
 
     def explore(self) -> None:
-        """Search the sizes with the fastest first tries, and the one with the lowest bound; if none of these fits, others."""
+        """Search the sizes with the fastest first policies and the one with the lowest bound; if none fits, others."""
         fastest = sorted(self.first_s, key=lambda i: (self.first_s[i], i))
         likely = sorted(self.first_s, key=lambda i: (self.bounds_s[i], i))
         promising = dict.fromkeys([*fastest[:MOST_SEARCHED], *likely[:1]])
         for i in promising | dict.fromkeys(fastest):
-            best_s = min(self.found.values(), default=inf)
-            if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.found and i not in promising):
-                continue  # it cannot win, or there is a plan without it
+            best_s = min(self.searched_s.values(), default=inf)
+            if best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION) or (self.searched_s and i not in promising):
+                continue  # cannot win, or not needed
             self.trees[i].explore(best_s)
-            self.trials[i].forget()
+            self.evaluators[i].forget()
             self.bounds_s[i] = max(self.trees[i].lowest_s, self.machine_s[i])
             if (best := self.trees[i].best) is not None:
-                self.found[i] = self.trials[i].step_s(best)
+                self.searched_s[i] = self.evaluators[i].step_s(best)
 
     def tighten(self) -> None:
-        """A certificate is as good as the lowest bound, of a size that was searched or not."""
-        best_s = min(self.found.values())
+        """Raise the lowest bound over all sizes, on which the certificate depends."""
+        best_s = min(self.searched_s.values())
         for _ in range(MOST_TIGHTENED):
             i = min(self.bounds_s, key=lambda i: (self.bounds_s[i], i))
             is_done = i not in self.trees or best_s <= self.bounds_s[i] * (1 + CLOSE_FRACTION)
@@ -145,26 +144,26 @@ class _Sizes:
             self.bounds_s[i] = max(self.bounds_s[i], self.trees[i].lowest_s)
 
 
-def _nothing_found(of: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFitError:
-    """The error of a search without a plan: what there is is too long to write, or nothing fits."""
-    for tree in of.trees.values():
+def _nothing_found(state: _Sizes, free: frozenset[str]) -> TooLongError | DoesNotFitError:
+    """Error of a search without a plan: every plan is too long, or nothing fits."""
+    for tree in state.trees.values():
         for policy in tree.too_long:
-            semantics, workload = tree.trial.semantics, tree.trial.workload
+            semantics, workload = tree.evaluator.semantics, tree.evaluator.workload
             return TooLongError(semantics, most_ops(workload, semantics, policy))
-    last = of.trials[-1]
-    needs = [needs for _, needs in leanest(last.model, last.workload, last.semantics, last.profile)]
+    last = state.evaluators[-1]
+    needs = [needs for _, needs in smallest_plans(last.model, last.workload, last.semantics, last.profile)]
     return does_not_fit(Request(last.model, last.semantics, last.profile, None, free), needs)
 
 
-def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
-    """Seconds that no step is below, with any size and however the machine's one memory is cut."""
-    whole = uncut(trial.model, trial.semantics, trial.profile, free)
-    trials = [
-        Trial(trial.model, workload, of, whole, trial.clipped_fraction)
-        for of, workload in sizes_of(trial.model, trial.semantics, whole, free)
+def _of_any_cut_s(evaluator: Evaluator, free: frozenset[str]) -> float:
+    """Lower bound in seconds over all sizes and all splits of a single memory."""
+    unsplit = uncut(evaluator.model, evaluator.semantics, evaluator.profile, free)
+    evaluators = [
+        Evaluator(evaluator.model, workload, sized, unsplit, evaluator.clipped_fraction)
+        for sized, workload in sizes_of(evaluator.model, evaluator.semantics, unsplit, free)
     ]
-    trees = [Tree(of) for of in trials]
-    ready = [(machine_bound(of.frames.of(Policy()), of.cost).seconds, 0, i) for i, of in enumerate(trials)]
+    trees = [Tree(evaluator) for evaluator in evaluators]
+    ready = [(machine_bound(e.costs.plan(Policy()), e.cost).seconds, 0, i) for i, e in enumerate(evaluators)]
     heapq.heapify(ready)
     while ready[0][1] < 2:
         bound_s, n_relaxed, i = ready[0]
@@ -174,54 +173,54 @@ def _of_any_cut_s(trial: Trial, free: frozenset[str]) -> float:
 
 def _clipped(semantics: Semantics, clipped_fraction: float | None) -> float | None:
     if not semantics.train.all:
-        return None  # no block is updated before the norm
-    return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # no step is clipped or skipped
+        return None  # no speculative updates
+    return 0.0 if clipped_fraction is None and eager_is_legal(semantics) else clipped_fraction  # steps are never clipped or skipped
 
 
-def _starts(trial: Trial) -> list[Policy]:
-    """Policies to begin with: other systems' schedules, and some greedy ones."""
-    others = [baseline(name, trial.semantics, trial.workload) for name in BASELINES]
-    likely = [policy for policy in Greedy(trial.frames).policies() if not trial.is_too_long(policy)]
-    return [*sorted(likely, key=trial.frames.bound_s)[:STARTS], *filter(trial.fits, others)]
+def _starts(evaluator: Evaluator) -> list[Policy]:
+    """Starting policies: schedules of other systems, and greedy ones."""
+    baselines = [baseline(name, evaluator.semantics, evaluator.workload) for name in BASELINES]
+    likely = [policy for policy in Greedy(evaluator.costs).policies() if not evaluator.is_too_long(policy)]
+    return [*sorted(likely, key=evaluator.costs.bound_s)[:STARTS], *filter(evaluator.fits, baselines)]
 
 
 def _assert_bounded(tree: Tree, best: Policy) -> None:
-    """The proof holds for what was found."""
-    relaxed, step_s = tree.relaxation.solve(family_of(best, tree.trial.semantics)), tree.trial.step_s(best)
-    is_periodic = tree.trial.tried[best].periodic
+    """Check that the family's bound holds for the plan found."""
+    relaxed, step_s = tree.relaxation.solve(family_of(best, tree.evaluator.semantics)), tree.evaluator.step_s(best)
+    is_periodic = tree.evaluator.tried[best].periodic
     assert not is_periodic or relaxed is None or step_s >= relaxed.bound_s * ROUNDING, f"{best} is below the bound of its family"
 
 
-def _chosen(found: Mapping[int, float]) -> int:
-    """Of steps by size the first that is hardly longer than the shortest."""
-    return min(i for i, step_s in found.items() if step_s <= min(found.values()) * (1 + NEAR_FRACTION))
+def _chosen(steps_s: Mapping[int, float]) -> int:
+    """Smallest index with nearly the shortest step."""
+    return min(i for i, step_s in steps_s.items() if step_s <= min(steps_s.values()) * (1 + NEAR_FRACTION))
 
 
-def _of_policy(trials: Sequence[Trial], fixed: Policy | str, free: frozenset[str]) -> Answer:
-    """The sizes with which a given policy is fastest."""
-    asked: dict[int, Policy] = {}
+def _fixed_policy(evaluators: Sequence[Evaluator], fixed: Policy | str, free: frozenset[str]) -> SearchResult:
+    """Choose the fastest size for a fixed policy."""
+    policies: dict[int, Policy] = {}
     refused: PlanError | None = None
-    for i, trial in enumerate(trials):
-        policy = policy_of(fixed, trial.semantics, trial.workload)
+    for i, evaluator in enumerate(evaluators):
+        policy = policy_of(fixed, evaluator.semantics, evaluator.workload)
         assert policy is not None
         try:
-            refuse_illegal(trial.workload, trial.semantics, policy)
-        except PlanError as error:  # with other micro-batches, say, than its groups have
+            refuse_illegal(evaluator.workload, evaluator.semantics, policy)
+        except PlanError as error:  # for example with larger groups than the step has micro-batches
             refused = refused or error
         else:
-            asked[i] = policy
-    if not asked:
+            policies[i] = policy
+    if not policies:
         assert refused is not None
         raise refused
-    needs = {i: trials[i].frames.needs(policy) for i, policy in asked.items()}
-    bounds_s = {i: trials[i].frames.bound_s(policy) for i, policy in asked.items() if needs[i].fits}
+    needs = {i: evaluators[i].costs.needs(policy) for i, policy in policies.items()}
+    bounds_s = {i: evaluators[i].costs.bound_s(policy) for i, policy in policies.items() if needs[i].fits}
     if not bounds_s:
-        last = trials[-1]
+        last = evaluators[-1]
         raise does_not_fit(Request(last.model, last.semantics, last.profile, fixed, free), [*needs.values()][-1:])
-    found: dict[int, float] = {}
+    steps_s: dict[int, float] = {}
     for i in sorted(bounds_s, key=lambda i: (bounds_s[i], i)):
-        if bounds_s[i] < min(found.values(), default=inf):
-            found[i] = trials[i].step_s(asked[i])
-    chosen = _chosen(found)
-    trial, proven = trials[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
-    return answer_of(trial, trial.plan(asked[chosen]), proven, trial.baselines())
+        if bounds_s[i] < min(steps_s.values(), default=inf):
+            steps_s[i] = evaluators[i].step_s(policies[i])
+    chosen = _chosen(steps_s)
+    evaluator, proven = evaluators[chosen], Bounds(bounds_s[chosen], inf, 0, tuple(sorted(free)), 1)
+    return result_of(evaluator, evaluator.plan(policies[chosen]), proven, evaluator.baselines())

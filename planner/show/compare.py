@@ -1,4 +1,4 @@
-"""Machines ranked for one workload, each with a search, and a micro-batch, of its own."""
+"""Ranking of machines for one workload, with a separate search and micro-batch for each."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,68 +12,68 @@ from penstock.planner.predict.provenance import provenance_of
 from penstock.planner.search.claim import Certificate, Predicted
 from penstock.planner.search.micro_batch import SIZES, sizes_of
 from penstock.planner.search.remedy import Request, TooLongError
-from penstock.planner.search.search import searched
+from penstock.planner.search.search import search_machine
 from penstock.runtime.errors import DoesNotFitError
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import show_bytes, show_seconds
 
 from .price import USD_PER_KWH, Hourly, hourly
-from .words import advice
+from .report_lines import resident_hint
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The fastest plan found on a machine that the work fits."""
+    """The fastest plan found for a machine."""
 
-    predicted: Predicted  # with the host memory of all ranks of a host
+    predicted: Predicted  # host memory: sum over all ranks of a host
     proof: Certificate
     micro_batch: int
-    resident_step_s: float | None  # with all state on the device; None: it does not fit, or device and host are one memory
-    rests_on: dict[str, Any]  # of the device's seconds, as `Provenance` has it
+    resident_step_s: float | None  # with all state on the device; None if it does not fit, or if both share one memory
+    rests_on: dict[str, Any]  # shares of the device's seconds, from `Provenance`
 
     def to_json(self) -> dict[str, Any]:
         predicted = {name: value for name, value in asdict(self.predicted).items() if name not in ("model_flop_per_s", "busy_s")}
         proven = {"gap_fraction": self.proof.gap_fraction, "binding": self.proof.binding}
-        others = {"resident_step_s": self.resident_step_s, "rests_on": self.rests_on}
-        return {**predicted, "micro_batch": self.micro_batch, **proven, **others}
+        extra = {"resident_step_s": self.resident_step_s, "rests_on": self.rests_on}
+        return {**predicted, "micro_batch": self.micro_batch, **proven, **extra}
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there is no plan, and the smallest change after which there is one."""
+    """Reason for a missing plan, and the smallest change that makes one possible."""
 
     status: str
     reason: str
     smallest_change: str
-    fields: dict[str, int]  # of the JSON: bytes that are missing, or ops that are too many
+    fields: dict[str, int]  # JSON fields: missing bytes, or the number of ops
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One machine, what an hour of it costs, and the speed of the work on it or why there is no plan."""
+    """A machine, its hourly price, and its speed or the reason for a missing plan."""
 
     machine: str
     hourly: Hourly
     speed: Speed | None
     refusal: Refusal | None
-    smallest_host_bytes: int | None = None  # of all policies that the device has memory for; None: for none, or a plan too long
+    smallest_host_bytes: int | None = None  # minimum over policies that fit the device; None if none does, or if plans are too long
 
     @property
     def tokens_per_s(self) -> float | None:
         return None if self.speed is None else self.speed.predicted.tokens_per_s
 
     def per_million(self) -> tuple[float | None, float | None]:
-        """USD of a million tokens, rented and bought; None where there is no plan or no price."""
+        """USD per million tokens, rented and bought; None without a plan or a price."""
         return (None, None) if self.tokens_per_s is None else self.hourly.per_million(self.tokens_per_s)
 
     def rank(self) -> tuple[bool, bool, float, str]:
-        """The fastest first; then those that the work does not fit, the nearest first; then plans that are too long."""
+        """Sort key: by speed, then machines that do not fit by missing bytes, then those with plans that are too long."""
         missing = {} if self.refusal is None else self.refusal.fields
         return self.speed is None, "n_ops" in missing, sum(missing.values()) - (self.tokens_per_s or 0.0), self.machine
 
     def to_json(self, n_tokens: int | None = None) -> dict[str, Any]:
-        """All fields; with the job of `--tokens`, where that is given and there is a plan."""
+        """Convert to JSON fields, with the job of `--tokens` if given and possible."""
         hour, (rented, bought), refusal = self.hourly, self.per_million(), self.refusal
         return {
             "machine": self.machine,
@@ -92,7 +92,7 @@ class Candidate:
         } | hour.job_fields(n_tokens, self.tokens_per_s)
 
     def row(self, n_tokens: int | None = None) -> tuple[str, ...]:
-        """One text per title of `COLUMNS`, and of `JOB_TITLES` where a job is asked about."""
+        """Cells for the titles in `COLUMNS` and, if a job is given, in `JOB_TITLES`."""
         cells = {title: "-" if self.speed is None else text(self, self.speed) for title, text in COLUMNS.items()}
         cells |= {"machine": self.machine} | ({} if self.refusal is None else {"tokens/s": self.refusal.status})
         if self.smallest_host_bytes is not None:
@@ -105,42 +105,42 @@ def _usd(usd: float | None, form: str = ".3g") -> str:
 
 
 COLUMNS: dict[str, Callable[[Candidate, Speed], str]] = {
-    "machine": lambda of, speed: of.machine,
-    "tokens/s": lambda of, speed: f"{speed.predicted.tokens_per_s:,.0f}",
-    "step": lambda of, speed: show_seconds(speed.predicted.step_s),
-    "P10 to P90": lambda of, speed: " to ".join(map(show_seconds, (speed.predicted.p10_step_s, speed.predicted.p90_step_s))),
-    "rented: USD per M tokens": lambda of, speed: _usd(of.per_million()[0]),
-    "bought: USD per M tokens": lambda of, speed: _usd(of.per_million()[1]),
-    "of it RAM": lambda of, speed: _usd(of.hourly.ram_fraction, ".0%"),
-    "least host memory": lambda of, speed: "-",
-    "micro-batch": lambda of, speed: str(speed.micro_batch),
-    "bound by": lambda of, speed: speed.proof.binding,
-    "measured on it": lambda of, speed: f"{speed.rests_on[BASES[0]]:.0%}",
+    "machine": lambda c, speed: c.machine,
+    "tokens/s": lambda c, speed: f"{speed.predicted.tokens_per_s:,.0f}",
+    "step": lambda c, speed: show_seconds(speed.predicted.step_s),
+    "P10 to P90": lambda c, speed: " to ".join(map(show_seconds, (speed.predicted.p10_step_s, speed.predicted.p90_step_s))),
+    "rented: USD per M tokens": lambda c, speed: _usd(c.per_million()[0]),
+    "bought: USD per M tokens": lambda c, speed: _usd(c.per_million()[1]),
+    "RAM share": lambda c, speed: _usd(c.hourly.ram_fraction, ".0%"),
+    "least host memory": lambda c, speed: "-",
+    "micro-batch": lambda c, speed: str(speed.micro_batch),
+    "bound by": lambda c, speed: speed.proof.binding,
+    "measured on it": lambda c, speed: f"{speed.rests_on[BASES[0]]:.0%}",
 }
 
 
 def cheapest(candidates: Iterable[Candidate], bought: bool) -> tuple[float, str] | None:
-    """USD per million tokens where these cost least to rent, or to buy, and the machine; None: no machine has a price."""
+    """Lowest price per million tokens, to rent or to buy, and its machine; None if no machine has a price."""
     return min(((usd, c.machine) for c in candidates if (usd := c.per_million()[bought]) is not None), default=None)
 
 
 def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
-    """The cheapest machines, why machines have no plan, where streaming is the slower way, missing prices and their age."""
+    """Yield notes: cheapest machines, reasons for missing plans, resident training that is faster, missing prices and dates."""
     for bought, how in ((False, "to rent"), (True, "to buy")):
-        if (found := cheapest(candidates, bought)) is not None:
+        if (cheapest_price := cheapest(candidates, bought)) is not None:
             are_all_priced = all(c.speed is None or c.per_million()[bought] is not None for c in candidates)
-            among = "" if are_all_priced else " of those with a price"
-            yield f"Cheapest {how}{among}: {found[1]}, {found[0]:.3g} USD per million tokens"
+            suffix = "" if are_all_priced else " of those with a price"
+            yield f"Cheapest {how}{suffix}: {cheapest_price[1]}, {cheapest_price[0]:.3g} USD per million tokens"
     for c in candidates:
         if c.refusal is not None:
-            yield f"{c.machine}: {c.refusal.reason}; smallest changes with which there is a plan: {c.refusal.smallest_change}"
-        elif c.speed is not None and (advised := advice(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
+            yield f"{c.machine}: {c.refusal.reason}; smallest changes that allow a plan: {c.refusal.smallest_change}"
+        elif c.speed is not None and (advised := resident_hint(c.speed.resident_step_s, c.speed.predicted.step_s)) is not None:
             yield f"{c.machine}: {advised}"
-    yield "Measured on it: the share of the device's seconds that rests on measurements of this very device; `plan` says more"
+    yield "Measured on it: the share of the device's seconds from measurements of this device (details: `penstock plan -v`)"
     yield from (f"{c.machine}: {c.hourly.note}" for c in candidates if c.hourly.note is not None)
     if dates := [c.hourly.date for c in candidates if c.hourly.date is not None]:
         yield (
-            f"Prices as of {min(dates)} or later. Rented: the price of an hour, with the host memory in it. Bought: "
+            f"Prices as of {min(dates)} or later. Rented: the hourly price, including host memory. Bought: "
             f"machine and host memory over three years of full use, and power ({USD_PER_KWH} USD per kWh unless given)."
         )
 
@@ -148,15 +148,15 @@ def notes(candidates: Sequence[Candidate]) -> Iterator[str]:
 def candidate(
     model: Model, profile: Profile, semantics: Semantics, fixed: Policy | None = None, free: frozenset[str] = SIZES
 ) -> Candidate:
-    """One machine with the fastest plan found, or with a `fixed` policy. `free`: sizes that the machine chooses for itself, as it
-    does its kernels. PlanError for semantics or a policy that no plan can have."""
-    of = with_kernels(model, semantics, profile)
-    hour, n_here = hourly(profile), of.ranks // profile.n_hosts
-    sizes = sizes_of(model, of, profile, free)
+    """Search a machine, or evaluate a `fixed` policy. `free`: sizes to choose per machine; kernels are always chosen per machine.
+    PlanError for illegal semantics or policy."""
+    semantics = with_kernels(model, semantics, profile)
+    hour, n_here = hourly(profile), semantics.ranks // profile.n_hosts
+    sizes = sizes_of(model, semantics, profile, free)
     every = chain.from_iterable(Request(model, size, profile, fixed, free).needs() for size, _ in sizes)
     least_bytes = min((n_here * needs.host_peak_bytes for needs in every if not needs.short_device_bytes), default=None)
     try:
-        answer, profile = searched(model, of, profile, fixed, free)
+        answer, profile = search_machine(model, semantics, profile, fixed, free)
     except TooLongError as error:
         counts = {"n_micro_batches": error.n_micro_batches, "n_ops": error.n_ops}
         return Candidate(profile.name, hour, None, Refusal("too long", error.reason, error.change, counts))

@@ -1,4 +1,4 @@
-"""The facts of a plan, and of a run of it: numbers in base units, computed once for the text and the page."""
+"""Facts about a plan and a run of it: numbers in base units, computed once for the text report and the page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from penstock.planner.predict.memory import footprint
 from penstock.planner.predict.provenance import Provenance, provenance_of
 from penstock.planner.predict.resident import resident_in_parts
 from penstock.planner.predict.simulate import simulate
-from penstock.planner.search.answer import Answer, model_flop
 from penstock.planner.search.claim import claimed
+from penstock.planner.search.result import SearchResult, model_flop
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.plan.objective import REFERENCE, TEACHER
 from penstock.runtime.plan.timeline import Timeline
@@ -22,50 +22,55 @@ from .price import hourly
 from .run_log import LoggedRun
 from .waterfall import Gain, Waterfall, gains, waterfall
 
-MOST_ANALYSED_OPS = 60_000  # of a plan: beyond that the ten further simulations would take most of a minute
-SAME_FRACTION = 1e-3  # a claimed step that differs by less from the simulated one is that step
+MOST_ANALYSED_OPS = 60_000  # of a plan; with more, ten further simulations take most of a minute
+SAME_FRACTION = 1e-3  # tolerance between a claimed and a simulated step
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A step by the clock, after the warm-up where there were steps enough."""
+    """Step time of a run, without warm-up steps if it had enough steps."""
 
-    step_s: float  # the median
+    step_s: float  # median
     p10_step_s: float
     p90_step_s: float
-    n_steps: int  # after the warm-up; 0: the only step
-    settled: Timeline  # of the last steps; without spans where a run left no timeline
+    n_steps: int  # without warm-up; 0: a single step
+    steady: Timeline  # steady-state steps; without spans if the run has no timeline
 
     @property
     def traced_step_s(self) -> float:
-        """The step of `settled`, of which its lanes are busy for a share."""
-        return median([t for t in self.settled.step_times_s if t > 0] or [self.step_s])
+        """Median step of the `steady` timeline, the denominator for its busy times."""
+        return median([t for t in self.steady.step_times_s if t > 0] or [self.step_s])
 
 
 class Facts:
-    """A plan file on the machine of its profile; of a run of it, and of the search that found it, where they are at hand.
+    """Facts about a plan file on the machine of its profile and, if given, about a run and about the search that found it.
 
-    PlanError for a plan, or a claim, that cannot be right. What takes simulations of its own is worked out when it is asked for.
+    PlanError for an invalid plan or claim. Facts that need simulations are computed on first access.
     """
 
     def __init__(
-        self, file: PlanFile, where: str, run: LoggedRun | None = None, answer: Answer | None = None, n_tokens: int | None = None
+        self,
+        file: PlanFile,
+        where: str,
+        run: LoggedRun | None = None,
+        answer: SearchResult | None = None,
+        n_tokens: int | None = None,
     ) -> None:
         plan = file.plan
-        self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a job
+        self.plan, self.run, self.answer, self.n_tokens = plan, run, answer, n_tokens  # `n_tokens`: of a training job
         self.profile = Profile.from_json(plan.profile, where)
         self.cost = CostModel(self.profile)
-        # Of a step whose gradient is not clipped
+        # A step without clipping
         self.prediction = answer.prediction if answer else simulate(plan, self.cost.demands(plan), region_of(self.profile))
-        self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # of the measured grid: what costs rest on
-        self.claim = None if file.claim is None else claimed(file.claim, where)  # None: it has none, or of another step
-        self.unconfirmed_step_s: float | None = None  # a claimed step that the simulation does not confirm
+        self.outside = answer.outside if answer else tuple(sorted(self.cost.outside))  # inputs outside the measured range
+        self.claim = None if file.claim is None else claimed(file.claim, where)  # None if absent or unconfirmed
+        self.unconfirmed_step_s: float | None = None  # a claimed step that differs from the simulation
         if self.claim is not None:
-            # The mean over clipped steps is longer than the step that was simulated, which is not clipped.
+            # The claim is the mean over clipped steps, which may take longer than the simulated step.
             off = self.claim.prediction.step_s / self.prediction.step_s - 1 if self.prediction.step_s > 0 else 0.0
             if off < -SAME_FRACTION or (off > SAME_FRACTION and not plan.policy.speculate_blocks):
                 self.unconfirmed_step_s, self.claim = self.claim.prediction.step_s, None
-        # Predicted: the mean over steps that are clipped and steps that are not
+        # Predicted: mean over clipped and unclipped steps
         self.step_s = self.prediction.step_s if self.claim is None else self.claim.prediction.step_s
         self.tokens_per_s = plan.semantics.tokens_per_step / self.step_s
         self.model_flop_per_s = model_flop(plan) / self.step_s
@@ -74,9 +79,9 @@ class Facts:
 
     @cached_property
     def forward(self) -> ForwardPass | None:
-        """None: the plan's loss has neither a reference nor a teacher."""
-        of, extras = self.plan.semantics, self.plan.semantics.objective.extras
-        is_asked = of.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
+        """Forward pass for a reference or teacher; None if the loss needs neither."""
+        semantics, extras = self.plan.semantics, self.plan.semantics.objective.extras
+        is_asked = semantics.ranks == 1 and (REFERENCE in extras or TEACHER in extras)
         return forward_pass(self.plan, self.cost, region_of(self.profile)) if is_asked else None
 
     @property
@@ -85,7 +90,7 @@ class Facts:
 
     @cached_property
     def waterfall(self) -> Waterfall | None:
-        """None: the plan has too many ops."""
+        """Parts of the step by cause; None if the plan has too many ops."""
         return waterfall(self.plan, self.profile) if self.is_analysed else None
 
     @cached_property
@@ -94,23 +99,23 @@ class Facts:
 
     @cached_property
     def rests_on(self) -> tuple[Provenance, Provenance | None]:
-        """The device's seconds, and those of the other lanes."""
+        """Provenance of the device's seconds, and of the seconds of other lanes."""
         return provenance_of(self.plan, self.profile)
 
     @cached_property
     def resident_s(self) -> float | None:
-        """Of a step with all state on the device; None: it does not fit, or device and host are one memory."""
-        found = resident_in_parts(self.plan, self.cost)
-        return None if found is None else found.step_s
+        """Step with all state on the device; None if it does not fit, or if device and host share one memory."""
+        resident = resident_in_parts(self.plan, self.cost)
+        return None if resident is None else resident.step_s
 
 
 def measured(timeline: Timeline | None, times_s: Sequence[float]) -> Measured | None:
-    """The settled step of a run with these step times; without any, the only step of its timeline. None: no step at all."""
-    whole = timeline or Timeline(())
-    first = min((span.step for span in whole.spans), default=0)
-    later = whole.from_step(first + 1)
-    settled = later if times_s and later.spans else whole
-    ordered = sorted(times_s) or [settled.total_s]
+    """Steady-state step of a run; if `times_s` is empty, the only step of its timeline. None without any step."""
+    full = timeline or Timeline(())
+    first = min((span.step for span in full.spans), default=0)
+    later = full.from_step(first + 1)
+    steady = later if times_s and later.spans else full
+    ordered = sorted(times_s) or [steady.total_s]
     if not ordered[0] > 0:
         return None
-    return Measured(median(ordered), ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10], len(times_s), settled)
+    return Measured(median(ordered), ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10], len(times_s), steady)

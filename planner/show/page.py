@@ -1,8 +1,8 @@
-"""The HTML report of a plan, and of a run of it: one file that needs nothing else.
+"""HTML report of a plan and of a run of it, as a single self-contained file.
 
-Names come from files that anybody may have made. The template escapes every value, data are JSON in which no tag can begin, and the
-page's own policy lets a browser run nothing but the script written here: no other script, no network, no frame. Tables and bars are
-plain HTML, so that the page says the same without its script.
+Names come from untrusted files. The template escapes every value, data is JSON in which no tag can start, and a
+Content-Security-Policy allows only the inline script and style: no network, no frames. Tables and bars are plain HTML, so that the
+page is complete without its script.
 """
 
 import base64
@@ -21,55 +21,55 @@ from penstock.planner.predict.simulate import simulate
 from penstock.planner.predict.steady_state import N_KEPT, abridged, abridged_plan
 from penstock.runtime.units import show_bytes, show_count, show_duration, show_rate
 
-from . import words
+from . import report_lines
 from .facts import Facts
-from .memory import Held, held
+from .memory import Occupancy, occupancy
 from .step import Stretch, measured_stretch, predicted_stretch
 
 SCRIPTS = ("draw.js", "step.js", "memory.js", "curves.js")
-MOST_LINES_OPS = 30_000  # of a plan: beyond that the ops' own lines, some hundred bytes each, would make the page unwieldy
-MOST_STRETCHES = 750  # of a curve: half the columns of a wide screen
-TICKS = 5_000_000  # of the longer stretch: times are drawn to that many parts, in whole numbers that are short to write
+MOST_LINES_OPS = 30_000  # of a plan; with more, the text of the ops (about 100 bytes each) would make the page too large
+MOST_STRETCHES = 750  # of a curve: half the pixels of a wide screen
+TICKS = 5_000_000  # of the longer stretch: integer times are short to write
 
 
-def page(facts: Facts, where: str, made: str = "") -> str:
-    """The page. `where`: the plan's file; `made`: when, by which version and by which command, as its last line says."""
+def page(facts: Facts, where: str, created: str = "") -> str:
+    """Render the page. `where`: the plan file; `created`: date, version and command for the last line."""
     plan, run = facts.plan, facts.run
-    drawn, prediction = abridged_plan(plan), facts.prediction
+    shown, prediction = abridged_plan(plan), facts.prediction
     if plan.repeat is not None:
-        prediction = simulate(drawn, facts.cost.demands(drawn), region_of(facts.profile))
-    stretches = {"predicted": predicted_stretch(drawn, prediction)}
+        prediction = simulate(shown, facts.cost.demands(shown), region_of(facts.profile))
+    stretches = {"predicted": predicted_stretch(shown, prediction)}
     if run is not None and run.timeline is not None and run.timeline.spans:
-        stretches["measured"] = measured_stretch(drawn, abridged(plan, run.timeline))
-    memory = held(drawn, facts.profile, stretches["predicted"])
+        stretches["measured"] = measured_stretch(shown, abridged(plan, run.timeline))
+    memory = occupancy(shown, facts.profile, stretches["predicted"])
     data = {
-        "lanes": [[str(lane), words.LANE_TITLE[lane]] for lane in drawn.lanes],
-        "gloss": words.GLOSS,
+        "lanes": [[str(lane), report_lines.LANE_TITLE[lane]] for lane in shown.lanes],
+        "gloss": report_lines.GLOSS,
         "n_blocks": len(plan.workload.blocks),
-        "ops": [str(op) if len(drawn.ops) <= MOST_LINES_OPS else op.name for op in drawn.ops],
+        "ops": [str(op) if len(shown.ops) <= MOST_LINES_OPS else op.name for op in shown.ops],
         "tracks": [_track(name, stretch) for name, stretch in stretches.items()],
-        "memory": [_held(one) for one in memory],
+        "memory": [_memory_json(one) for one in memory],
         "curves": _curves(facts),
     }
     script, style, template = "\n".join(map(_file, SCRIPTS)), _file("page.css"), _environment().get_template("page.html")
-    told = {"f": facts, "words": words, "data": data, "stretches": stretches, "held": memory, "where": where, "made": made}
-    written = template.render(told, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
+    context = {"f": facts, "report": report_lines, "data": data, "stretches": stretches, "occupancy": memory, "where": where}
+    written = template.render(context, created=created, n_kept=N_KEPT, script=Markup(script), style=Markup(style))
     return written.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @cache
 def _environment() -> Environment:
-    made = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
-    made.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    made.filters |= {
-        "exact": words.exact,
+    environment = Environment(loader=FunctionLoader(_file), autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment.filters |= {
+        "exact": report_lines.exact,
         "bytes": show_bytes,
         "count": show_count,
         "rate": show_rate,
         "duration": show_duration,
         "digest": _digest,
     }
-    return made
+    return environment
 
 
 def _file(name: str) -> str:
@@ -77,14 +77,14 @@ def _file(name: str) -> str:
 
 
 def _printable(value: object) -> object:
-    """Text with what no terminal would print written out: control characters, and those that turn text around."""
+    """Escape control characters and bidirectional overrides in text."""
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in value)
 
 
 def _digest(content: str) -> str:
-    """The name of a script or a style in a Content-Security-Policy."""
+    """Content-Security-Policy hash of a script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode("utf-8")).digest()).decode("ascii")
 
 
@@ -92,7 +92,7 @@ def _digest(content: str) -> str:
 
 
 def _track(name: str, stretch: Stretch) -> dict[str, Any]:
-    """The pieces of a stretch: their starts as differences, so that most numbers are short."""
+    """Encode a stretch. Start times are stored as differences, to keep the numbers short."""
     tick_s = max(stretch.length_s, 1e-12) / TICKS
     pieces = sorted(stretch.within(), key=lambda s: (s.start_s, s.step, s.op))
     starts = [round(p.start_s / tick_s) for p in pieces]
@@ -107,9 +107,9 @@ def _track(name: str, stretch: Stretch) -> dict[str, Any]:
     }
 
 
-def _held(one: Held) -> dict[str, Any]:
-    """Bytes of each series, those that do not change as a single number."""
-    # The steadiest lie at the bottom, so that what moves does not shake what does not.
+def _memory_json(one: Occupancy) -> dict[str, Any]:
+    """Encode memory occupancy; constant series are stored as one number."""
+    # Steady series at the bottom keep the others level.
     names = sorted(one.series, key=lambda name: (max(one.series[name]) - min(one.series[name]), name))
     packed = {name: values[0] if len(set(values)) == 1 else list(values) for name, values in one.series.items()}
     return {
@@ -124,35 +124,35 @@ def _held(one: Held) -> dict[str, Any]:
 
 
 def _worth_drawing(values: Sequence[float | None]) -> list[int]:
-    """Of each of many equal stretches of a curve where it is lowest and highest; a gap is lowest."""
-    each = -(-len(values) // MOST_STRETCHES) or 1
-    stretches = (range(i, min(i + each, len(values))) for i in range(0, len(values), each))
+    """Indices of the minimum and maximum in each of MOST_STRETCHES intervals of a curve; a gap counts as the minimum."""
+    width = -(-len(values) // MOST_STRETCHES) or 1
+    stretches = (range(i, min(i + width, len(values))) for i in range(0, len(values), width))
     height = [-inf if v is None else v for v in values]
     return sorted(
-        {at for stretch in stretches for at in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
+        {i for stretch in stretches for i in (min(stretch, key=height.__getitem__), max(stretch, key=height.__getitem__))}
     )
 
 
 def _curves(facts: Facts) -> list[dict[str, Any]]:
-    """Loss with evaluations, then speed with its prediction, then the learning rate: those of which there are numbers."""
+    """Encode the curves with data: loss with evaluations, speed with its prediction, and learning rate."""
     if facts.run is None:
         return []
     log, n_tokens = facts.run.log, facts.plan.semantics.tokens_per_step
 
     def line(name: str, ink: str, values: Sequence[float | None], steps: Sequence[int] = log.steps, dots: bool = False) -> Any:
-        at = _worth_drawing(values)
-        drawn = [None if (v := values[i]) is None else float(f"{v:.6g}") for i in at]
-        return {"name": name, "colour": ink, "steps": [steps[i] for i in at], "values": drawn, "dots": dots}
+        indices = _worth_drawing(values)
+        points = [None if (v := values[i]) is None else float(f"{v:.6g}") for i in indices]
+        return {"name": name, "colour": ink, "steps": [steps[i] for i in indices], "values": points, "dots": dots}
 
-    after = [step for step, _ in log.evaluated]
-    held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], after, dots=True)
+    eval_steps = [step for step, _ in log.evaluated]
+    held_out = line("held-out", "gradients", [loss for _, loss in log.evaluated], eval_steps, dots=True)
     loss = [line("training", "forward", log.columns["loss"]), held_out]
     speed, rate = line("measured", "weights", log.columns["tokens_per_s"]), line("learning rate", "update", log.columns["lr"])
     level = {"name": "predicted", "value": n_tokens / facts.step_s, "colour": "ink"}
     curves: list[dict[str, Any]] = [
-        {"id": "loss", "title": "Loss", "height": 260, "lines": [of for of in loss if of["steps"]]},
+        {"id": "loss", "title": "Loss", "height": 260, "lines": [curve for curve in loss if curve["steps"]]},
         {"id": "speed", "title": "Tokens per second", "height": 170, "level": level, "from_zero": True}
-        | {"lines": [speed] if log.is_of(n_tokens) else []},
+        | {"lines": [speed] if log.has_step_size(n_tokens) else []},
         {"id": "rate", "title": "Learning rate", "height": 170, "from_zero": True, "lines": [rate]},
     ]
     return [curve for curve in curves if any(v is not None for one in curve["lines"] for v in one["values"])]

@@ -1,7 +1,7 @@
-"""Prices of an hour of a machine, and of a job on it, to rent and to buy.
+"""Prices of a machine per hour and per job, to rent and to buy.
 
-Rent is the price of an hour, with the memory that comes with it. Buying is the machine and the host memory in it, written off over
-three years of full use, and the power it draws. They are never added up. Both are dated; what has no price has none here.
+Rent includes the host memory. A purchase consists of machine and host memory, depreciated over three years of full use, and
+electric power. The two are alternatives and never added up. Prices are dated; missing prices are None.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,8 +10,8 @@ from typing import Any
 from penstock.hwprofiles.schema import Profile
 from penstock.runtime.units import GB, show_duration
 
-LIFETIME_HOURS = 3 * 365 * 24  # three years, day and night
-USD_PER_KWH = 0.15  # assumed, if not given
+LIFETIME_HOURS = 3 * 365 * 24  # three years
+USD_PER_KWH = 0.15  # default
 HOUR_S = 3600
 JOB_TITLES = ("time", "rented", "bought")
 
@@ -28,50 +28,49 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Hourly:
-    """An hour of a machine. The parts are None where the profile has no price."""
+    """Price of a machine per hour. Parts without a price in the profile are None."""
 
     rent_usd: float | None
-    machine_usd: float | None  # bought, over its lifetime; without its host memory where that has a price of its own
-    ram_usd: float | None  # of all host memory that the profile has, over its lifetime
+    machine_usd: float | None  # depreciation; without host memory if `ram_usd` is set
+    ram_usd: float | None  # depreciation of all host memory
     power_usd: float | None
     date: str | None  # of the oldest price
-    note: str | None  # which prices are missing
+    note: str | None  # names missing prices
 
     @property
     def bought_usd(self) -> float | None:
-        """Machine, memory and power; None without a price of the machine, for memory alone computes nothing."""
+        """Sum for a purchased machine; None without a price of the machine itself."""
         return None if self.machine_usd is None else self.machine_usd + (self.ram_usd or 0.0) + (self.power_usd or 0.0)
 
     @property
     def ram_fraction(self) -> float | None:
-        """The share of memory in the price of a bought machine."""
+        """Share of host memory in the purchase."""
         return None if self.bought_usd is None or self.ram_usd is None else self.ram_usd / self.bought_usd
 
     def job(self, n_tokens: int, tokens_per_s: float) -> Job:
-        """A job at a speed, on this machine."""
         seconds = n_tokens / tokens_per_s
         rent_usd, bought_usd = (None if usd is None else usd * seconds / HOUR_S for usd in (self.rent_usd, self.bought_usd))
         return Job(n_tokens, seconds, rent_usd, bought_usd)
 
     def per_million(self, tokens_per_s: float) -> tuple[float | None, float | None]:
-        """USD of a million tokens: rented, and bought."""
-        of = self.job(1_000_000, tokens_per_s)
-        return of.rent_usd, of.bought_usd
+        """USD per million tokens: rented, and bought."""
+        job = self.job(1_000_000, tokens_per_s)
+        return job.rent_usd, job.bought_usd
 
     def job_fields(self, n_tokens: int | None, tokens_per_s: float | None) -> dict[str, Any]:
-        """The job as a field of JSON; none where no job is asked about, or nothing trains."""
+        """JSON field with the job; empty if no job is given, or the model does not fit."""
         return {} if n_tokens is None or tokens_per_s is None else {"job": asdict(self.job(n_tokens, tokens_per_s))}
 
     def job_cells(self, n_tokens: int | None, tokens_per_s: float | None) -> tuple[str, ...]:
-        """A cell for each of `JOB_TITLES`; none where no job is asked about."""
+        """Cells for `JOB_TITLES`; empty if no job is given."""
         if n_tokens is None or tokens_per_s is None:
             return () if n_tokens is None else ("-",) * len(JOB_TITLES)
-        of = self.job(n_tokens, tokens_per_s)
-        return show_duration(of.seconds), show_usd(of.rent_usd), show_usd(of.bought_usd)
+        job = self.job(n_tokens, tokens_per_s)
+        return show_duration(job.seconds), show_usd(job.rent_usd), show_usd(job.bought_usd)
 
 
 def hourly(profile: Profile) -> Hourly:
-    """An hour of the machine by the prices in its profile."""
+    """Hourly price from the profile."""
     price = profile.price
     priced = [q for q in (price.usd_per_hour, price.usd, price.ram_usd_per_gb) if q is not None]
     dates = [day for q in priced if (day := profile.sources[q.source].date) is not None]
@@ -79,7 +78,7 @@ def hourly(profile: Profile) -> Hourly:
     machine_usd = ram_usd = power_usd = None
     if price.usd is not None:
         machine_usd = price.usd.value / LIFETIME_HOURS
-        is_whole = profile.sources[price.usd.source].kind == "user"  # a user's price is that of the whole machine
+        is_whole = profile.sources[price.usd.source].kind == "user"  # a price set by the user includes memory
         if price.ram_usd_per_gb is not None and not is_whole:
             ram_usd = price.ram_usd_per_gb.value * profile.host.memory_bytes.value / GB / LIFETIME_HOURS
     if price.watts is not None:
@@ -91,24 +90,24 @@ def hourly(profile: Profile) -> Hourly:
 
 
 def prices_in_words(hour: Hourly, tokens_per_s: float) -> list[str]:
-    """`rented: 0.40 USD per million tokens, at 2.69 USD an hour`, and the same of a bought machine."""
+    """Format prices: `rented: 0.40 USD per million tokens, at 2.69 USD an hour`, and the same for a purchase."""
     rent_usd, bought_usd = hour.per_million(tokens_per_s)
     words = []
     if rent_usd is not None:
         words.append(f"rented: {show_usd(rent_usd)} per million tokens, at {show_usd(hour.rent_usd)} an hour")
     if bought_usd is not None:
         ram = "" if hour.ram_fraction is None else f", {hour.ram_fraction:.0%} of it host memory"
-        power = "with power" if hour.power_usd is not None else "without power, whose draw is not known"
+        power = "with power" if hour.power_usd is not None else "without power (draw unknown)"
         words.append(f"bought: {show_usd(bought_usd)} per million tokens, over three years {power}{ram}")
     return words
 
 
-def job_in_words(of: Job) -> str:
-    """`2 d 5 h, 143 USD rented, 80.1 USD bought`."""
-    prices = [f"{show_usd(usd)} {how}" for usd, how in ((of.rent_usd, "rented"), (of.bought_usd, "bought")) if usd is not None]
-    return ", ".join([show_duration(of.seconds), *prices])
+def job_in_words(job: Job) -> str:
+    """Format a job: `2 d 5 h, 143 USD rented, 80.1 USD bought`."""
+    prices = [f"{show_usd(usd)} {how}" for usd, how in ((job.rent_usd, "rented"), (job.bought_usd, "bought")) if usd is not None]
+    return ", ".join([show_duration(job.seconds), *prices])
 
 
 def show_usd(usd: float | None) -> str:
-    """`0.401 USD`, `1,240 USD`; `no price`."""
+    """Format a price: `0.401 USD`, `1,240 USD`, or `no price`."""
     return "no price" if usd is None else f"{usd:,.0f} USD" if usd >= 100 else f"{usd:.3g} USD"

@@ -1,7 +1,7 @@
-"""The log and the timeline of a run, as it left them.
+"""Log and timeline in a run's folder.
 
-A log is read as it is found: of a run that is at work, that was killed in the middle of a line, or that was resumed and wrote some
-steps again, of which the later lines count. A damaged line is left out and counted.
+The run may be in progress, killed in the middle of a line, or resumed: of steps that were logged twice, the later lines count.
+Damaged lines are skipped and counted.
 """
 
 import sys
@@ -15,22 +15,22 @@ from penstock.planner.predict.steady_state import WARM_UP_STEPS
 from penstock.runtime.files import fields_of
 from penstock.runtime.plan.timeline import Timeline
 
-LONGEST_STEP_S = 1e9  # a file may say more
-LOSSES = frozenset({"loss", "eval_loss"})  # a line of a log has one of them
+LONGEST_STEP_S = 1e9  # larger values in a file are ignored
+LOSSES = frozenset({"loss", "eval_loss"})  # every line of a log has one of them
 COLUMNS = ("loss", "lr", "step_s", "tokens_per_s", "tokens")
 
 
 @dataclass(slots=True)
 class Log:
-    """The lines of metrics.jsonl: one per step of training, and one per evaluation."""
+    """Lines of metrics.jsonl: one per training step, and one per evaluation."""
 
-    steps: list[int] = field(default_factory=list)  # rising
+    steps: list[int] = field(default_factory=list)  # ascending
     columns: dict[str, list[float | None]] = field(default_factory=lambda: {name: [] for name in COLUMNS})  # None: not finite
-    evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # after which step, and the loss
+    evaluated: list[tuple[int, float | None]] = field(default_factory=list)  # (step, loss)
     n_damaged: int = 0  # lines
 
     def add(self, fields: dict[str, Any]) -> bool:
-        """Take a line's fields; False if it is no line of a log."""
+        """Add the fields of a line. Return False if it is not a line of a log."""
         step = fields.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53 or LOSSES.isdisjoint(fields):
             return False
@@ -41,38 +41,38 @@ class Log:
         if is_evaluation:
             self.evaluated.append((step, number(fields["eval_loss"])))
             return True
-        at = bisect_left(self.steps, step)
-        self.steps[at:] = [step]
+        index = bisect_left(self.steps, step)
+        self.steps[index:] = [step]
         for name, values in self.columns.items():
-            values[at:] = [number(fields.get(name))]
+            values[index:] = [number(fields.get(name))]
         return True
 
-    def is_of(self, tokens_per_step: int) -> bool:
-        """Whether steps have as many tokens; those of the stand-in for a model in an emulated run have fewer."""
+    def has_step_size(self, tokens_per_step: int) -> bool:
+        """True if logged steps have this number of tokens. Emulated runs train a stand-in model on fewer."""
         n_tokens = [n for n in self.columns["tokens"] if n is not None]
         return not n_tokens or median(n_tokens) > tokens_per_step / 2
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """The files of a run's folder; None, or an empty log, for a file that is not there."""
+    """Files of a run's folder. A missing file is None or an empty log."""
 
     timeline: Timeline | None
     log: Log
 
     def step_times_s(self, tokens_per_step: int) -> list[float]:
-        """Seconds of the settled steps: of all that were logged, else of those in the timeline; ascending."""
-        logged = self.log.columns["step_s"] if self.log.is_of(tokens_per_step) else []
+        """Sorted durations of steady-state steps, from the log or else from the timeline."""
+        logged = self.log.columns["step_s"] if self.log.has_step_size(tokens_per_step) else []
         traced = [] if self.timeline is None else self.timeline.step_times_s
-        # The timeline's first time is the second step's.
+        # The timeline's first time is that of the second step.
         for times_s in (logged[WARM_UP_STEPS:], logged, traced[WARM_UP_STEPS - 1 :], traced):
-            if found := sorted(t for t in times_s if t is not None and 0 < t < LONGEST_STEP_S):
-                return found
+            if settled := sorted(t for t in times_s if t is not None and 0 < t < LONGEST_STEP_S):
+                return settled
         return []
 
 
 def read_log(lines: Iterable[bytes]) -> Log:
-    """The log in the lines of metrics.jsonl."""
+    """Parse the lines of metrics.jsonl."""
     log = Log()
     for line in lines:
         fields = fields_of(line)
@@ -82,7 +82,7 @@ def read_log(lines: Iterable[bytes]) -> Log:
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None for anything else that a line may hold."""
+    """Convert to a finite number; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         return None
     return float(value)

@@ -1,4 +1,4 @@
-"""A policy, and the semantics that it serves, in words."""
+"""Text descriptions of a policy and of training semantics."""
 
 from collections import Counter
 
@@ -7,14 +7,14 @@ from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import show_count
 
 UPDATE_WORDS = {
-    Update.EAGER: "each block as its gradient arrives",
+    Update.EAGER: "block by block, as gradients arrive",
     Update.BARRIER: "when the norm is known, all before the next step",
     Update.DEFERRED: "when the norm is known, block by block into the next forward",
 }
 
 
 def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
-    """The schedule, a clause per topic; no clause where it does the usual thing."""
+    """Describe a schedule: one clause per topic, none for defaults."""
     traits = {
         "order": _order(policy, plan.semantics.n_micro_batches),
         "weights": f"{counted(policy.prefetch_depth, 'layer')} prefetched",
@@ -31,12 +31,12 @@ def clauses(policy: Policy, plan: Plan) -> dict[str, str]:
             traits[topic] = words.format(counted(len(blocks), "block"))
     if policy.square_on_device:
         traits["norm"] = "gradients squared on the device, for the global norm"
-    early = f"; {counted(len(policy.speculate_blocks), 'block')} already before it is known" if policy.speculate_blocks else ""
+    early = f"; {counted(len(policy.speculate_blocks), 'block')} before it is known" if policy.speculate_blocks else ""
     return traits | {"update": f"{policy.update} update: {UPDATE_WORDS[policy.update]}{early}"}
 
 
 def _order(policy: Policy, n_micro_batches: int) -> str:
-    """The way of micro-batches through the layers."""
+    """Describe the order of micro-batches and layers."""
     if n_micro_batches == 1:
         return "one micro-batch: no gradient accumulation"
     if policy.accumulation_group >= n_micro_batches:
@@ -47,7 +47,7 @@ def _order(policy: Policy, n_micro_batches: int) -> str:
 
 
 def _saved(policy: Policy, n_layers: int) -> str:
-    """`saved for backward: all of 5 layers, the inputs of 24 layers; the rest is recomputed (activation checkpointing)`."""
+    """Describe saved activations: `saved for backward: all of 5 layers, the inputs of 24 layers; the rest is recomputed (...)`."""
     words = {
         Saved.ALL: "all",
         Saved.PRODUCTS: "matmul outputs",
@@ -57,39 +57,39 @@ def _saved(policy: Policy, n_layers: int) -> str:
     n_saving = Counter(policy.saved(b) for b in range(1, n_layers + 1))
     n_away = Counter(policy.saved(b) for b in policy.offload_blocks)
     saved = []
-    for of, what in words.items():
-        n, away = n_saving[of], n_away[of]
+    for tier, text in words.items():
+        n, away = n_saving[tier], n_away[tier]
         where = "" if not away else " (on the host)" if away == n else f" ({away} of them on the host)"
-        saved += [f"{what} of {counted(n, 'layer')}{where}"] if n else []
+        saved += [f"{text} of {counted(n, 'layer')}{where}"] if n else []
     again = "" if n_saving[Saved.ALL] == n_layers else "; the rest is recomputed (activation checkpointing)"
     return f"saved for backward: {', '.join(saved)}{again}"
 
 
 def kernels_in_words(semantics: Semantics) -> str:
-    """`fused norm, loss and pointwise; cudnn attention; fla.chunk_gated_delta_rule`: kernels besides matrix products."""
+    """Describe kernels except matrix products: `fused norm, loss and pointwise; cudnn attention; fla.chunk_gated_delta_rule`."""
     fused = [part for part in ("norm", "loss", "pointwise") if getattr(semantics, part) != "eager"]
     attention = semantics.attention_kernel if semantics.attention == "sdpa" else "eager"
-    others = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
-    return "; ".join([others, f"{attention} attention", *semantics.library_kernels])
+    kernels = f"fused {', '.join(fused[:-1])}{' and ' if fused[:-1] else ''}{fused[-1]}" if fused else "eager"
+    return "; ".join([kernels, f"{attention} attention", *semantics.library_kernels])
 
 
 def trained_in_words(plan: Plan) -> str:
-    """`41.9 M parameters: lora:r=16,alpha=32; the others frozen, quantized to nf4`."""
+    """Describe trained parameters: `41.9 M parameters: lora:r=16,alpha=32; the others frozen, ...`."""
     base = plan.semantics.base
-    others = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
-    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {others}"
+    frozen = "the others frozen" + (f", their matrices quantized to {base}" if base != "bf16" else "")
+    return f"{show_count(plan.workload.n_trained)} parameters: {plan.semantics.train}; {frozen}"
 
 
 def batch_in_words(semantics: Semantics) -> str:
-    """`67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; of several ranks, those of each."""
-    whole = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
+    """Describe a batch: `67 sequences of 512 tokens, in 5 micro-batches of 16, the last of 3`; per rank for several ranks."""
+    batch = f"{counted(semantics.whole.batch_size, 'sequence')} of {semantics.seq_len:,} tokens"
     last = f", the last of {semantics.n_left}" if semantics.n_left else ""
     n_groups, ranks = semantics.whole.sum_groups, semantics.ranks
-    apart = f", in {n_groups} sum groups" if n_groups > 1 else ""
-    each = f" on each of {ranks} GPUs" if ranks > 1 else ""
-    return f"{whole}, in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{each}{apart}"
+    groups = f", in {n_groups} sum groups" if n_groups > 1 else ""
+    gpus = f" on each of {ranks} GPUs" if ranks > 1 else ""
+    return f"{batch}, in {counted(semantics.n_micro_batches, 'micro-batch', 'es')} of {semantics.micro_batch}{last}{gpus}{groups}"
 
 
 def counted(n: int, noun: str, plural: str = "s") -> str:
-    """`1 layer`, `2 layers`."""
+    """Format a count: `1 layer`, `2 layers`."""
     return f"{n} {noun}{'' if n == 1 else plural}"

@@ -1,4 +1,4 @@
-"""The text report of `penstock plan`."""
+"""Text report of `penstock plan`."""
 
 from collections.abc import Iterator
 
@@ -6,39 +6,41 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from . import report_lines as report
 from .facts import Facts
-from .words import Line, Table, answer, asked, basis, gains, lanes, memory, parts, policy, schedules, verdict
+from .report_lines import Line, Table
 
 PIPE_COLUMNS = 120
-OTHERS = """Schedules of other systems under the same semantics and costs; the systems themselves differ in more.
+BASELINE_NOTE = """Schedules of other systems under the same semantics and costs; the systems themselves differ in more.
 Resident: all state on the device, no copies, and AdamW in one pass there, with this micro-batch or a part of it."""
 
 
 def print_plan(facts: Facts, console: Console, verbose: bool = False) -> None:
-    """Print the answer in a dozen lines; if `verbose`, then all facts: what was asked for, what it rests on, and tables."""
-    made = Group(*_report(facts)) if verbose else _grid([*answer(facts)])
+    """Print the answer in a dozen lines; with `verbose`, the full report with provenance and tables."""
+    text = Group(*_report(facts)) if verbose else _grid([*report.short_report(facts)])
     if console.is_terminal:
-        console.print(made)
+        console.print(text)
         return
     console.width = PIPE_COLUMNS
     with console.capture() as captured:
-        console.print(made)
+        console.print(text)
     for line in captured.get().splitlines():
-        console.file.write(line.rstrip() + "\n")  # a pipe wants neither colours nor the padding of tables
+        console.file.write(line.rstrip() + "\n")  # no colours or padding in pipes
 
 
-def _report(facts: Facts) -> Iterator[RenderableType]:
-    for lines in (verdict(facts), [*asked(facts), *policy(facts)], basis(facts)):
+def _report(f: Facts) -> Iterator[RenderableType]:
+    for lines in (report.verdict_lines(f), [*report.request_lines(f), *report.policy_lines(f)], report.provenance_lines(f)):
         yield _grid([*lines])
         yield Text()
-    for table in (lanes(facts), parts(facts), gains(facts), memory(facts), schedules(facts)):
+    tables = (report.lane_table, report.waterfall_table, report.gain_table, report.memory_table, report.baseline_table)
+    for table in (build(f) for build in tables):
         if table is not None and table.rows:
             yield _table(table)
             yield Text()
-    if facts.waterfall is None:
-        yield Text(f"Where the seconds go is left out: the plan has {len(facts.plan.ops):,} ops, too many to simulate ten times.")
-    if facts.answer is not None:
-        yield Text(OTHERS, style="dim")
+    if f.waterfall is None:
+        yield Text(f"The breakdown of the step is left out: the plan has {len(f.plan.ops):,} ops, too many to simulate ten times.")
+    if f.answer is not None:
+        yield Text(BASELINE_NOTE, style="dim")
 
 
 def _grid(lines: list[Line]) -> RichTable:
@@ -51,9 +53,9 @@ def _grid(lines: list[Line]) -> RichTable:
 
 
 def _table(table: Table) -> RichTable:
-    made = RichTable(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    rich_table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for i, title in enumerate(table.titles):
-        made.add_column(title, justify="right" if i == 1 else "left")
+        rich_table.add_column(title, justify="right" if i == 1 else "left")
     for row in table.rows:
-        made.add_row(*map(Text, row))
-    return made
+        rich_table.add_row(*map(Text, row))
+    return rich_table

@@ -1,8 +1,8 @@
-"""The seconds of a step by their causes, and the gain from more of each resource.
+"""Breakdown of a step by cause, and the gain from more of each resource.
 
-The plan is simulated on a machine where only computing takes time, then again with one more thing that does: the growth of the step
-is that thing's part. Fill and drain are the copies that no computing can hide: those before the first layer can begin, and those
-after the last one is done; they come last, with everything that is fixed per op.
+The plan is simulated on a machine where only compute takes time, then with one further cause at a time: the increase in step time
+is that cause's part. Fill and drain are copies that compute cannot hide, before the first layer starts and after the last one ends.
+They come last, with fixed overheads per op.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from penstock.runtime.plan import Kind, Lane, Plan
 from penstock.runtime.plan.region import Demand
 from penstock.runtime.plan.workload import Saved
 
-FREE = 1e18  # times as fast: takes no time
-GAIN = 1.1  # times as fast, for a gain
-NOISE_FRACTION = 1e-9  # of the step: less is what `FREE` leaves over
-MAX_STEPS = 24  # as the search simulates, so that the last level is its prediction
+FREE = 1e18  # speed factor: takes no time
+GAIN = 1.1  # speed factor of a gain
+NOISE_FRACTION = 1e-9  # of the step: remainders of `FREE` are below it
+MAX_STEPS = 24  # as in the search, so that the last level equals its prediction
 RESOURCES: dict[str, tuple[Group, ...]] = {
     "device compute": (Group.MATMUL, Group.ATTENTION, Group.DEVICE_MEMORY),
     "link": (Group.UPLOAD, Group.DOWNLOAD, Group.DUPLEX, Group.PEERS, Group.NETWORK),
@@ -32,14 +32,14 @@ RESOURCES: dict[str, tuple[Group, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """Seconds of a step by what they are spent on. None is negative, and together they are the step."""
+    """Seconds of a step by cause. Parts are not negative, and their sum is the step."""
 
-    ideal_compute_s: float  # forward and backward on the device, once each, without a launch, and norms if it makes them
-    recompute_s: float  # forwards again, for activations that were not kept
-    link_s: float  # waiting for copies, and reads, were host memory infinitely fast and the optimizer free
-    host_dram_s: float  # copies and optimizer slowing each other, for want of host memory rate
-    optimizer_s: float  # waiting for norm and update, at the rate measured alone
-    fill_drain_and_launch_s: float  # copies that nothing can hide, overhead of kernels and ops, latency of copies
+    ideal_compute_s: float  # one forward and backward on the device without launches, and norms if computed there
+    recompute_s: float  # repeated forwards of activations that were not saved
+    link_s: float  # waiting for copies and reads, with infinite host memory bandwidth and no optimizer
+    host_dram_s: float  # contention of copies and optimizer for host memory bandwidth
+    optimizer_s: float  # waiting for norm and update, at their uncontended rate
+    fill_drain_and_launch_s: float  # copies that compute cannot hide, kernel and op overhead, copy latency
 
     @property
     def step_s(self) -> float:
@@ -48,7 +48,7 @@ class Waterfall:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The same plan with 10 % more of one resource. Where ops contend, `saved_s` can be negative."""
+    """Simulation of the plan with 10 % more of one resource. Contention can make `saved_s` negative."""
 
     resource: str
     step_s: float
@@ -57,15 +57,15 @@ class Gain:
 
 
 def waterfall(plan: Plan, profile: Profile) -> Waterfall:
-    """The parts of the plan's step.
+    """Compute the parts of the plan's step.
 
-    Link, optimizer and host memory are added in this order: what sharing host memory costs shows only once all draw on it.
+    Link, optimizer and host memory are added in this order, because contention for host memory only appears if all three use it.
     """
     burdens = ["device compute"]
     computing = _only(profile, *burdens)
-    # The same ops with memory for every activation: no backward computes anything again.
+    # Ops with all activations saved: backward recomputes nothing.
     policy = replace(plan.policy, save=(Saved.ALL,) * plan.workload.n_layers, offload_blocks=())
-    levels = [_compute_s(replace(plan, policy=policy), computing, without=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
+    levels = [_compute_s(replace(plan, policy=policy), computing, excluded=(Kind.RECOMPUTE,)), _compute_s(plan, computing)]
     for burden in (("link", "disk"), ("optimizer",), ("host DRAM",)):
         burdens += burden
         machine = _only(profile, *burdens)
@@ -75,21 +75,21 @@ def waterfall(plan: Plan, profile: Profile) -> Waterfall:
 
 
 def gains(plan: Plan, profile: Profile) -> tuple[Gain, ...]:
-    """The gain from 10 % more of each resource, the largest first: the resource that binds."""
-    step_s, found = _step_s(plan, profile), []
+    """Gain from 10 % more of each resource, the largest first."""
+    step_s, result = _step_s(plan, profile), []
     for resource, groups in RESOURCES.items():
         if resource == "disk" and not plan.policy.disk_blocks:
             continue
         with_more_s = _step_s(plan, faster(profile, dict.fromkeys(groups, GAIN)))
-        found.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
-    return tuple(sorted(found, key=lambda gain: -gain.saved_s))  # equal ones stay in the order of RESOURCES
+        result.append(Gain(resource, with_more_s, step_s - with_more_s, 1 - with_more_s / step_s))
+    return tuple(sorted(result, key=lambda gain: -gain.saved_s))  # stable: ties keep the order of RESOURCES
 
 
 def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
-    """What each level adds to those before it, and at last what is left up to the step.
+    """Increase of each level over the previous ones, and the remainder up to the step.
 
-    Where ops contend, one more burden can shorten a step: a level below an earlier one then adds nothing, and one above the
-    whole step counts as the step.
+    With contention, a further cause can shorten a step. A level below the previous maximum then adds 0, and levels are capped at
+    the step.
     """
     reached_s = 0.0
     grown_s: list[float] = []
@@ -101,7 +101,7 @@ def _growth(levels_s: Sequence[float], step_s: float) -> list[float]:
 
 
 def _only(profile: Profile, *burdens: str) -> Profile:
-    """The machine on which only these resources take time."""
+    """Profile on which only these resources take time."""
     return faster(profile, {group: FREE for name, groups in RESOURCES.items() if name not in burdens for group in groups})
 
 
@@ -109,15 +109,15 @@ def _step_s(plan: Plan, profile: Profile, demands: list[Demand] | None = None) -
     return simulate(plan, demands or costs(plan, profile), region_of(profile), MAX_STEPS).step_s
 
 
-def _compute_s(plan: Plan, profile: Profile, without: Sequence[Kind] = ()) -> float:
-    """Seconds of the device's work alone, without ops of these kinds."""
+def _compute_s(plan: Plan, profile: Profile, excluded: Sequence[Kind] = ()) -> float:
+    """Seconds of the device's ops, run alone, without ops of these kinds."""
     demands = zip(plan.ops, costs(plan, profile), strict=True)
-    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in without)
+    return sum(plan.often(i) * d.alone_s for i, (op, d) in enumerate(demands) if op.lane is Lane.GPU and op.kind not in excluded)
 
 
 def _hidden_edges(plan: Plan, profile: Profile) -> list[Demand]:
-    """The demands of the ops, with no time for those that no computing can hide: uploads up to the first layer's, downloads from
-    the last of a layer on."""
+    """Demands of the ops, with zero time for copies that compute cannot hide: uploads up to the first layer's, and downloads after
+    the last layer's."""
     demands, layers = costs(plan, profile), range(1, plan.workload.n_layers + 1)
     for lane, order in ((Lane.H2D, 1), (Lane.D2H, -1)):
         copies = [i for i, op in enumerate(plan.ops) if op.lane is lane][::order]

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import cli
-from penstock.planner.search.search import searched
+from penstock.planner.search.search import search_machine
 from tests.chats import write_talker
 from tests.real_layers import hf_model
 from tests.tiny import tiny_config
@@ -81,9 +81,9 @@ def perform(command: str, folder: Path) -> str:
 
 
 def answer(*of: Any) -> Any:
-    """`searched`, once: a page that asks the same again, for more words, is told what was found."""
+    """`search_machine`, once: a page that asks the same again, for more words, is told what was found."""
     if (asked := repr(of)) not in ANSWERS:
-        ANSWERS[asked] = searched(*of)
+        ANSWERS[asked] = search_machine(*of)
     return ANSWERS[asked]
 
 
@@ -107,7 +107,7 @@ def what_readers_have(folder: Path) -> None:
 def test_every_command_of_a_page_prints_what_the_page_shows(page, part, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "132")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("penstock.planner.search.search.searched", answer)
+    monkeypatch.setattr("penstock.planner.search.search.search_machine", answer)
     what_readers_have(tmp_path)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for name, content in files(text):

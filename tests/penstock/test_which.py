@@ -12,7 +12,7 @@ from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
 from penstock.cli.which import _larger, swept
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
-from penstock.planner.search.search import searched
+from penstock.planner.search.search import search_machine
 from penstock.planner.show.compare import COLUMNS
 from penstock.planner.show.fits import Fit
 from penstock.planner.show.price import JOB_TITLES, hourly
@@ -47,7 +47,7 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.cli.which.MOST_WORKERS", 1)
     monkeypatch.setattr(
-        "penstock.planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:])
+        "penstock.planner.show.compare.search_machine", lambda *of: search_machine(*of[:3], Policy(), *of[4:])
     )  # it needs no search
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])

@@ -12,7 +12,7 @@ from penstock.planner.bounds import work as of_blocks
 from penstock.planner.bounds.bounds import policy_bound
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.cost import CostModel
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
 from penstock.planner.search.space import Family, families, family_of
 from penstock.runtime.plan import Policy, Semantics, Update
@@ -64,11 +64,11 @@ def test_no_plan_is_faster_than_a_bound_in_hard_cells(first):
 def test_what_a_search_remembers_of_blocks_changes_no_bound(number):
     """Policies of one cell share works of blocks, a linear program is below the integer one, what all members do below that."""
     of, rng = cell(number), random.Random(number)
-    frames = Frames(of.model, of.workload, of.semantics, CostModel(of.profile))
+    costs = PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile))
     for policy in [start for _ in range(12) if (start := start_of(rng, of)) is not None]:
-        plan = frames.of(policy)
-        assert frames.bound_s(policy) == policy_bound(plan, CostModel(of.profile)).seconds
-        relaxation, family = Relaxation(frames, of.clipped_fraction), family_of(policy, of.semantics)
+        plan = costs.plan(policy)
+        assert costs.bound_s(policy) == policy_bound(plan, CostModel(of.profile)).seconds
+        relaxation, family = Relaxation(costs, of.clipped_fraction), family_of(policy, of.semantics)
         relaxed = relaxation.solve(family)
         linear_s = relaxation.linear_bound_s(family)
         assert relaxed is None or linear_s <= relaxed.bound_s * (1 + 1e-6)
@@ -109,7 +109,7 @@ def grouped(model: str, machine: str, seq_len: int, n_sequences: int) -> Cell:
 @pytest.mark.parametrize(("model", "machine", "seq_len", "n_sequences", "sizes"), GROUPED)
 def test_groups_smaller_than_the_step_have_true_bounds(model, machine, seq_len, n_sequences, sizes):
     of = grouped(model, machine, seq_len, n_sequences)
-    relaxation = Relaxation(Frames(of.model, of.workload, of.semantics, CostModel(of.profile)), None)
+    relaxation = Relaxation(PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile)), None)
     for size in sizes:
         lean = Family(Update.DEFERRED, size, size, 1).policy()
         for depth, n_slots in ((1, 1), (3, 2), (1, 8)):

@@ -154,9 +154,9 @@ WRONG: dict[str, tuple[Callable[[], Plan], str]] = {
     ),
     "a gather before its load": (lambda: before(small(ranks=2), "gather net b1", "load h2d b1"), "weights[0] holds nothing"),
     "a circle": (lambda: with_op(small(), "load h2d b0", waits=(Wait(index(small(), "update cpu b0")),)), "can never start"),
-    "an op twice": (lambda: twice(small(), "norm cpu b2"), "(norm cpu b2): done twice in a step"),
+    "an op twice": (lambda: twice(small(), "norm cpu b2"), "(norm cpu b2): occurs twice in a step"),
     "a missing load of a block that stays": (lambda: without(small(resident_blocks=(2,)), "load h2d b2"), "no load of block 2"),
-    "a later group first": (lambda: reordered(*_groups_exchanged()), "(backward gpu b0 m1): comes after a later group"),
+    "a later group first": (lambda: reordered(*_groups_exchanged()), "(backward gpu b0 m1): runs after a later group"),
     "a slot that is not aligned": (
         lambda: with_sizes(small(), "state", [n + 8 for n in sizes_of(small(), "state")]),
         "no multiple of 256",
@@ -261,7 +261,7 @@ def test_a_smaller_last_micro_batch_fits_the_slots_of_others() -> None:
     assert "just where the last one is smaller" in error_of(replace(plan, workload=replace(workload, smaller=())))
     first, layer, *others = workload.smaller
     less = (first, replace(layer, tiers=(replace(layer.tiers[0], saved_bytes=5000),)), *others)
-    assert "saved[0] has 1024 bytes, but 5512 go into it" in error_of(replace(plan, workload=replace(workload, smaller=less)))
+    assert "saved[0] has 1024 bytes, but needs 5512" in error_of(replace(plan, workload=replace(workload, smaller=less)))
 
 
 @pytest.mark.drawn

@@ -9,7 +9,7 @@ import pytest
 from penstock.planner.bounds.integer import Program
 from penstock.planner.predict.cost import CostModel
 from penstock.planner.search.choices import Choices
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.runtime.plan import Policy
 from tests.adversary import Cell, cell, drawn_policy, family_of
 
@@ -22,8 +22,8 @@ def choices_of(of: Cell, policy: Policy) -> Choices | None:
     family, group = family_of(policy, of.semantics), policy.accumulation_group
     family = replace(family, accumulation_group=group, largest_group=group)
     lean = replace(family.policy(), gradient_slots=policy.gradient_slots, saved_slots=policy.saved_slots)
-    frames = Frames(of.model, of.workload, of.semantics, CostModel(of.profile))
-    found = Choices(frames, lean, family, policy.prefetch_depth, policy.saved_slots, of.clipped_fraction)
+    costs = PolicyCost(of.model, of.workload, of.semantics, CostModel(of.profile))
+    found = Choices(costs, lean, family, policy.prefetch_depth, policy.saved_slots, of.clipped_fraction)
     may_stay = {*lean.device_blocks}.union(*(choice.blocks for choice in found.staying.values()))
     can_be_early = of.clipped_fraction is not None or not policy.speculate_blocks
     return found if may_stay.issuperset(policy.device_blocks) and can_be_early else None

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import penstock
 from penstock.cli.main import cli
-from penstock.planner.check.claim import check_claim, check_origin, check_search, strangers
+from penstock.planner.check.claim import check_claim, check_origin, check_search, name_conflicts
 from penstock.planner.search.claim import claimed
 from penstock.runtime.errors import PlanError
 from penstock.runtime.plan import Plan, PlanFile
@@ -43,7 +43,7 @@ def test_an_honest_claim_holds_search_and_all(way: str, honest: PlanFile, tmp_pa
     file = planned(tmp_path / "plan.json", **(ASKED | WAYS[way])) if WAYS[way] else honest
     claim = claimed(file.claim, "plan.json")
     assert check_origin(file.plan, claim) == check_claim(file.plan, claim) == check_search(file.plan, claim) == []
-    assert list(strangers(file.plan)) == []
+    assert list(name_conflicts(file.plan)) == []
     assert "claim recomputed" in penstock.check(file)
     p, c = claim.prediction, claim.certificate
     assert p.p10_step_s <= p.step_s <= p.p90_step_s
@@ -65,7 +65,7 @@ def test_a_changed_number_is_refused_by_its_place(honest: PlanFile) -> None:
         nearly = changed(nearly, place, 1 + 1e-12)
     check_claim(honest.plan, claimed(nearly, "plan.json"))  # sums of floats
     other = claim | {"certificate": claim["certificate"] | {"arithmetic": "0" * 16}}
-    assert "claimed by another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
+    assert "the claim is from another version" in check_claim(honest.plan, claimed(other, "plan.json"))[0]
 
 
 def test_a_bound_on_all_policies_is_refused_by_a_search(honest: PlanFile) -> None:
@@ -131,6 +131,6 @@ def test_a_shipped_name_that_means_something_else_is_told(honest: PlanFile) -> N
     profile = json.loads(json.dumps(honest.plan.profile))
     profile["host"]["dram_bytes_per_s"]["value"] *= 2
     model = replace(honest.plan.model, config=honest.plan.model.config | {"rope_theta": 1})
-    (machine,) = strangers(replace(honest.plan, profile=profile))
+    (machine,) = name_conflicts(replace(honest.plan, profile=profile))
     assert "dram_bytes_per_s" in machine
-    assert [said for said in strangers(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in said]
+    assert [said for said in name_conflicts(replace(honest.plan, model=model)) if "qwen2.5-0.5b" in said]

@@ -10,10 +10,10 @@ from penstock.hwprofiles.several import on_network, shared_by
 from penstock.planner.model import config
 from penstock.planner.model.kernels import with_kernels
 from penstock.planner.model.workload import build_workload, read_model, shipped_models
-from penstock.planner.search.estimate import Greedy
+from penstock.planner.search.evaluate import Evaluator
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import sizes_of
 from penstock.planner.search.search import search
-from penstock.planner.search.trial import Trial
 from penstock.planner.show.fits import families, family_of, fits, fitting_sizes, hosts, lowest, speed_of
 from penstock.runtime.errors import ProfileError, WorkloadError
 from penstock.runtime.plan import Semantics
@@ -121,8 +121,8 @@ def test_each_size_is_on_the_nearest_machine_and_soldered_stays():
 
 def test_the_lowest_bound_is_found_without_asking_all():
     model, asked = read_model("qwen3-1.7b"), replace(SEMANTICS, seq_len=4096, batch_size=16)
-    trials = [Trial(model, workload, of, DESKTOP, None) for of, workload in fitting_sizes(model, asked, DESKTOP)]
-    likely = [(of, policy) for of in trials for policy in Greedy(of.frames).policies()]
-    found, least = lowest(likely), min(likely, key=lambda pair: pair[0].frames.bound_s(pair[1]))
-    assert len({of.frames.bound_s(policy) for of, policy in likely}) > 5
+    evaluators = [Evaluator(model, workload, of, DESKTOP, None) for of, workload in fitting_sizes(model, asked, DESKTOP)]
+    likely = [(of, policy) for of in evaluators for policy in Greedy(of.costs).policies()]
+    found, least = lowest(likely), min(likely, key=lambda pair: pair[0].costs.bound_s(pair[1]))
+    assert len({of.costs.bound_s(policy) for of, policy in likely}) > 5
     assert found is likely[likely.index(least)]

@@ -18,10 +18,9 @@ from penstock.planner.predict.cost import CostModel, region_of
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search import search as room
-from penstock.planner.search.answer import Answer
 from penstock.planner.search.branch import Tree
-from penstock.planner.search.estimate import Greedy
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.evaluate import Evaluator
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import (
     LEAST_LOSS_TILE,
     MORE_PARTS,
@@ -32,9 +31,10 @@ from penstock.planner.search.micro_batch import (
     sizes_of,
 )
 from penstock.planner.search.micro_batch import LOSS_TILE as LOSS_TILES
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.remedy import Request
+from penstock.planner.search.result import SearchResult
 from penstock.planner.search.search import NEAR_FRACTION, search
-from penstock.planner.search.trial import Trial
 from penstock.runtime.plan import Policy, Semantics
 from penstock.runtime.plan.workload import Model, Saved
 from tests.tiny import tiny_config
@@ -66,12 +66,12 @@ def chosen(model: Model, profile: Profile, given: Semantics, free: frozenset[str
     return Request(model, given, profile, None, free).resized().semantics
 
 
-def fastest(model: Model, profile: Profile, given: Semantics) -> Answer:
+def fastest(model: Model, profile: Profile, given: Semantics) -> SearchResult:
     return search(model, sizes_of(model, given, profile), profile, None, SIZES)
 
 
 @lru_cache(maxsize=64)
-def alone(cell: int, of: Semantics) -> Answer | None:
+def alone(cell: int, of: Semantics) -> SearchResult | None:
     """The best plan found with this size, for all tests that look for it; None where none fits."""
     model, machine, device_bytes, _, _ = CELLS[cell]
     try:
@@ -120,7 +120,7 @@ def test_a_size_is_searched_where_faster_ones_do_not_fit(monkeypatch: pytest.Mon
     sizes = sizes_of(SMALL, start(SMALL, profile, 1024, 64), profile)
     explore, last = Tree.explore, sizes[-1][0]
     monkeypatch.setattr(Tree, "try_first", lambda *_: float("inf"))
-    monkeypatch.setattr(Tree, "explore", lambda tree, known_s: explore(tree, known_s) if tree.trial.semantics == last else None)
+    monkeypatch.setattr(Tree, "explore", lambda tree, known_s: explore(tree, known_s) if tree.evaluator.semantics == last else None)
     assert search(SMALL, sizes, profile).plan.semantics == last
 
 
@@ -131,8 +131,8 @@ def test_a_large_model_on_a_small_card_takes_the_fastest_size(host_bytes: int) -
     model, profile = read_model("qwen2.5-14b"), read_profile("rtx4090-server").with_memory(24 * GB, host_bytes)
     answer = fastest(model, profile, start(model, profile, 4096, 4))
     for of, workload in sizes_of(model, start(model, profile, 4096, 4), profile):
-        trial = Trial(model, workload, of, profile, None)
-        steps_s = [trial.step_s(policy) for policy in Greedy(trial.frames).policies()]
+        evaluator = Evaluator(model, workload, of, profile, None)
+        steps_s = [evaluator.step_s(policy) for policy in Greedy(evaluator.costs).policies()]
         assert answer.step_s <= min(steps_s, default=float("inf")) * (1 + NEAR_FRACTION)
         assert answer.certificate.policy_bound_s <= min(steps_s, default=float("inf"))
 
@@ -179,7 +179,7 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
     profile = on(machine, device_bytes)
     of = replace(start(model, profile, seq_len, 2 * 26 + 1), micro_batch=2)  # 26 and one that is smaller
     workload = build_workload(model, of)
-    greedy = Greedy(Frames(model, workload, of, CostModel(profile)))
+    greedy = Greedy(PolicyCost(model, workload, of, CostModel(profile)))
     found = greedy.policies()
     assert {1} < {policy.accumulation_group for policy in found}
     for policy in found:
@@ -187,8 +187,8 @@ def test_greedy_plans_are_right_and_no_step_beats_their_bounds(cell: int) -> Non
         check(plan)
         demands = greedy.cost.demands(plan)
         step_s = simulate(plan, demands, region_of(profile)).step_s
-        lanes_s = busy_s(greedy.frames.of(policy), greedy.cost).values()
-        assert max(lanes_s) <= greedy.frames.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
+        lanes_s = busy_s(greedy.costs.plan(policy), greedy.cost).values()
+        assert max(lanes_s) <= greedy.costs.bound_s(policy) * (1 + 1e-9) <= step_s * (1 + 2e-9)
         larger = max(policy.resident_blocks, default=-1) + 1
         if larger < len(workload.blocks) and policy.save == (Saved.ALL,) * workload.n_layers and not policy.device_blocks:
             more = replace(policy, resident_blocks=tuple(range(larger + 1)))

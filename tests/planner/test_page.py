@@ -61,12 +61,12 @@ def test_the_page_has_the_numbers_of_the_claim_and_of_the_run(planned, ran):
 
 def test_a_claim_is_shown_if_simulating_confirms_it(planned):
     file = PlanFile.read(planned)
-    assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Words on this page")[0]
+    assert "no schedule we can express" not in Page(written(PlanFile(file.plan, None))).text.partition("Terms on this page")[0]
     claim = json.loads(json.dumps(file.claim))
     claim["prediction"]["step_s"] /= 2
     said = Page(written(PlanFile(file.plan, claim))).text
     assert "the plan file claims a step of" in said
-    assert "gap " not in said.partition("Words on this page")[0]
+    assert "gap " not in said.partition("Terms on this page")[0]
     claim["certificate"]["policy_bound_s"] = "<b>"
     with pytest.raises(PlanError, match=r"p.json: claim.certificate.policy_bound_s"):
         written(PlanFile(file.plan, claim))
@@ -109,7 +109,7 @@ def test_every_kind_of_op_and_every_arena_has_a_colour():
     families = (folder / "step.js").read_text().partition("const FAMILIES = [")[2].partition("];\n")[0]
     series = (folder / "memory.js").read_text().partition("const SERIES = {")[2].partition("};")[0]
     held = {*re.findall(r'Arena\(\s*"(\w+)"', inspect.getsource(arenas)), "weights"}
-    held |= {memory.KEPT, memory.COMPUTED, memory.CONTEXT, *memory.OF_HOST}
+    held |= {memory.SAVED, memory.COMPUTED, memory.CONTEXT, *memory.HOST_PARTS}
     assert {kind for kind in Kind if f'"{kind}"' not in families} == set()
     assert len(held) > 15
     assert {name for name in held if not re.search(rf'(?<!\w)"?{name}"?: \[', series)} == set()

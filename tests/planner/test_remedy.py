@@ -11,8 +11,8 @@ from penstock.planner.lower.lower import lower, plan_ops
 from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint, frame
 from penstock.planner.search.micro_batch import SIZES, sizes_of
-from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _changes, _of_same_bits, _with_memory, does_not_fit, most_ops
-from penstock.planner.search.space import baseline, leanest
+from penstock.planner.search.remedy import MAX_PLAN_OPS, Request, _bitwise_identical, _changes, _with_memory, does_not_fit, most_ops
+from penstock.planner.search.space import baseline, smallest_plans
 from penstock.runtime.plan import MAX_REPETITIONS, Policy, Semantics
 from penstock.runtime.plan.optimizer import optimizing
 from penstock.runtime.plan.train import Lora, Train
@@ -38,7 +38,7 @@ def needs_of(profile, semantics=SEMANTICS, fixed=None):
     workload = build_workload(MODEL, semantics)
     if fixed is not None:
         return [footprint(frame(MODEL, workload, semantics, fixed), profile)]
-    return [needs for _, needs in leanest(MODEL, workload, semantics, profile)]
+    return [needs for _, needs in smallest_plans(MODEL, workload, semantics, profile)]
 
 
 def sizes_in(change):
@@ -116,7 +116,7 @@ def test_no_change_makes_a_plan_too_long_to_write():
     profile = DESKTOP.with_memory(None, GB)
     found = [footprint(frame(MODEL, workload, semantics, Policy()), profile)]
     error = does_not_fit(Request(MODEL, semantics, profile, Policy(), frozenset()), found)
-    assert "none of those tried" in error.smallest_change
+    assert "no change that was tried" in error.smallest_change
 
 
 @pytest.mark.fast("some")
@@ -189,9 +189,9 @@ def test_a_frozen_base_larger_than_the_host_goes_to_a_disk():
 
     def named(semantics, profile):
         request = Request(model, semantics, profile, None, SIZES).resized()
-        leanest_first = [n for _, n in leanest(model, build_workload(model, request.semantics), request.semantics, profile)]
-        assert not any(n.fits for n in leanest_first)
-        return {text: changed for text, changed in _of_same_bits(request, leanest_first[0]) if "--disk-read 7GB" in text}
+        smallest_first = [n for _, n in smallest_plans(model, build_workload(model, request.semantics), request.semantics, profile)]
+        assert not any(n.fits for n in smallest_first)
+        return {text: changed for text, changed in _bitwise_identical(request, smallest_first[0]) if "--disk-read 7GB" in text}
 
     (changed,) = named(adapters, profile).values()
     assert changed.fits()

@@ -17,7 +17,7 @@ from penstock.cli.main import cli
 from penstock.hwprofiles.schema import Profile, read_profile
 from penstock.planner.bounds.bounds import policy_bound, policy_bounds
 from penstock.planner.bounds.machine import machine_bound
-from penstock.planner.bounds.work import Works, ops_of, spared_ops
+from penstock.planner.bounds.work import WorkCache, ops_of, spared_ops
 from penstock.planner.lower.lower import lower
 from penstock.planner.model.config import shipped_model
 from penstock.planner.model.workload import build_workload, read_model
@@ -29,12 +29,22 @@ from penstock.planner.predict.scaled_profile import Group, faster
 from penstock.planner.predict.simulate import simulate
 from penstock.planner.search.branch import Tree
 from penstock.planner.search.claim import CUT
-from penstock.planner.search.estimate import Greedy
-from penstock.planner.search.frames import Frames
+from penstock.planner.search.greedy import Greedy
 from penstock.planner.search.micro_batch import SIZES, sizes_of
+from penstock.planner.search.policy_cost import PolicyCost
 from penstock.planner.search.relax import Relaxation
-from penstock.planner.search.search import search, searched
-from penstock.planner.search.space import BASELINES, GRADIENT_SLOTS, Family, Way, baseline, families, leanest, staying, with_ways
+from penstock.planner.search.search import search, search_machine
+from penstock.planner.search.space import (
+    BASELINES,
+    GRADIENT_SLOTS,
+    Family,
+    Way,
+    baseline,
+    families,
+    smallest_plans,
+    staying,
+    with_ways,
+)
 from penstock.runtime.errors import DoesNotFitError, PlanError
 from penstock.runtime.plan import Kind, Lane, Policy, Semantics, Update
 from penstock.runtime.plan.legality import can_stay
@@ -162,7 +172,7 @@ def test_brute_force_finds_nothing_better_where_bytes_leave(s, data):
 def hold_against_brute_force(workload, s, profile, policies, within=1.01):
     """Brute force leaves out policies whose own bound is above the best found."""
     with pytest.MonkeyPatch.context() as patched:  # nobody's model has no other micro-batch, which plain training would try
-        patched.setattr("penstock.planner.search.answer.resident_in_parts", all_resident)
+        patched.setattr("penstock.planner.search.result.resident_in_parts", all_resident)
         answer = search(NOBODY, [(s, workload)], profile)
     cost, region, shortest_s = CostModel(profile), region_of(profile), inf
     bounds_s = {policy: policy_bound(frame(NOBODY, workload, s, policy), cost).seconds for policy in policies}
@@ -236,7 +246,7 @@ def test_a_search_that_simulates_nothing_has_a_true_gap(monkeypatch, opens):
     assert answer.step_s == min(baselines_s)
     assert answer.certificate.n_simulated == len(baselines_s)
 
-    relaxation = Relaxation(Frames(model, workload, s, CostModel(profile)), None)
+    relaxation = Relaxation(PolicyCost(model, workload, s, CostModel(profile)), None)
     below_s = {f: relaxed.bound_s for f in families(s, workload) if (relaxed := relaxation.solve(f)) is not None}
     lowest_s = min(below_s.values())
     if opens:  # into sizes of groups, and into numbers of slots
@@ -257,7 +267,7 @@ def test_the_cut_of_one_memory_is_searched():
     for part, name, n in (("device", "pool_bytes", 20 * GB), ("device", "memory_bytes", 4 * GB), ("host", "memory_bytes", 16 * GB)):
         fields[part][name]["value"] = float(n)
     machine = Profile.from_json(fields)
-    answer, cut = searched(model, asked, machine, None, SIZES | {CUT})
+    answer, cut = search_machine(model, asked, machine, None, SIZES | {CUT})
     assert cut.device.memory_bytes.value + cut.host.memory_bytes.value == 20 * GB
     assert CUT in answer.certificate.free
     steps = {}
@@ -277,7 +287,7 @@ def test_policies_whose_plans_are_too_long_keep_their_bounds(monkeypatch):
     s = Semantics(512, 8, 1)
     workload = build_workload(model, s)
     whole = search(model, [(s, workload)], machine)
-    monkeypatch.setattr("penstock.planner.search.trial.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
+    monkeypatch.setattr("penstock.planner.search.evaluate.LONGEST_SEARCHED_OPS", 5 * len(workload.blocks))
     found = search(model, [(s, workload)], machine)
     assert found.certificate.policy_bound_s <= min(whole.step_s, found.step_s) * (1 + 1e-9)
     assert found.certificate.n_simulated < whole.certificate.n_simulated
@@ -297,7 +307,7 @@ def test_eager_updates_are_tried_only_where_they_are_legal():
     for clip, nonfinite, legal in ((1.0, "stop", False), (None, "skip", False), (None, "stop", True)):
         s = Semantics(512, 2, 1, clip_norm=clip, on_nonfinite=nonfinite)
         workload = build_workload(model, s)
-        space = [plan.policy for plan, _ in leanest(model, workload, s, profile)]
+        space = [plan.policy for plan, _ in smallest_plans(model, workload, s, profile)]
         assert (Update.EAGER in {p.update for p in space}) == legal
         assert (baseline("slideformer", s, workload).update is Update.EAGER) == legal
         assert len(set(space)) == len(space)
@@ -350,7 +360,7 @@ def test_no_plan_with_one_gradient_slot_is_faster_than_its_bound(train, update):
 def test_a_device_with_room_for_strided_plans_alone_gets_one(train):
     of = asked("llama", train, n_layers=8, seq_len=128, batch_size=8, micro_batch=4)
     strided, spread = (footprint(frame(*of, Policy(boundary_stride=n)), DESKTOP).device_peak_bytes for n in (4, 1))
-    needs = [needs for _, needs in leanest(*of, DESKTOP)]
+    needs = [needs for _, needs in smallest_plans(*of, DESKTOP)]
     assert min(n.device_peak_bytes for n in needs) <= strided < spread
     tight = with_any_memory(DESKTOP, strided, 10**12)
     model, workload, semantics = of
@@ -379,7 +389,7 @@ def test_saved_bytes_leave_while_loads_come_and_bound_the_step():
     )  # fmt: skip
     plan = lower(model, workload, semantics, policy, {})
     simulated = simulate(plan, cost.demands(plan), region_of(cost.profile))
-    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, Works(cost))}
+    bounds = {bound.name: bound.seconds for bound in policy_bounds(plan, WorkCache(cost))}
     busy_s = simulated.busy_s(plan)[Lane.H2D]
     assert busy_s > 1.1 * bounds["lane h2d"]
     assert 0.99 * busy_s <= max(bounds.values()) <= simulated.step_s * (1 + 1e-9)

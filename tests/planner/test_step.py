@@ -15,7 +15,7 @@ from penstock.planner.model.workload import build_workload, read_model
 from penstock.planner.predict.memory import footprint
 from penstock.planner.search.space import baseline
 from penstock.planner.show import memory
-from penstock.planner.show.memory import held
+from penstock.planner.show.memory import occupancy
 from penstock.planner.show.step import measured_stretch, predicted_stretch
 from penstock.runtime.plan import Lane, Semantics, Slot
 from penstock.runtime.plan.timeline import Span, Timeline
@@ -92,7 +92,7 @@ def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
     stretch = predicted_stretch(plan, predicted(plan, MADE_UP))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "SMALL_FRACTION", 0.0)  # nothing is summed up
-        both = held(plan, MADE_UP, stretch)
+        both = occupancy(plan, MADE_UP, stretch)
     for at_s in (fraction * stretch.length_s for fraction in fractions):
         expected = obviously_held(plan, stretch.spans, stretch.start_s + at_s)
         for one in both:
@@ -107,7 +107,7 @@ def test_memory_holds_what_the_next_use_of_every_slot_says(plan, fractions):
 @given(plans())
 def test_no_more_is_held_than_is_reserved(plan):
     stretch, needs = predicted_stretch(plan, predicted(plan, MADE_UP)), footprint(plan, MADE_UP)
-    for one, peak_bytes in zip(held(plan, MADE_UP, stretch), (needs.device_peak_bytes, needs.host_peak_bytes), strict=True):
+    for one, peak_bytes in zip(occupancy(plan, MADE_UP, stretch), (needs.device_peak_bytes, needs.host_peak_bytes), strict=True):
         assert sum(one.reserved.values()) == peak_bytes >= one.peak_bytes
         for name, values in one.series.items():
             assert 0 <= min(values) <= max(values) <= one.reserved.get(name, peak_bytes)

@@ -18,7 +18,6 @@ from penstock.hwprofiles.schema import read_profile
 from penstock.planner.model.memory_replay import Tape, Tensor
 from penstock.planner.model.workload import build_workload
 from penstock.planner.predict.compute_time import ComputeTime, moved_bytes
-from penstock.runtime.batch import Batch
 from penstock.runtime.compute.blocks import Templates
 from penstock.runtime.errors import WorkloadError
 from penstock.runtime.executor import execute

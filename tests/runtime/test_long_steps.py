@@ -66,7 +66,7 @@ def test_a_long_step_is_planned_checked_run_resumed_and_reported(tmp_path, monke
     assert PlanFile.read(repeats).plan.repeat is not None
     said = [penstock("check", path).output.partition(": ")[2] for path in (written, repeats)]
     assert said[0] == said[1]
-    assert said[0].startswith("right: ")
+    assert said[0].startswith("valid: ")
     constant = ("--schedule", "constant")
     for out, first, second in (("a", repeats, written), ("b", written, repeats)):
         for plan, n_steps, more in ((first, 2, ()), (second, 4, ("--resume",))):

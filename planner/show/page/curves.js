@@ -1,5 +1,5 @@
 "use strict";
-// What a run logged: loss, speed and learning rate over its steps.
+// Curves of a run's log: loss, speed and learning rate by step.
 
 function curvePicture(curve) {
   const canvas = document.getElementById(curve.id);
@@ -56,7 +56,7 @@ function curvePicture(curve) {
     context.setLineDash([]);
   }
 
-  /** A line with a gap where a value is no number, or points where few were taken. */
+  /** Draw a line with gaps at missing values, or dots for sparse data. */
   function drawLine(context, line, width, height) {
     context.strokeStyle = context.fillStyle = colour(line.colour);
     context.lineWidth = 1.6;
@@ -106,7 +106,7 @@ function curvePicture(curve) {
   ));
 }
 
-/** A tick of an axis of values: as many decimals as its neighbours need, or a power of ten where they are very small. */
+/** Tick label of a value axis: enough decimals to distinguish neighbours, or a power of ten for very small values. */
 function level(value, step) {
   if (Math.abs(value) < step / 2) return "0";
   const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));

@@ -1,11 +1,11 @@
 "use strict";
-// What every picture needs: the data, colours of the scheme in force, canvases as sharp as the screen, axes, units.
+// Shared by all plots: data, colours of the current scheme, canvases at screen resolution, axes, units.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const tip = document.getElementById("tip");
-const NARROW = 640; // pixels: below, labels stand above what they name
+const NARROW = 640; // pixels; on narrower screens, labels are placed above their rows
 const FONT = 'system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif';
-const pictures = []; // functions that draw, each from nothing
+const pictures = []; // functions that redraw a canvas completely
 
 document.documentElement.classList.add("scripted");
 
@@ -20,7 +20,7 @@ function make(tag, text = "", className = "") {
   return element;
 }
 
-/** A context to draw on, in CSS pixels, however fine the screen is. */
+/** Drawing context in CSS pixels, at the resolution of the screen. */
 function fit(canvas, height) {
   const width = canvas.clientWidth, fine = window.devicePixelRatio || 1;
   canvas.style.height = height + "px";
@@ -34,19 +34,19 @@ function fit(canvas, height) {
   return { context, width, height };
 }
 
-/** Round values between two ends, at most so many. */
+/** About `most` round tick values between two ends. */
 function ticks(from, to, most) {
   const raw = (to - from) / Math.max(most, 1);
   if (!(raw > 0)) return { values: [from], step: 1 };
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].find((n) => n * power >= raw * 0.999) * power;
   const first = Math.ceil(from / step - 1e-9), values = [];
-  // Counted from the first: of very large numbers the next one may be the same.
+  // Multiples of the step, because adding it to a very large number may not change it.
   for (let n = 0; n <= 2 * most + 2 && (first + n) * step <= to + step * 1e-9; n++) values.push((first + n) * step);
   return { values, step };
 }
 
-/** Three digits and the unit that makes them readable. */
+/** Format with three digits and a suitable unit. */
 function seconds(s) {
   const size = Math.abs(s);
   if (size >= 1 || size === 0) return digits(s) + " s";
@@ -58,7 +58,7 @@ function digits(value, most = 3) {
   return String(Number(value.toPrecision(most)));
 }
 
-/** A tick of a time axis: as many decimals as its neighbours need. */
+/** Tick label of a time axis: enough decimals to distinguish neighbours. */
 function moment(s, step) {
   const [scale, unit] = step >= 0.1 ? [1, "s"] : step >= 1e-4 ? [1e3, "ms"] : [1e6, "µs"];
   return (s * scale).toFixed(Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9))) + " " + unit;
@@ -91,7 +91,7 @@ function swatch(label, fill, className = "", gloss = "") {
   return entry;
 }
 
-/** The last value at or below `x` in rising `values`: its place, or -1. */
+/** Index of the last value <= x in ascending `values`, or -1. */
 function placeOf(values, x) {
   let low = 0, high = values.length;
   while (low < high) {

@@ -1,7 +1,7 @@
 "use strict";
-// What the device and the host hold over the same stretch of time: arenas stacked, what is reserved, what the machine has.
+// Memory of device and host over the same time axis: stacked arenas, allocated bytes, capacity.
 
-// The colours of the ops that fill an arena, and how much paler: weights as uploads, gradients as downloads, state as updates.
+// Colours of the ops that fill an arena, and their lightening: weights as uploads, gradients as downloads, state as updates.
 const SERIES = {
   weights: ["weights", 0], packed: ["weights", 0.5], frozen: ["weights", 0.5], gradients: ["gradients", 0], sums: ["gradients", 0.5], squares: ["norm", 0], norm: ["norm", 0],
   host_gradients: ["gradients", 0], staging: ["gradients", 0.5], received: ["gradients", 0.75],
@@ -24,9 +24,9 @@ function valueAt(series, at) {
 
 function memoryPicture(held) {
   const panel = make("div", "", "chart"), picture = make("canvas"), legend = make("div", "", "legend");
-  const title = make("p", `${held.place}: holds up to ${bytes(held.peak_bytes)}, reserves ${bytes(held.reserved_bytes)}, has ${bytes(held.memory_bytes)}`, "lead");
+  const title = make("p", `${held.place}: peak use ${bytes(held.peak_bytes)}, allocated ${bytes(held.reserved_bytes)}, capacity ${bytes(held.memory_bytes)}`, "lead");
   picture.setAttribute("role", "img");
-  picture.setAttribute("aria-label", `Bytes held in ${held.place} memory over the step; the table below has the same in numbers`);
+  picture.setAttribute("aria-label", `Bytes in use in ${held.place} memory over the step; the table below lists them`);
   panel.append(title, picture, legend);
   document.getElementById("memory").append(panel);
 
@@ -60,7 +60,7 @@ function memoryPicture(held) {
   pictures.push(draw);
 }
 
-/** The series on top of each other, the steadiest and largest at the bottom. */
+/** Stacked series, the steadiest and largest at the bottom. */
 function drawStack(context, held, width, yOf) {
   const first = Math.max(0, placeOf(held.times, view.from));
   let after = first;
@@ -113,7 +113,7 @@ function drawLevels(context, held, width, yOf, isNear, most) {
   if (!left) for (const n of ticks(0, most, 4).values) if (n) drawOnPaper(context, bytes(n), 4, Math.max(9, yOf(n) - 9));
 }
 
-/** A label that lies on what is drawn: on paper of its own, so that it is read on any colour. */
+/** A label on top of the plot, with a background so that it is readable on any colour. */
 function drawOnPaper(context, label, x, y) {
   context.textAlign = "left";
   context.fillStyle = colour("page");

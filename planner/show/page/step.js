@@ -1,7 +1,7 @@
 "use strict";
-// One step, lane by lane: predicted above measured, on one axis of time that the pictures of memory share.
+// Timeline of one step by lane, predicted above measured, on the time axis of the memory plots.
 
-// Kinds that belong together share a colour; on one lane no two colours are alike to eyes that see fewer of them.
+// Related kinds share a colour; colours of one lane are distinguishable with colour blindness.
 const FAMILIES = [
   ["forward", "forward", ["forward"]], ["recompute", "recomputed", ["recompute"]], ["backward", "backward", ["backward"]],
   ["loss", "loss and head", ["loss"]], ["norm", "squares and norms", ["square", "norm", "clip"]], ["weights", "weights up", ["read", "load", "gather", "dequantise"]],
@@ -9,7 +9,7 @@ const FAMILIES = [
   ["update", "update", ["update", "update_on_device", "settle"]], ["speculate", "early update", ["speculate"]],
 ];
 const familyOf = new Map(FAMILIES.flatMap(([family, , kinds]) => kinds.map((kind) => [kind, family])));
-const LIGHT_INK = new Set(["forward", "loss", "gradients", "weights"]); // bars dark enough for white letters, in the light scheme
+const LIGHT_INK = new Set(["forward", "loss", "gradients", "weights"]); // bars dark enough for white text in the light scheme
 
 const ops = data.ops.map((line) => {
   const [kind, lane, block] = line.split(" ", 3);
@@ -32,7 +32,7 @@ const tracks = data.tracks.map((track) => {
 const whole = Math.max(...tracks.map((track) => track.length_s), 1e-12);
 const view = { from: 0, to: whole, cursor: null, chosen: null, marked: null };
 const canvas = document.getElementById("timeline");
-let boxes = []; // of rows, as last drawn: { track, lane, top, height }
+let boxes = []; // rows of the last drawing: { track, lane, top, height }
 
 function gutter(width) {
   return width < NARROW ? 0 : tracks.length > 1 ? 212 : 150;
@@ -48,7 +48,7 @@ function timeAt(x, width) {
   return view.from + (Math.max(0, x - left) / (width - left)) * (view.to - view.from);
 }
 
-/** Show another stretch of the step, never less than what a double can tell apart and never more than all. */
+/** Set the visible stretch, limited by the precision of a double and the whole step. */
 function look(from, to) {
   const span = Math.min(Math.max(to - from, whole * 1e-7), whole);
   view.from = Math.min(Math.max(0, from), whole - span);
@@ -115,11 +115,11 @@ function drawTimes(context, width, bottom) {
   });
 }
 
-/** The pieces of one lane. Those too narrow to be seen one by one are drawn together, paler where they leave gaps. */
+/** Draw the pieces of one lane. Adjacent pieces that are too narrow are merged, lighter if there are gaps. */
 function drawRow(context, track, lane, top, height, left, width) {
   const row = track.rows.get(lane), paper = colour("page"), isDark = matchMedia("(prefers-color-scheme: dark)").matches;
   const fills = new Map(FAMILIES.map(([family]) => [family, colour(family)]));
-  let crowd = null; // { family, inset, x, end, busy } of narrow pieces that follow each other
+  let crowd = null; // merged narrow pieces: { family, inset, x, end, busy }
   const drawBar = (family, inset, x, wide) => {
     context.fillStyle = fills.get(family);
     context.fillRect(x, top + inset, wide, height - 2 * inset);
@@ -168,7 +168,7 @@ function drawRow(context, track, lane, top, height, left, width) {
   context.restore();
 }
 
-/** The end of each track, the cursor, the op that was chosen and those that it waits for. */
+/** Draw the end of each track, the cursor, the selected op and the ops that it waits for. */
 function drawOver(context, left, width, bottom) {
   context.save();
   context.beginPath();
@@ -209,7 +209,7 @@ function waitsOf(op) {
   return new Set(waits ? waits.split(" ").map((wait) => Number(wait.split("@")[0])) : []);
 }
 
-/** The piece under the pointer, with its row; or the nearest within a few pixels. */
+/** The piece under the pointer and its row, or the nearest within a few pixels. */
 function pieceAt(event) {
   const frame = canvas.getBoundingClientRect(), x = event.clientX - frame.left, y = event.clientY - frame.top;
   const box = boxes.find((b) => y >= b.top - 1 && y <= b.top + b.height + 1);
@@ -227,7 +227,7 @@ function linesOf(found) {
     const piece = track === found.track ? found : track.times.get(found.op);
     if (piece) lines.push(track.name + ": " + seconds(piece.to - piece.from) + ", from " + seconds(piece.from) + " to " + seconds(piece.to));
   }
-  if (found.later) lines.push(found.later > 0 ? "of the next step: this lane is ahead" : "of the step before: this lane is still at it");
+  if (found.later) lines.push(found.later > 0 ? "of the next step: this lane is ahead" : "of the previous step: this lane is behind");
   return lines;
 }
 
@@ -241,7 +241,7 @@ function choose(found) {
   drawAll();
 }
 
-/** The next op on the lane of the chosen one, or the one before it; kept in sight. */
+/** Select the next or previous op on the lane, and scroll it into view. */
 function chooseNext(direction) {
   const track = view.chosen ? view.chosen.track : tracks[tracks.length - 1];
   const row = track.rows.get(view.chosen ? ops[view.chosen.op].lane : data.lanes[0][0]);
@@ -256,7 +256,7 @@ function chooseNext(direction) {
 function listenToTimeline() {
   const width = () => canvas.clientWidth, xIn = (event) => event.clientX - canvas.getBoundingClientRect().left;
   canvas.addEventListener("wheel", (event) => {
-    if (!event.ctrlKey && document.activeElement !== canvas) return; // the page scrolls, until the picture is asked for
+    if (!event.ctrlKey && document.activeElement !== canvas) return; // scroll the page unless the canvas has focus
     event.preventDefault();
     if (event.deltaX && Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
       const by = (event.deltaX / width()) * (view.to - view.from);

@@ -1,4 +1,4 @@
-"""The facts of a plan in words, for the text and the page: named lines, and tables."""
+"""Named lines and tables about a plan, for the text report and the page."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,30 +13,30 @@ from penstock.runtime.plan import Lane, Plan
 from penstock.runtime.units import show_bytes, show_count, show_rate, show_seconds
 
 from .facts import Facts, Measured
-from .memory import SMALL_FRACTION, Held
+from .memory import SMALL_FRACTION, Occupancy
 from .price import job_in_words, prices_in_words
 from .schedule import batch_in_words, clauses, counted, kernels_in_words, trained_in_words
 
-Line = tuple[str, str]  # a name, and what is said under it
+Line = tuple[str, str]  # name, text
 LANE_TITLE = {Lane.GPU: "computing", Lane.H2D: "uploads", Lane.D2H: "downloads", Lane.CPU: "host optimizer"}
 LANE_TITLE |= {Lane.NET: "exchange", Lane.DISK: "reads from the disk"}
-# The content of parts of memory
+# Contents of parts of memory
 GLOSS = {
     "state": "master weights and optimizer states; frozen weights",
     "frozen": "frozen weights, read from the disk",
-    "packed": "quantized weights, to be unpacked",
-    "device state": "optimizer states that stay on the device",
+    "packed": "quantized weights before unpacking",
+    "device state": "optimizer states kept on the device",
     "kept activations": "saved for backward",
     "saved": "on its way to the host, or back",
     "activations": "layer inputs",
     "spilled": "layer inputs, offloaded",
     "offloaded": "activations, offloaded",
     "sums": "accumulated gradients",
-    "squares": "of gradients, for the norm",
+    "squares": "squared gradients, for the norm",
     "received": "other ranks' sums, to be added",
-    "host gradients": "of blocks, until their update",
+    "host gradients": "gradients until their update",
     "staging": "gradients being accumulated",
-    "resident weights": "weights that stay",
+    "resident weights": "weights kept on the device",
     "runtime": "Python, torch and its libraries",
     "compiler": "numba, and the updates that it compiles",
     "context": "the driver's",
@@ -49,16 +49,16 @@ PARTS = {
     "optimizer_s": "optimizer",
     "fill_drain_and_launch_s": "fill, drain and launch",
 }
-ENOUGH_FRACTION = 0.75  # of the device's seconds to rest on its measurements; below it the reader is told to measure
-N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # resources that are named with what more of them would save
-MOST_LETTERS = 200  # of the schedule in the answer: two lines
-FAR = 3.0  # times the prediction: from here on not told in percent
-ALONE = "nothing is known of other GPUs beside this one: they are taken to exchange by way of the host"
-CONVENTION = "forward and twice that, causal half of attention, no recompute"
+ENOUGH_FRACTION = 0.75  # share of the device's seconds from its own measurements; below it the report recommends a probe
+N_GAINS, LEAST_GAIN_FRACTION = 2, 1e-3  # number of bottlenecks shown, minimum gain
+MOST_LETTERS = 200  # maximum length of the schedule in the short report: two lines
+FAR = 3.0  # times the prediction; from here on not shown in percent
+ALONE = "the link between GPUs is not in the profile: exchange through host memory is assumed"
+CONVENTION = "forward, twice that for backward, causal half of attention, no recompute"
 
 
 class Bar(NamedTuple):
-    """A bar beside a row of a table on the page; `low_s` and `high_s`: of a range across it."""
+    """Bar next to a row of a table on the page. `low_s` and `high_s`: ends of a range marker."""
 
     kind: str
     start_s: float
@@ -69,7 +69,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; `bars`, one for each row, are drawn on the page alone."""
+    """A table. `bars`, one per row, are only drawn on the page."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -77,15 +77,15 @@ class Table:
 
     @property
     def longest_s(self) -> float:
-        """The scale of the bars."""
+        """Scale of the bars."""
         return max((max(bar.end_s, bar.high_s or 0.0) for bar in self.bars), default=0.0) or 1.0
 
 
 # -- lines ----------------------------------------------------------------------------------------------------------------
 
 
-def verdict(f: Facts) -> Iterator[Line]:
-    """The answer: step, certificate, memory, what binds, and the price."""
+def verdict_lines(f: Facts) -> Iterator[Line]:
+    """Short verdict: step, certificate, memory, bottleneck and price."""
     claim = f.claim
     yield (
         "step",
@@ -97,9 +97,9 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield "optimal?", _certified(claim)[0]
     held = [f"{place} {show_bytes(sum(parts.values()))} of {show_bytes(has)}" for place, parts, has in _memories(f)]
     yield "memory", f"{'it fits' if f.needs.fits else 'it does not fit'}: {', '.join(held)}"
-    told = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
-    bound_by = [gain.resource for gain in told[:1]] if claim is None else [claim.certificate.binding]
-    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in told)
+    shown = [gain for gain in f.gains[:N_GAINS] if gain.saved_fraction >= LEAST_GAIN_FRACTION]
+    bound_by = [gain.resource for gain in shown[:1]] if claim is None else [claim.certificate.binding]
+    saves = ", ".join(f"{gain.resource} saves {gain.saved_fraction:.1%}" for gain in shown)
     if bound_by := [*bound_by, *([f"10 % more {saves}"] if saves else [])]:
         yield "bound by", "; ".join(bound_by)
     if (forward := f.forward) is not None:
@@ -115,129 +115,128 @@ def verdict(f: Facts) -> Iterator[Line]:
         yield f"{show_count(f.n_tokens)} tokens", job_in_words(f.hourly.job(f.n_tokens, f.tokens_per_s))
     if prices := prices_in_words(f.hourly, f.tokens_per_s):
         yield "price", "; ".join(prices)
-    if (advised := advice(f.resident_s, f.step_s)) is not None:
+    if (advised := resident_hint(f.resident_s, f.step_s)) is not None:
         yield "resident", advised
     if f.answer is not None and f.answer.clipped_step_s is not None:
-        more = f.answer.clipped_step_s / f.prediction.step_s - 1
-        yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {more:.1%} more if its gradient is clipped"
+        extra = f.answer.clipped_step_s / f.prediction.step_s - 1
+        yield "clipping", f"a step takes {exact(f.prediction.step_s)}, and {extra:.1%} more if its gradient is clipped"
     if f.unconfirmed_step_s is not None:
         claims = f"the plan file claims a step of {exact(f.unconfirmed_step_s)}, simulating it gives {exact(f.prediction.step_s)}"
         yield "note", f"{claims}: the file was changed, or written by another version; its interval and bounds are left out"
     if not f.prediction.periodic:
-        yield "note", "the steps settle into no steady rhythm: the prediction is the mean of the last ones that were simulated"
+        yield "note", "the steps reach no steady state: the prediction is the mean of the last simulated ones"
     if f.plan.semantics.ranks > 1 and f.profile.peers is None:
         yield "GPUs", ALONE
 
 
 def on_disk(plan: Plan, profile: Profile, step_s: float) -> str | None:
-    """What masters and moments on the disk would take, where no run has them: bytes, time and wear. None where nothing is known of
-    its writes."""
+    """Estimate masters and moments on a disk, which no run supports: bytes, time and wear. None if the profile has no write rate
+    and no endurance."""
     n_bytes, disk = plan.semantics.state_bytes * plan.workload.n_trained, profile.disk
     if disk is None or not (disk.write_bytes_per_s or disk.endurance_bytes):
         return None
-    found = [f"are in memory: on the disk {show_bytes(n_bytes)} would be read and written in every step"]
+    texts = [f"in memory: on the disk, {show_bytes(n_bytes)} would be read and written in every step"]
     if disk.write_bytes_per_s is not None:
         both_s = n_bytes / profile.read_bytes_per_s + n_bytes / disk.write_bytes_per_s.value
-        found.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
+        texts.append(f"{exact(both_s)} at its rates, {both_s / step_s:.3g} times this step")
     if disk.endurance_bytes is not None:
         n = disk.endurance_bytes.value / n_bytes
-        found.append(f"its {show_bytes(disk.endurance_bytes.value)} rated were written after {n:,.0f} steps")
-    return "; ".join(found)
+        texts.append(f"its {show_bytes(disk.endurance_bytes.value)} rated were written after {n:,.0f} steps")
+    return "; ".join(texts)
 
 
-def answer(f: Facts) -> Iterator[Line]:
-    """The verdict, the schedule in two lines, and where the rest is: a dozen lines at most."""
-    yield from verdict(f)
+def short_report(f: Facts) -> Iterator[Line]:
+    """Short report: verdict, schedule in two lines, and a reference to further output."""
+    yield from verdict_lines(f)
     yield "batch", batch_in_words(f.plan.semantics)
     if f.plan.semantics.is_lean:
         is_other = f.plan.semantics.optimizer.rule != "adamw"
-        what = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
-        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {what} (docs/optimizers.md)"
+        difference = "another optimizer than AdamW" if is_other else "other rounding than torch's AdamW"
+        yield "optimizer", f"{f.plan.semantics.optimizer_in_words}: {difference} (docs/optimizers.md)"
     yield "schedule", shorten("; ".join(clauses(f.plan.policy, f.plan).values()), MOST_LETTERS, placeholder=" ...")
-    yield "more", "why, what it rests on, time and memory in parts, other systems' schedules: plan -v, or penstock report"
+    yield "more", "reasons, provenance, time and memory in parts, other systems' schedules: plan -v, or penstock report"
 
 
-def asked(f: Facts) -> Iterator[Line]:
+def request_lines(f: Facts) -> Iterator[Line]:
     """Model, machine and semantics."""
-    plan, of = f.plan, f.plan.semantics
+    plan, s = f.plan, f.plan.semantics
     name = plan.model.name or plan.model.path
     yield "model", f"{name}: {show_count(plan.workload.n_params)} parameters, {plan.workload.n_layers} layers"
     if not plan.workload.trains_all:
         yield "trained", trained_in_words(plan)
     yield "machine", f"{f.profile.name}: {f.profile.summary}"
-    yield "batch", batch_in_words(of)
-    clip = "no clipping" if of.clip_norm is None else f"gradients clipped at {of.clip_norm:g}"
+    yield "batch", batch_in_words(s)
+    clip = "no clipping" if s.clip_norm is None else f"gradients clipped at {s.clip_norm:g}"
     is_sparse = "num_experts" in plan.model.config or "num_local_experts" in plan.model.config
-    experts = f", {of.experts} experts" if is_sparse else ""
-    yield "precision", f"{of.compute_dtype} compute, {of.master_dtype} master weights, {clip}{experts}"
-    if of.is_lean:
-        yield "optimizer", of.optimizer_in_words
-    if not of.objective.is_default:
-        yield "loss", str(of.objective) if of.objective.sha256 is None else f"{of.objective} (a function of your own)"
-    if of.router_loss:
-        yield "routers", f"{of.router_loss:g} times their load-balancing loss, of each micro-batch"
-    yield "kernels", kernels_in_words(of)
+    experts = f", {s.experts} experts" if is_sparse else ""
+    yield "precision", f"{s.compute_dtype} compute, {s.master_dtype} master weights, {clip}{experts}"
+    if s.is_lean:
+        yield "optimizer", s.optimizer_in_words
+    if not s.objective.is_default:
+        yield "loss", str(s.objective) if s.objective.sha256 is None else f"{s.objective} (a function of your own)"
+    if s.router_loss:
+        yield "routers", f"{s.router_loss:g} times their load-balancing loss, of each micro-batch"
+    yield "kernels", kernels_in_words(s)
 
 
-def policy(f: Facts) -> Iterator[Line]:
-    """The schedule, a line per topic; and the fastest plan of another kind, how much slower it is (or faster, than a policy that
-    was asked for), and how it differs."""
+def policy_lines(f: Facts) -> Iterator[Line]:
+    """The schedule, one line per topic, and the next best plan: its relative speed and its differences."""
     mine = clauses(f.plan.policy, f.plan)
     for i, clause in enumerate(mine.values()):
         yield "" if i else "policy", clause
     if f.answer is not None and f.answer.next_best is not None:
         policy, step_s = f.answer.next_best
-        other = clauses(policy, f.plan)
-        differences = [text for topic, text in other.items() if text != mine.get(topic)]
-        differences += [f"not: {text}" for topic, text in mine.items() if topic not in other]
+        alternative = clauses(policy, f.plan)
+        differences = [text for topic, text in alternative.items() if text != mine.get(topic)]
+        differences += [f"not: {text}" for topic, text in mine.items() if topic not in alternative]
         name = "next best" if step_s >= f.step_s else "faster"
         yield name, f"{exact(step_s)} ({step_s / f.step_s - 1:+.1%}), with {'; '.join(differences) or 'other blocks'}"
 
 
-def basis(f: Facts) -> Iterator[Line]:
-    """What else is proven, the provenance of the prediction, and what is counted as work and as a checkpoint."""
+def provenance_lines(f: Facts) -> Iterator[Line]:
+    """Further bounds, the provenance of the prediction, and the definitions of model work and checkpoint size."""
     if f.claim is not None:
         yield "proven", _certified(f.claim)[1]
-    device, others = f.rests_on
+    device, other_lanes = f.rests_on
     yield "rests on", _rests_on(device, "the device's")
     if device.fraction(BASES[0]) < ENOUGH_FRACTION:
-        yield "", "measure the machine with `penstock probe` and plan again: the prediction is as good as what it rests on"
-    if others is not None:
-        yield "", _rests_on(others, "the other lanes'")
+        yield "", "measure the machine with `penstock probe` and plan again: the prediction is only as good as its sources"
+    if other_lanes is not None:
+        yield "", _rests_on(other_lanes, "the other lanes'")
     if by_formula := f.plan.semantics.library_kernels:
-        yield "", f"what {' and '.join(by_formula)} move was counted in their sources, and nowhere timed"
+        yield "", f"the memory traffic of {' and '.join(by_formula)} was counted in their sources, not timed"
     if f.outside:
-        yield "outside", f"of the measured grid, taken at its nearest point (P10 to P90 are wider for it): {'; '.join(f.outside)}"
+        yield "outside", f"the measured range, costs of its nearest point are used (P10 to P90 are wider): {'; '.join(f.outside)}"
     yield "work", f"{show_rate(f.model_flop_per_s, 'FLOP')} of model work: {CONVENTION}"
     holds = "adapters" if f.plan.semantics.train.lora else "weights"
-    of = "" if f.plan.workload.trains_all else " of what is trained"
-    yield "checkpoint", f"{show_bytes(f.plan.checkpoint_bytes())} each: {holds}, masters and moments{of}"
+    suffix = "" if f.plan.workload.trains_all else " of trained parameters"
+    yield "checkpoint", f"{show_bytes(f.plan.checkpoint_bytes())} each: {holds}, masters and moments{suffix}"
 
 
-def advice(resident_s: float | None, step_s: float) -> str | None:
-    """A hint where keeping all state on the device is faster than streaming it; None where it is not, or does not fit."""
+def resident_hint(resident_s: float | None, step_s: float) -> str | None:
+    """Hint if keeping all state on the device is faster than streaming; None if it is not or does not fit."""
     if resident_s is None or resident_s >= step_s:
         return None
-    kept = f"all training state fits this device: kept there, a step takes about {show_seconds(resident_s)}"
-    return f"{kept}, {step_s / resident_s:.2f} times as fast"
+    text = f"the device has room for all training state: kept there, a step takes about {show_seconds(resident_s)}"
+    return f"{text}, {step_s / resident_s:.2f} times as fast"
 
 
 def _certified(claim: Claim) -> tuple[str, str]:
-    """The bound on all that was searched, and those on less and on more."""
+    """Text of the bound on the search space, and of the narrower and wider bounds."""
     proof = claim.certificate
     gap_fraction = max(claim.prediction.step_s / proof.policy_bound_s - 1, 0.0)
-    whose = "no schedule we can express is" if proof.n_families else "this schedule was asked for, and no order of its ops is"
-    others = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
+    subject = "no schedule we can express is" if proof.n_families else "no order of the ops of this fixed schedule is"
+    wider = f"no schedule at all with this micro-batch is below {exact(proof.machine_bound_s)}"
     if (proof.n_sizes or 1) > 1 and proof.n_families > 0:
         if proof.size_bound_s is not None and proof.size_bound_s > proof.policy_bound_s:
-            others = f"with this plan's sizes {whose} below {exact(proof.size_bound_s)}; {others}"
+            wider = f"with this plan's sizes {subject} below {exact(proof.size_bound_s)}; {wider}"
         cut = " and any cut of the one memory" if CUT in (proof.free or ()) else ""
-        whose = f"with any of {proof.n_sizes} sizes (micro-batch, tiles){cut} {whose}"
-    return f"{whose} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", others
+        subject = f"with any of {proof.n_sizes} sizes (micro-batch, tiles){cut} {subject}"
+    return f"{subject} below {exact(proof.policy_bound_s)} (gap {gap_fraction:.1%})", wider
 
 
 def _measured(f: Facts, measured: Measured) -> str:
-    """The clock's step beside the predicted one."""
+    """Compare the measured step with the prediction."""
     ratio, claim = measured.step_s / f.step_s, f.claim
     against = f"{ratio:.3g} times the prediction" if ratio >= FAR else f"{ratio - 1:+.1%} against the prediction"
     if claim is not None:
@@ -249,28 +248,28 @@ def _measured(f: Facts, measured: Measured) -> str:
     return f"{exact(measured.step_s)}, {middle}; {against}"
 
 
-def _rests_on(found: Provenance, whose: str) -> str:
-    this, another, assumed = (f"{found.fraction(basis):.0%}" for basis in BASES)
-    least = ", ".join(f"{part.what} {part.fraction:.1%}" for part in found.worst)
-    here = f"{this} of {whose} seconds rest on measurements of this device"
-    return f"{here}, {another} on those of another, {assumed} on assumptions" + (f" (most of all: {least})" if least else "")
+def _rests_on(provenance: Provenance, owner: str) -> str:
+    this, another, assumed = (f"{provenance.fraction(basis):.0%}" for basis in BASES)
+    least = ", ".join(f"{part.what} {part.fraction:.1%}" for part in provenance.worst)
+    text = f"{this} of {owner} seconds rest on measurements of this device"
+    return f"{text}, {another} on those of another, {assumed} on assumptions" + (f" (most of all: {least})" if least else "")
 
 
 def _memories(f: Facts) -> tuple[tuple[str, dict[str, int], int], ...]:
-    """Each memory, its parts, and the bytes that the machine has; of several ranks those of one."""
-    each, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
-    return (f"device{each}", needs.device, needs.device_memory_bytes), (f"host{each}", needs.host, needs.host_memory_bytes)
+    """(title, parts, capacity) of each memory; with several ranks, for one of them."""
+    suffix, needs = f" of each of {n} GPUs" if (n := f.plan.semantics.ranks) > 1 else "", f.needs
+    return (f"device{suffix}", needs.device, needs.device_memory_bytes), (f"host{suffix}", needs.host, needs.host_memory_bytes)
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------------
 
 
-def lanes(f: Facts) -> Table:
-    """Busy seconds of each lane in a step."""
+def lane_table(f: Facts) -> Table:
+    """Busy seconds of each lane per step."""
     columns = [(f.prediction.busy_s(f.plan), f.step_s)]
     titles = ["lane", "busy", "share of the step"]
-    if f.measured is not None and (settled := f.measured.settled).spans:
-        columns.append((settled.busy_s(f.plan), f.measured.traced_step_s))
+    if f.measured is not None and (steady := f.measured.steady).spans:
+        columns.append((steady.busy_s(f.plan), f.measured.traced_step_s))
         titles += ["measured busy", "share"]
     rows = []
     for lane in f.plan.lanes:
@@ -279,8 +278,8 @@ def lanes(f: Facts) -> Table:
     return Table(tuple(titles), tuple(rows))
 
 
-def parts(f: Facts) -> Table | None:
-    """The waterfall: the parts of the step, and at last the step."""
+def waterfall_table(f: Facts) -> Table | None:
+    """The waterfall: parts of the step, and the total."""
     if f.waterfall is None:
         return None
     rows, bars, reached_s, step_s = [], [], 0.0, f.waterfall.step_s
@@ -297,37 +296,37 @@ def parts(f: Facts) -> Table | None:
     return Table(("the step is", "takes", "share"), tuple(rows), tuple(bars))
 
 
-def gains(f: Facts) -> Table:
-    """The gain from 10 % more of each resource."""
+def gain_table(f: Facts) -> Table:
+    """Gain from 10 % more of each resource."""
     rows = [(gain.resource, show_seconds(gain.saved_s), f"{gain.saved_fraction:.1%}".replace("-0.0%", "0.0%")) for gain in f.gains]
     bars = [Bar("less" if gain.saved_s < 0 else "gain", 0.0, abs(gain.saved_s)) for gain in f.gains]
     return Table(("10 % more of", "saves", "of the step"), tuple(rows), tuple(bars))
 
 
-def memory(f: Facts, held: tuple[Held, ...] = ()) -> Table:
-    """The reserved bytes of device and host by what they hold, and what the machine has.
+def memory_table(f: Facts, occupancy: tuple[Occupancy, ...] = ()) -> Table:
+    """Allocated bytes of device and host by part, and capacities.
 
-    `held`: of device and host, for a further column, the most that each part holds at any moment of a step.
+    `occupancy`: occupancy of both, adds a column with the maximum of each part over the step.
     """
     rows = []
     for i, (place, parts, has) in enumerate(_memories(f)):
         peak = sum(parts.values())
         shown = {name: n for name, n in parts.items() if n >= SMALL_FRACTION * peak}
-        most = {name: show_bytes(max(at)) for name, at in held[i].series.items()} if held else {}
-        rows.append((place, show_bytes(peak), show_bytes(has), show_bytes(held[i].peak_bytes) if held else ""))
+        peaks = {name: show_bytes(max(values)) for name, values in occupancy[i].series.items()} if occupancy else {}
+        rows.append((place, show_bytes(peak), show_bytes(has), show_bytes(occupancy[i].peak_bytes) if occupancy else ""))
         for name, n_bytes in sorted(shown.items(), key=lambda item: (-item[1], item[0])):
-            said = name.replace("_", " ")
-            title = f"  {said} ({GLOSS[said]})" if said in GLOSS else f"  {said}"
-            rows.append((title, show_bytes(n_bytes), "", most.get(name, "")))
+            label = name.replace("_", " ")
+            title = f"  {label} ({GLOSS[label]})" if label in GLOSS else f"  {label}"
+            rows.append((title, show_bytes(n_bytes), "", peaks.get(name, "")))
         if rest := peak - sum(shown.values()):
             rows.append(("  other", show_bytes(rest), "", ""))
-    titles = ("memory", "needs", "has", "holds at most")
-    n_columns = len(titles) if held else len(titles) - 1
+    titles = ("memory", "needs", "has", "peak use")
+    n_columns = len(titles) if occupancy else len(titles) - 1
     return Table(titles[:n_columns], tuple(row[:n_columns] for row in rows))
 
 
-def schedules(f: Facts) -> Table:
-    """The schedules of other systems under the same semantics and costs, and training with all state on the device."""
+def baseline_table(f: Facts) -> Table:
+    """Schedules of other systems under the same semantics and costs, and training with all state on the device."""
     rows = []
     for name, outcome in f.answer.all_baselines().items() if f.answer else ():
         if "step_s" in outcome:
@@ -337,12 +336,12 @@ def schedules(f: Facts) -> Table:
     return Table(("schedule", "step", "this plan is"), tuple(rows))
 
 
-def p10_to_p90(of: Predicted | Measured) -> str:
-    return f"P10 to P90: {exact(of.p10_step_s)} to {exact(of.p90_step_s)}"
+def p10_to_p90(step: Predicted | Measured) -> str:
+    return f"P10 to P90: {exact(step.p10_step_s)} to {exact(step.p90_step_s)}"
 
 
 def exact(s: float) -> str:
-    """`31.99 s`, `412.7 ms`: four digits, so that a bound and a step that are near each other differ."""
+    """Format seconds with four digits, so that close values differ: `31.99 s`, `412.7 ms`."""
     if s >= 1000:
         return f"{s:,.0f} s"
     scale, unit = (1.0, "s") if s >= 1 else (1e3, "ms") if s >= 1e-3 else (1e6, "µs")

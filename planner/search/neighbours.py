@@ -1,8 +1,7 @@
-"""Neighbours of a policy, for the local search.
+"""Neighbourhood of a policy for local search.
 
-What a relaxation would choose leaves out order, and the best of those is not always the best of their neighbourhood. The neighbours
-come in the order in which they are most likely to gain: buffers, sizes of groups, a number of blocks of one sort treated in another
-way, evenly spaced; and last, where `fine`, single blocks.
+The relaxation ignores the order of ops, so its best solution may have better neighbours. Moves are ordered by expected gain:
+buffers, group sizes, then a number of evenly spaced blocks that get another treatment, and finally single blocks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,40 +16,40 @@ from penstock.runtime.plan.legality import can_read, refuse_illegal
 from penstock.runtime.plan.policy import RICHER
 from penstock.runtime.plan.workload import Saved
 
-from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, evenly, groups_alike, speculated, staying, with_ways
+from .space import LEAST_SAVED_SLOTS, WAYS, Way, can_spill, eager_is_legal, equivalent_sizes, evenly, speculated, staying, with_ways
 
-STEPS, SAVED_STEPS = (1, -1, 2, -2, 4), (1, -1, 2)  # slots more, or fewer
-EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks more or fewer, and shares of them
-LEAVING_SHARES = (0.8, 0.7, 0.9)  # shares of the layers whose activations leave
-MOVED = (1, 2, 4, 8)  # layers at a time, besides all, and half of them
+STEPS, SAVED_STEPS = (1, -1, 2, -2, 4), (1, -1, 2)  # slots to add or remove
+EARLY_STEPS, EARLY_SHARES = (8, -8, 4, -4, 2, -2, 1, -1), (0.25, 0.5, 0.75)  # blocks to add or remove, and shares of all blocks
+LEAVING_SHARES = (0.8, 0.7, 0.9)  # shares of the layers with offloaded activations
+MOVED = (1, 2, 4, 8)  # numbers of layers to change, in addition to all and half
 
-Move = Callable[[Setup, Sequence[int]], Iterator[Policy]]  # a policy's neighbours of one sort, given what may stay on the device
+Move = Callable[[Setup, Sequence[int]], Iterator[Policy]]  # (plan, blocks that may keep their state on the device) -> policies
 
 
 class Omission(NamedTuple):
-    """A choice that a policy may do without: a search in a smaller space often finds a better plan, as it crosses no ridge."""
+    """Kind of choice that a search may exclude. A restricted space often leads to a better plan: it has fewer local optima."""
 
     has: Callable[[Policy], bool]
-    without: Callable[[Policy], Policy]
+    remove: Callable[[Policy], Policy]
 
 
-def _what_is_saved(saved: Saved) -> Omission:
+def _saved_tier(saved: Saved) -> Omission:
     return Omission(lambda policy: saved in policy.save, lambda policy: _saving(policy, policy.saving(saved), Way(Saved.INPUT)))
 
 
-OMISSIONS = (  # those that gained anything, of eight (docs/log.md)
-    *map(_what_is_saved, (Saved.ALL, Saved.ATTENTION)),
+OMISSIONS = (  # the effective ones of eight (docs/log.md)
+    *map(_saved_tier, (Saved.ALL, Saved.ATTENTION)),
     Omission(lambda policy: bool(policy.spill_blocks), lambda policy: replace(policy, spill_blocks=())),
     Omission(lambda policy: bool(policy.resident_blocks), lambda policy: replace(policy, resident_blocks=())),
 )
 
 
 def neighbours(plan: Setup, profile: Profile, moves: Iterable[Move]) -> Iterator[tuple[Move, Policy]]:
-    """Legal policies that differ a little from the plan's, each once; the plan needs no ops. Whether they fit is not looked at."""
-    seen, may_stay = {plan.policy}, places_to_stay(plan, profile)
-    for move, policy in ((of, policy) for of in moves for policy in of(plan, may_stay)):
-        if policy not in seen:
-            seen.add(policy)
+    """Yield distinct legal policies that differ a little from the plan's. The plan needs no ops. Memory is not checked."""
+    visited, may_stay = {plan.policy}, places_to_stay(plan, profile)
+    for move, policy in ((m, policy) for m in moves for policy in m(plan, may_stay)):
+        if policy not in visited:
+            visited.add(policy)
             try:
                 refuse_illegal(plan.workload, plan.semantics, policy)
             except PlanError:
@@ -58,53 +57,52 @@ def neighbours(plan: Setup, profile: Profile, moves: Iterable[Move]) -> Iterator
             yield move, policy
 
 
-def fewer_leaving(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """What leaves leaves of fewer layers, but of all that are not loaded: fetches have the link to themselves there, and a
-    relaxation forgets that elsewhere loads wait for them."""
+def fewer_offloads(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+    """Offload activations of fewer layers, first those with weights on the device: no loads compete with their fetches. The
+    relaxation does not model loads that wait for fetches."""
     policy, away = plan.policy, plan.policy.offload_blocks
-    here, saved = {*policy.device_blocks, *policy.resident_blocks}, [policy.saved(b) for b in away]
-    first = [b for b in sorted(here) if b in away or (0 < b <= plan.workload.n_layers and policy.saved(b) is Saved.INPUT)]
-    others = [b for b in away if b not in here]
+    on_device, saved = {*policy.device_blocks, *policy.resident_blocks}, [policy.saved(b) for b in away]
+    first = [b for b in sorted(on_device) if b in away or (0 < b <= plan.workload.n_layers and policy.saved(b) is Saved.INPUT)]
+    rest = [b for b in away if b not in on_device]
     for n in [round(share * len(away)) for share in LEAVING_SHARES] if first and away else ():
-        stays = evenly(others, max(0, len(first) + len(others) - n)) if n > len(first) else others
-        kept = [*first[:n], *(b for b in others if b not in stays)]
-        yield _saving(_saving(policy, away, Way(Saved.INPUT)), kept, Way(max(saved, key=saved.count), away=True))
+        stays = evenly(rest, max(0, len(first) + len(rest) - n)) if n > len(first) else rest
+        offloading = [*first[:n], *(b for b in rest if b not in stays)]
+        yield _saving(_saving(policy, away, Way(Saved.INPUT)), offloading, Way(max(saved, key=saved.count), away=True))
 
 
-def early(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """Other numbers of early updates: a relaxation forgets the order of host work. The more there are, the more the host gains
-    from norms that it need not make."""
+def early_updates(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+    """Change the number of speculative updates. The relaxation ignores the order of host work. With more of them, the host gains
+    more if norms are computed on the device."""
     policy, n_blocks = plan.policy, len(plan.workload.blocks)
     of_host, n = [b for b in range(n_blocks) if b not in policy.device_blocks], len(policy.speculate_blocks)
     for square in (policy.square_on_device, not policy.square_on_device):
-        for n_early in dict.fromkeys((*(n + more for more in EARLY_STEPS if n), *(round(of * n_blocks) for of in EARLY_SHARES))):
+        for n_early in dict.fromkeys((*(n + d for d in EARLY_STEPS if n), *(round(share * n_blocks) for share in EARLY_SHARES))):
             if 0 <= n_early <= len(of_host):
                 speculating = replace(policy, update=Update.DEFERRED, speculate_blocks=speculated(n_early, of_host))
                 yield replace(speculating, square_on_device=square)
 
 
 def _buffers(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """Other numbers of slots."""
     policy = plan.policy
-    for more in STEPS:
-        yield replace(policy, gradient_slots=max(1, policy.gradient_slots + more))
-        yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + more))
-    for more in SAVED_STEPS if policy.offload_blocks else ():
-        yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + more))
+    for change in STEPS:
+        yield replace(policy, gradient_slots=max(1, policy.gradient_slots + change))
+        yield replace(policy, prefetch_depth=max(1, policy.prefetch_depth + change))
+    for change in SAVED_STEPS if policy.offload_blocks else ():
+        yield replace(policy, saved_slots=max(LEAST_SAVED_SLOTS, policy.saved_slots + change))
 
 
 def _groups(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """Groups of other sizes: as many of them, or a few more or fewer."""
+    """Change the group size: equal number of groups, slightly more or fewer, half, double, or extremes."""
     policy, size, n = plan.policy, plan.policy.accumulation_group, plan.semantics.n_micro_batches
-    alike = groups_alike(size, n)
+    equivalent = equivalent_sizes(size, n)
     one_group = {"square_on_device": False, "device_blocks": ()} if plan.workload.trains_all else {}
-    for other in (alike[0], alike[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
-        if 1 <= other <= n and other != size:
-            yield replace(policy, accumulation_group=other, **({} if other == n else one_group))  # type: ignore[arg-type]
+    for group in (equivalent[0], equivalent[-1], size - 1, size + 1, size // 2, 2 * size, (size + n) // 2, n, 1):
+        if 1 <= group <= n and group != size:
+            yield replace(policy, accumulation_group=group, **({} if group == n else one_group))  # type: ignore[arg-type]
 
 
-def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """Everything of one sort done, or nothing."""
+def _all_or_none(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
+    """Apply a treatment to all blocks, or to none."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     layers = tuple(range(1, n_layers + 1))
     for blocks in (tuple(range(n_layers)), ()):
@@ -122,8 +120,8 @@ def _wholes(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 
 def _moved(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """Layers that save in one way save in another: some of them, evenly spaced; and with them as many that saved their input alone,
-    for what one layer no longer keeps may be room for two."""
+    """Move evenly spaced layers from one way of saving to another, optionally with as many layers that save only their input,
+    because the memory of one layer may suffice for two."""
     policy, layers = plan.policy, range(max(1, plan.workload.first_trained), plan.workload.n_layers + 1)
     of_way: dict[Way, list[int]] = {}
     for b in layers:
@@ -135,36 +133,36 @@ def _moved(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
                     continue
                 moved = evenly(blocks, n or -(-len(blocks) // 2))
                 yield _saving(policy, moved, new)
-                lean = [b for b in of_way.get(Way(Saved.INPUT), []) if old.saved is not Saved.INPUT]
-                if len(lean) >= len(moved):
-                    yield _saving(policy, [*moved, *evenly(lean, len(moved))], new)
+                smallest = [b for b in of_way.get(Way(Saved.INPUT), []) if old.saved is not Saved.INPUT]
+                if len(smallest) >= len(moved):
+                    yield _saving(policy, [*moved, *evenly(smallest, len(moved))], new)
 
 
 def _more_or_fewer(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """More blocks, or fewer, of those that stay loaded, spill, or have their state on the device."""
+    """Add or remove blocks with resident weights, offloaded boundaries, disk weights, or state on the device."""
     policy = plan.policy
     spilling = [b for b in can_spill(plan.workload) if policy.saved(b + 1) is not Saved.ALL]
     read = can_read(plan.workload, plan.semantics) if policy.disk_blocks else []
     choices = {"resident_blocks": range(len(plan.workload.blocks)), "spill_blocks": spilling, "disk_blocks": read}
-    for more in (sign * n for n in MOVED for sign in (1, -1)):
-        for name, among in choices.items():
-            for blocks in _changed(getattr(policy, name), among, more):
+    for change in (sign * n for n in MOVED for sign in (1, -1)):
+        for name, candidates in choices.items():
+            for blocks in _changed(getattr(policy, name), candidates, change):
                 yield replace(policy, **{name: blocks})  # type: ignore[arg-type]
-        for blocks in _changed(policy.device_blocks, may_stay, more):
+        for blocks in _changed(policy.device_blocks, may_stay, change):
             yield staying(policy, blocks)
     if policy.spill_blocks:
         yield replace(policy, spill_blocks=tuple(evenly(spilling, len(policy.spill_blocks))))
 
 
-def _changed(blocks: Sequence[int], of: Sequence[int], more: int) -> Iterator[tuple[int, ...]]:
-    """The blocks and some more of these, evenly spaced, or some fewer."""
-    others = [b for b in of if b not in blocks] if more > 0 else list(blocks)
-    if abs(more) <= len(others):
-        yield tuple(sorted({*blocks} ^ {*evenly(others, abs(more))}))
+def _changed(blocks: Sequence[int], candidates: Sequence[int], change: int) -> Iterator[tuple[int, ...]]:
+    """Yield `blocks` plus `more` evenly spaced blocks of `of`, or minus that number of its own."""
+    pool = [b for b in candidates if b not in blocks] if change > 0 else list(blocks)
+    if abs(change) <= len(pool):
+        yield tuple(sorted({*blocks} ^ {*evenly(pool, abs(change))}))
 
 
 def single_blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
-    """One block done otherwise."""
+    """Change one block."""
     policy, n_layers = plan.policy, plan.workload.n_layers
     for b in range(1, n_layers + 1):
         for way in (*map(Way, RICHER), *WAYS):
@@ -177,14 +175,14 @@ def single_blocks(plan: Setup, may_stay: Sequence[int]) -> Iterator[Policy]:
 
 
 def _bare(policy: Policy) -> Policy:
-    """Without what state on the device makes worthless, or takes the place of."""
+    """Policy without choices that are useless or impossible with state on the device."""
     return replace(policy, speculate_blocks=(), square_on_device=False, resident_blocks=(), gradient_slots=1)
 
 
 def _saving(policy: Policy, layers: Iterable[int], way: Way) -> Policy:
-    """The policy in which these layers save so."""
+    """Set how these layers save activations; a layer that saves everything keeps its input on the device."""
     policy = with_ways(policy, dict.fromkeys(layers, way))
     return replace(policy, spill_blocks=tuple(b for b in policy.spill_blocks if policy.saved(b + 1) is not Saved.ALL))
 
 
-MOVES: tuple[Move, ...] = (fewer_leaving, _buffers, _groups, _wholes, _moved, _more_or_fewer)  # most likely ones first
+MOVES: tuple[Move, ...] = (fewer_offloads, _buffers, _groups, _all_or_none, _moved, _more_or_fewer)  # by expected gain

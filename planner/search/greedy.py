@@ -1,0 +1,176 @@
+"""Greedy policies, the starting points of a search.
+
+They have two buffers in each direction; all micro-batches in one group, the largest group that fits, or single ones; boundaries on
+the device or on the host. Memory is filled in order of recompute seconds saved per byte.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from types import MappingProxyType
+
+from penstock.runtime.plan import Kind, Op, Policy, Setup, Update
+from penstock.runtime.plan.footprint import device_needs
+from penstock.runtime.plan.workload import ITEM_BYTES, BlockKind, Saved
+
+from .policy_cost import PolicyCost
+from .space import Way, can_spill, disk_layers, eager_is_legal, evenly, fill_device, max_fitting, mixed_options, staying, with_ways
+
+BUFFERS = ((2, 2), (1, 1))  # (prefetch depth, gradient slots); the first that fit
+# Largest group that offloads saved activations: with more micro-batches, one layer fills the slots and others wait.
+MOST_LEAVING = 12
+FEWER_LEAVING = (2, 4, 8)  # one layer in two, four or eight
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it modulo 1 spread evenly for any number of points
+
+
+@dataclass(frozen=True, slots=True)
+class _Upgrade:
+    """A layer that saves a richer tier and recomputes less."""
+
+    seconds_per_byte: float
+    block: int
+    saved: Saved
+
+
+class Greedy:
+    """Greedy policies of one workload."""
+
+    def __init__(self, costs: PolicyCost) -> None:
+        self.costs, self.workload, self.semantics, self.profile = costs, costs.workload, costs.semantics, costs.profile
+        self.cost = costs.cost
+
+    def policies(self) -> list[Policy]:
+        """Return the greedy policies that fit."""
+        n, least = self.semantics.n_micro_batches, self.semantics.least_group
+        result: dict[Policy, None] = {}
+        leaves = False  # True if the device cannot hold every upgrade
+        for group in dict.fromkeys((n, least)):
+            smaller = [size for size in halves(n // 2) if size > least] if group == n else []
+            for spills in (False, True):
+                in_groups = (self._filled(size, spills) for size in (group, *smaller))  # the largest that fits
+                filled, has_all = next((one for one in in_groups if one[0] is not None), (None, False))
+                if filled is not None:
+                    result[filled] = None
+                leaves |= not has_all
+                if has_all:
+                    break  # the device holds every upgrade, so offloading boundaries would not help
+        for saved, spills in product((Saved.PRODUCTS, Saved.ATTENTION) if leaves else (), (False, True)):
+            away = self._leaving(saved)
+            if not away:
+                continue
+            groups = [group for group in halves(n) if least <= group <= MOST_LEAVING]
+            fitting = (self._filled(group, spills, away=subset)[0] for group in groups for subset in self._subsets(away))
+            result |= dict.fromkeys(islice(filter(None, fitting), 1))
+            if saved is Saved.PRODUCTS and (one_by_one := self._filled(least, spills, away=away)[0]) is not None:
+                result[one_by_one] = None
+        # State of the first blocks on the device, as many as fit next to the smallest policy
+        one_group = self.costs.plan(Policy(accumulation_group=n, update=Update.DEFERRED))
+        stay = fill_device(one_group, self.profile)[0].policy.device_blocks
+        if stay and (with_state := self._filled(n, spills=False, stay=stay)[0]) is not None:
+            result[with_state] = None
+        return list(result)
+
+    def _leaving(self, saved: Saved) -> dict[int, Way]:
+        """Evenly spaced layers that can offload this tier as fast as they compute forward; empty if a layer cannot save it."""
+        first = max(1, self.workload.first_trained)
+        block, layers = self.workload.blocks[first], range(first, self.workload.n_layers + 1)
+        if not layers or any(self.workload.blocks[b].recompute(saved) is None for b in layers):
+            return {}
+        plan = self.costs.plan(with_ways(Policy(accumulation_group=self.semantics.least_group), {first: Way(saved, away=True)}))
+        offload_s = self.cost.demand(plan, Op(Kind.OFFLOAD_SAVED, first, 0)).uncontended_s
+        share = min(1.0, self.cost.forward_s(block, self.semantics) / offload_s)
+        return dict.fromkeys(evenly(layers, max(1, round(share * len(layers)))), Way(saved, away=True))
+
+    def _subsets(self, away: dict[int, Way]) -> Iterator[dict[int, Way]]:
+        """Yield all these layers; with several ranks, where groups cannot shrink, also fewer, for which host memory may suffice."""
+        for stride in (1, *FEWER_LEAVING) if self.semantics.ranks > 1 else (1,):
+            if stride == 1 or stride < len(away):
+                yield dict(islice(away.items(), None, None, stride))
+
+    def _filled(
+        self, group: int, spills: bool, away: Mapping[int, Way] = MappingProxyType({}), stay: Sequence[int] = ()
+    ) -> tuple[Policy | None, bool]:
+        """Add upgrades, then resident weights, while they fit. Return the policy (None if none fits), True if all upgrades fit."""
+        update = Update.EAGER if eager_is_legal(self.semantics) else Update.DEFERRED
+        mixed = mixed_options(self.semantics, self.workload)[0]
+        spilled = can_spill(self.workload) if spills else ()
+        # With one group, the last blocks come first, because backward needs them first. With several groups, which load weights
+        # again, blocks are spread evenly, so that uploads alternate with compute.
+        in_one_group = group == self.semantics.n_micro_batches
+        blocks = [b for b in range(len(self.workload.blocks)) if b not in stay]
+        blocks.sort(key=lambda b: -b if in_one_group else b * GOLDEN % 1.0)
+        turn = {b: i for i, b in enumerate([*blocks, *stay])}
+        of_group = with_ways(Policy(accumulation_group=group, update=update, device_blocks=mixed, spill_blocks=spilled), away)
+        of_group = staying(of_group, stay) if stay else of_group
+        bases = (self._with_disk(replace(of_group, prefetch_depth=depth, gradient_slots=slots)) for depth, slots in BUFFERS)
+        base = next((base for base in bases if self.costs.needs(base).fits), None)
+        if base is None:
+            return None, False
+        blocks.sort(key=lambda b: b not in base.disk_blocks)  # disk blocks first: resident ones are read only once
+        blocks = [b for b in blocks if b not in base.disk_blocks or mixed]
+        framed = self.costs.plan(base)
+        of_others = (upgrade for upgrade in self._upgrades(base) if upgrade.block not in away)
+        upgrades = sorted(of_others, key=lambda u: (-u.seconds_per_byte, turn[u.block]))
+        n = max_fitting(len(upgrades) + len(blocks), lambda n: self._fits(framed, _upgraded(base, upgrades, blocks, n)))
+        return _upgraded(base, upgrades, blocks, n), n >= len(upgrades)
+
+    def _with_disk(self, policy: Policy) -> Policy:
+        """Place the fewest layers on the disk that make the host memory sufficient; unchanged without a disk."""
+        may_read, needs = disk_layers(self.semantics, self.workload, self.profile), self.costs.needs
+        if not may_read or not needs(policy).short_host_bytes:
+            return policy
+        several = range(1, len(may_read))
+        n = 1 + bisect_left(several, True, key=lambda n: not needs(_on_disk(policy, may_read, n)).short_host_bytes)
+        return _on_disk(policy, may_read, n)
+
+    def _fits(self, base: Setup, policy: Policy) -> bool:
+        """True if the device has memory for the saved activations and resident weights of `policy`, given that `base` fits."""
+        device = self.profile.device
+        plan = replace(base, policy=policy)
+        needs = device_needs(plan, device.kind == "cuda", device.workspace_bytes.value if device.workspace_bytes else None)
+        item = ITEM_BYTES[self.semantics.compute_dtype]
+        resident_bytes = sum(self.workload.blocks[b].slot_elements * item for b in policy.resident_blocks)
+        return sum(needs.values()) + resident_bytes + device.context_bytes.value <= device.memory_bytes.value
+
+    def _upgrades(self, base: Policy) -> Iterator[_Upgrade]:
+        """Yield upgrades of each layer, with decreasing gain per byte."""
+        for blocks in self.workload.classes:
+            block = self.workload.blocks[blocks[0]]
+            if block.kind is not BlockKind.LAYER or blocks[0] < self.workload.first_trained:
+                continue
+            ways: list[tuple[float, float, Saved]] = []  # bytes saved per micro-batch, seconds of recompute, tier
+            for saved in Saved:
+                again = block.recompute(saved)
+                if again is not None and not (saved is Saved.ALL and base.spill_blocks):  # Saved.ALL includes the input
+                    ways.append((again.saved_bytes, self.cost.recompute_s(block, again, self.semantics), saved))
+            for per_byte, tier in _hull(ways):
+                yield from (_Upgrade(per_byte, b, tier) for b in blocks)
+
+
+def _on_disk(policy: Policy, may_read: Sequence[int], n: int) -> Policy:
+    return replace(policy, disk_blocks=tuple(evenly(may_read, n)))
+
+
+def halves(n: int) -> Iterator[int]:
+    """Yield n, n // 2, ... 1."""
+    while n:
+        yield n
+        n //= 2
+
+
+def _upgraded(base: Policy, upgrades: Sequence[_Upgrade], blocks: Sequence[int], n: int) -> Policy:
+    """Apply the first n upgrades. If n exceeds their number, make the weights of the first blocks resident."""
+    saved = {upgrade.block: upgrade.saved for upgrade in upgrades[:n]}  # the last upgrade of a layer wins
+    resident = tuple(sorted(blocks[: max(0, n - len(upgrades))]))
+    return replace(with_ways(base, {b: Way(tier) for b, tier in saved.items()}), resident_blocks=resident)
+
+
+def _hull(ways: Sequence[tuple[float, float, Saved]]) -> list[tuple[float, Saved]]:
+    """Upper convex hull of the tiers: (seconds gained per byte, tier), each the best step from the previous one."""
+    n_bytes, seconds, _ = ways[0]
+    hull: list[tuple[float, Saved]] = []
+    while better := [((seconds - s) / max(1.0, b - n_bytes), b, s, saved) for b, s, saved in ways if s < seconds and b >= n_bytes]:
+        per_byte, n_bytes, seconds, saved = max(better, key=lambda way: way[:3])
+        hull.append((per_byte, saved))
+    return hull
