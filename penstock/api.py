@@ -1,6 +1,6 @@
-"""The functions of `penstock`: probe, plan, check, predict and train, for programs and notebooks; the commands call them.
+"""Functions of `penstock` for programs and notebooks: probe, plan, check, predict, train, stream and forward.
 
-What takes long to import is imported where it is used: the search, the simulator, reports and torch.
+Modules that import slowly are imported inside functions: the search, the simulator, reports and torch.
 """
 
 import json
@@ -57,8 +57,8 @@ def probe(
     disk: str | Path | None = None,
     report: Callable[[str, float], None] = lambda what, fraction: None,
 ) -> Profile:
-    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is.
-    `disk`: a folder on a disk that frozen weights are to be read from, which is measured, too."""
+    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 with `quick`.
+    `report(stage, fraction)` is called with the progress. `disk`: a folder on a disk for frozen weights, which is measured too."""
     from penstock.hwprofiles.probe import cpu, cuda, measurements
     from penstock.hwprofiles.probe.disk import with_disk
     from penstock.hwprofiles.probe.probe import probed
@@ -93,15 +93,15 @@ def plan(
     loss: "str | Callable[..., Any] | None" = None,
     **semantics: Any,
 ) -> Planned:
-    """Search the fastest schedule of `model` on `machine`; of several `gpus`, on each of `hosts`, each one's part of a step.
+    """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
-    Profile. `policy`: a Policy, its fields, or the name of another system's, in place of a search. `semantics`: further fields of
-    Semantics, as `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, but for those that `kernels` and
-    `deterministic` decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
-    `network_gbit`: Gbit/s of each host, if not the profile's; `disk_read_bytes_per_s`: of a disk that frozen layers are read
-    from; the other two: for what masters on it would take. `loss`: as `--loss` takes it, or a function of one's own
-    (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
+    Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: further fields of
+    Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
+    `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
+    `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
+    The other two disk rates estimate master weights on that disk. `loss`: a value of `--loss`, or a function (docs/losses.md).
+    DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import searched
@@ -128,7 +128,7 @@ def _profile(machine: str | Path | Profile) -> Profile:
 
 
 def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
-    """The semantics of a step, with defaults and kernels that suit the model and the machine."""
+    """Return the semantics of a step, with defaults and kernels for the model and the machine."""
     from penstock.planner.search.micro_batch import LOSS_TILE
 
     if decided := sorted(given.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
@@ -154,7 +154,7 @@ def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels
 
 
 def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
-    """What a step minimises: a loss that has a name, or a function, which is looked at."""
+    """Return the objective of a named loss, or of a function, which is checked on a tiny call."""
     match loss:
         case None:
             return CROSS_ENTROPY
@@ -166,7 +166,7 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
 
 
 def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
-    """The policy asked for, or the name of another system's; None to search one."""
+    """Return a policy, the name of a baseline system, or None to search."""
     from penstock.planner.search.space import BASELINES
 
     if isinstance(asked, str) and asked not in BASELINES:
@@ -179,7 +179,7 @@ def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | No
 
 
 def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
-    """Fields from a program or a file, validated; PlanError names the first that is wrong."""
+    """Validate fields from a program or a file. PlanError names the first wrong one."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(fields))
     except ValidationError as error:
@@ -190,15 +190,15 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fiel
 
 
 def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:
-    """Prove a plan right, and true what its file claims; the words say what was not checked. WrongPlanError says what is wrong.
+    """Check a plan and the claim of its file. Return a summary that names the unchecked parts. WrongPlanError names a fault.
 
-    `search`: search again, too, which takes as long as `plan` did. A plan without a claim is proven right, no more.
+    `search`: repeat the search too, which takes the time of `plan`. Without a claim, only the plan itself is checked.
     """
     return proven(*_file_of(plan), search)
 
 
 def proven(where: str, file: PlanFile, search: bool) -> str:
-    """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
+    """Return the summary of `check` for a file that was read. A damaged claim or profile raises another PenstockError."""
     from penstock.planner.check.claim import check_claim, check_origin, check_search
 
     plan, claim = file.plan, None if file.claim is None else claimed(file.claim, where)
@@ -219,7 +219,7 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
 
 
 def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":
-    """Simulate a step of the plan, op by op, on its machine or another: `step_s`, `timeline`."""
+    """Simulate a step of the plan, op by op, on its machine or another. The result has `step_s` and `timeline`."""
     from penstock.planner.predict.cost import costs, region_of
     from penstock.planner.predict.simulate import simulate
 
@@ -244,13 +244,13 @@ def train(
     stop: "Stop | None" = None,
     loss: "Callable[..., Any] | None" = None,
 ) -> Trained:
-    """Train with a plan, and save checkpoints; the bits are those of `penstock run`, or of a loop of one's own over `stream`.
+    """Train with a plan and save checkpoints. The result is bitwise identical to `penstock run` and to a loop over `stream`.
 
     `data`: a folder or file, as for `--data`; a list of them, or of entries of `data.mix`; or an object with `batch(step)`.
-    `settings`: all other settings of a run by dotted names, as `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model` is
-    needed unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an emulated
-    machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
-    last, and saves. `loss`: the function of a plan whose loss is one's own.
+    `settings`: other settings of a run by dotted name, for example `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model`
+    is required unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an
+    emulated machine. `on_step` is called after every step. `stop.request()`, in `on_step` or in another thread, ends training after
+    the current step and saves. `loss`: the function of a plan with a user-defined loss.
     """
     given, made = dict(locals()), list["Metrics"]()
 
@@ -271,12 +271,12 @@ def stream(
     every: int = 1,
     **how: Any,
 ) -> "Iterator[Turn]":
-    """Train as `train` does, in a loop of one's own: `for turn in penstock.stream(plan, data, steps=100): ...`.
+    """Train like `train`, under the control of a loop: `for turn in penstock.stream(plan, data, steps=100): ...`.
 
-    After `every` steps all lanes come to rest, which costs what of two steps would overlap, and the loop has its turn: it looks at
-    `turn.metrics` and `turn.weights()`, evaluates, saves, sets `turn.lr`, stops. Until it is over the next step waits. `how`: what
-    `train` takes. A loop that is left by `break` saves nothing more; `turn.stop()` does. The bits are those of `train`.
-    On several GPUs torchrun starts the program: the first rank has the turns, the programs of the others end here.
+    After `every` steps all lanes are idle and the loop body runs; the next step waits for it, so that two steps cannot overlap.
+    The body may read `turn.metrics` and `turn.weights()`, evaluate, save, set `turn.lr` or stop. `how`: arguments of `train`.
+    After `break` nothing more is saved; `turn.stop()` saves. Results are bitwise identical to `train`.
+    On several GPUs torchrun starts the program: rank 0 runs the loop body, the programs of the other ranks end here.
     """
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
@@ -291,7 +291,7 @@ def stream(
 
 @contextmanager
 def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
-    """What trains, of a session that is open until the context ends. `given`: the arguments of `train`, by name."""
+    """Open a session and yield its trainer. `given`: the arguments of `train`, by name."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
@@ -307,7 +307,7 @@ def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Tr
     named, batches = _data(given["data"], file.plan)
     known = {**named, "out": str(given["out"]), "device": given["device"], "from_scratch": given["from_scratch"]}
     known |= {name: given[of] for name, of in (("steps", "steps"), ("optimizer.lr", "lr")) if given[of] is not None}
-    # A loop that an error has left would leave a thread behind that waits for what to save
+    # No background thread: an error in the loop body would leave it waiting
     fixed = {"plan": str(Path(given["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
     asked = read_run(None, {**known, **settings, **fixed})
     of_session = {name: given[name] for name in ("resume", "time_scale", "stop", "loss")}
@@ -324,7 +324,7 @@ def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Tr
 def _as_rank(
     settings: "RunSettings", file: PlanFile, batches: "Given | None", loss: "Callable[..., Any] | None"
 ) -> "Iterator[Processes | None]":
-    """All ranks, of a program that torchrun has started as the first of them. The program of each other one ends here."""
+    """Yield the ranks if torchrun started this program as rank 0, or None for a single rank. Other ranks follow, then exit here."""
     if not is_rank():
         yield None
         return
@@ -340,16 +340,16 @@ def _as_rank(
             yield ranks
     except (GoneError, RanksError):
         if rank != "0":
-            raise SystemExit(1) from None  # rank 0 says why
+            raise SystemExit(1) from None  # rank 0 prints the error
         raise
     finally:
-        os.environ["WORLD_SIZE"] = "1"  # the others have gone
+        os.environ["WORLD_SIZE"] = "1"  # the other ranks have ended
 
 
 def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:
-    """Write the log-probabilities that the plan's model gives to each answer of `data`, or of a loss `distill` its likeliest
-    tokens, as `penstock forward` does, into the file `out`, which `train` takes as its setting `reference`. `settings`: others of a
-    run, as `model="Qwen3-8B"`."""
+    """Write the log-probability of each answer in `data` under the plan's model to `out`, like `penstock forward`. For a loss
+    `distill`: its most likely tokens at each position. The setting `reference` of `train` names this file. `settings`: other
+    settings of a run, for example `model="Qwen3-8B"`."""
     from penstock.training.session import write_forward
 
     where, file = _file_of(plan)
@@ -361,7 +361,7 @@ def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out:
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
 ) -> "tuple[dict[str, Any], Given | None]":
-    """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
+    """Return the settings that name the data, and the program's batches, checked against the plan's shape, or None."""
     match data:
         case str() | Path():
             return {"data.path": str(data)}, None
@@ -381,7 +381,7 @@ def _data(
 
 
 def _file_of(plan: Planned | PlanFile | Plan | str | Path) -> tuple[str, PlanFile]:
-    """A plan with its claim, and its name in messages."""
+    """Return a name for messages, and the plan file with its claim."""
     match plan:
         case Planned():
             return "the plan", plan.file

@@ -1,4 +1,4 @@
-"""Losses of a user's own: a function of twenty lines, looked at on a tiny call before anything is planned or trained with it."""
+"""User-defined losses: a function, checked on a tiny call before it is planned or trained with."""
 
 import hashlib
 import importlib.util
@@ -27,12 +27,12 @@ GIVEN = {
     Of.SEQUENCES: ("logps", "n_tokens"),
     Of.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
 }
-N_ROWS, N_VOCAB = 6, 61  # of the tiny call
+N_ROWS, N_VOCAB = 6, 61  # shape of the tiny call
 _TAKES = "; or ".join(f"{of}: {', '.join(names)}" for of, names in GIVEN.items())
 
 
 def function_in(text: str) -> Function:
-    """The function that `FILE.py:FUNCTION` names, of a file of the user's own, which is executed. PlanError where there is none."""
+    """Execute a user's file and return the function that `FILE.py:FUNCTION` names. PlanError if it does not exist."""
     path, _, name = text.rpartition(":")
     if not path.endswith(".py"):
         raise PlanError(f"--loss {text[:80]!r}: name a function of your own as FILE.py:FUNCTION")
@@ -40,9 +40,9 @@ def function_in(text: str) -> Function:
     assert spec is not None, "its name ends with .py"
     module = importlib.util.module_from_spec(spec)
     try:
-        linecache.cache.pop(path, None)  # what is hashed is what runs, not what was read before or a loader compiled
+        linecache.cache.pop(path, None)  # hash the text that runs, not a cached or compiled one
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
-    except Exception as error:  # the user's own program
+    except Exception as error:  # raised by user code
         raise PlanError(f"--loss {path}: cannot be read ({type(error).__name__}: {str(error)[:120]}); mend it there") from None
     function = vars(module).get(name)
     if not inspect.isfunction(function):
@@ -51,11 +51,10 @@ def function_in(text: str) -> Function:
 
 
 def own_loss(function: Function, name: str | None = None) -> LossFunction:
-    """A function as a loss, with an objective that names it, its text's SHA-256, and what it asks for. PlanError, in a line, for
-    one that is no loss: a mean, another shape, not finite, without a gradient, of positions that depend on each other, or one that
-    changes what it is given.
+    """Wrap a function as a loss. Its objective holds its name, the SHA-256 of its source, and the extras that it needs.
 
-    `name`: FILE.py:FUNCTION, where it comes from a file.
+    PlanError, in one line, for a function that is no loss: it returns a mean, another shape or non-finite values, has no gradient,
+    computes positions that depend on each other, or changes its arguments. `name`: FILE.py:FUNCTION, if loaded from a file.
     """
     called = getattr(function, "__name__", type(function).__name__)
     if not inspect.isfunction(function) or not called.isidentifier():
@@ -79,8 +78,7 @@ def own_loss(function: Function, name: str | None = None) -> LossFunction:
 
 
 def planned_loss(objective: Objective, given: Function | str | None) -> LossFunction | None:
-    """What computes a plan's loss: a function that the user gives, held to the plan's; None: what Penstock has. PlanError where the
-    plan's is another."""
+    """Return the user's function for a plan's loss, or None for a built-in loss. PlanError if the plan has another loss."""
     if objective.sha256 is None:
         if given is not None:
             raise PlanError(f"the plan's loss is {objective}, which needs no function: leave --loss out, or plan with yours")
@@ -96,7 +94,7 @@ def planned_loss(objective: Objective, given: Function | str | None) -> LossFunc
 
 
 def _text(function: Function, seen: set[Function]) -> str:
-    """The text of a function, and of all that decides what it does: constants that it refers to, and functions of its file."""
+    """Return the source of a function, and of its dependencies: functions of its file, and constants as `name = value`."""
     seen.add(function)
     texts, closed = [inspect.getsource(function)], inspect.getclosurevars(function).nonlocals
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
@@ -104,20 +102,20 @@ def _text(function: Function, seen: set[Function]) -> str:
     for name, of in [*((n, function.__globals__[n]) for n in names), *closed.items(), *defaults.items()]:
         if inspect.isfunction(of) and of.__module__ == function.__module__:
             texts += [] if of in seen else [_text(of, seen)]
-        with suppress(TypeError, ValueError):  # what is no constant
+        with suppress(TypeError, ValueError):  # not a constant
             texts.append(f"{name} = {json.dumps(of.tolist() if isinstance(of, Tensor) else of)}")
     return "\n".join(texts)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """What a function's code refers to, and that of functions within it."""
+    """Yield the names that a function's bytecode uses, including nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         yield from _names(constant) if isinstance(constant, CodeType) else ()
 
 
 def _extra(parameter: str, of: Of, called: str) -> str:
-    """The name by which a batch brings what a parameter is given."""
+    """Return the batch extra for a parameter: the parameter's name; for pairs `x` for `x_chosen` and `x_rejected`."""
     if of is not Of.PAIRS:
         return parameter
     extra, _, half = parameter.rpartition("_")
@@ -127,7 +125,7 @@ def _extra(parameter: str, of: Of, called: str) -> str:
 
 
 def _looked_at(loss: LossFunction, called: str) -> int:
-    """How many fp32 values a logit has at its peak, by a tiny call; PlanError for what is no loss."""
+    """Check a loss on a tiny call. Return the peak number of fp32 values per logit. PlanError for a function that is no loss."""
     generator, of = torch.Generator().manual_seed(0), loss.objective.of
     extras = {name: torch.rand(N_ROWS, generator=generator, dtype=torch.float64) for name in loss.objective.extras}
     if of is Of.TOKENS:
@@ -137,7 +135,7 @@ def _looked_at(loss: LossFunction, called: str) -> int:
     else:
         leaf = (-20 * torch.rand(N_ROWS, generator=generator, dtype=torch.float64)).requires_grad_()
         more = torch.randint(1, 9, (N_ROWS,), generator=generator).double()
-    rows_each, kept = loss.objective.rows_each, dict[int, int]()  # bytes by address
+    rows_each, kept = loss.objective.rows_each, dict[int, int]()  # size in bytes of saved tensors, by address
     given = {GIVEN[of][0]: leaf, GIVEN[of][1]: more, **extras}
     before = {name: tensor.detach().clone() for name, tensor in given.items()}
 
@@ -146,7 +144,7 @@ def _looked_at(loss: LossFunction, called: str) -> int:
         return tensor
 
     def values(n_rows: int) -> Tensor:
-        """Of the first rows."""
+        """Compute the losses of the first rows."""
         of_rows, n = {name: extra[:n_rows] for name, extra in extras.items()}, n_rows // rows_each
         found = loss.each(leaf[:n_rows], more[:n_rows], of_rows)
         if not isinstance(found, Tensor) or tuple(found.shape) != (n,):
@@ -156,14 +154,14 @@ def _looked_at(loss: LossFunction, called: str) -> int:
 
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            whole = values(N_ROWS)[: N_ROWS - 1 if of is Of.TOKENS else None]  # without the one that is not supervised
+            whole = values(N_ROWS)[: N_ROWS - 1 if of is Of.TOKENS else None]  # drop the unsupervised row
         (gradient,) = torch.autograd.grad(whole.sum(), [leaf], allow_unused=True) if whole.requires_grad else (None,)
         part = values(2)
         if changed := [name for name, tensor in given.items() if not torch.equal(tensor, before[name])]:
             raise PlanError(f"loss: {called} changes what it is given ({changed[0]}); work on a copy")
     except PlanError:
         raise
-    except Exception as error:  # the user's own program
+    except Exception as error:  # raised by user code
         words = (str(error).splitlines() or [""])[0][:120]
         raise PlanError(f"loss: {called} fails on a tiny call ({type(error).__name__}: {words}); mend it") from None
     if gradient is None:
@@ -172,5 +170,5 @@ def _looked_at(loss: LossFunction, called: str) -> int:
         raise PlanError(f"loss: {called} is not finite, or its gradient is not, on random {GIVEN[of][0]}; mend it")
     if not torch.allclose(part, whole[: len(part)], rtol=1e-4, atol=1e-5):
         raise PlanError(f"loss: {called} of some {of} depends on others of the tile or micro-batch, whose size must not matter")
-    n_kept = -(-sum(kept.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values a logit
+    n_kept = -(-sum(kept.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values per logit
     return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if of is Of.TOKENS else CROSS_ENTROPY.wide

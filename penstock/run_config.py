@@ -1,7 +1,7 @@
-"""The settings of a run from a YAML or TOML file and from flags, and help for what is not understood.
+"""Settings of a run, read from a YAML or TOML file and from flags, with advice for unknown keys.
 
-Flags override the file. Relative paths are relative to the working directory, as on the command line. A run writes its settings,
-as understood, to RUN_FILE in its folder, beside its plan, and `read_run` reads them back, wherever the folder is by then.
+Flags override the file. Relative paths are relative to the working directory, also in the file. A run writes its validated settings
+to RUN_FILE in its folder, next to its plan. `read_run` reads them back, even if the folder was moved.
 """
 
 import difflib
@@ -24,9 +24,9 @@ from penstock.runtime.units import on_one_line
 from penstock.settings import DataSettings, RunSettings, settings_of
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
-MAX_ADVICE = 360  # characters about unknown keys; of many, only their names are listed
+MAX_ADVICE = 360  # characters of advice on unknown keys; beyond that, only their names are listed
 RUN_FILE, PLAN_FILE = "run.yaml", "run-plan.json"
-GONE = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # settings in the folders of older runs
+GONE = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # removed settings that older runs wrote
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
@@ -38,7 +38,7 @@ def _by_their_name(table: str) -> dict[str, str]:
     return {theirs: ours for ours, names in _TABLES[table].items() for theirs in names}
 
 
-ALSO_KNOWN_AS = _by_their_name("settings")  # ours, by what other trainers call a setting
+ALSO_KNOWN_AS = _by_their_name("settings")  # other trainer's name of a setting: our name
 PLAN_FLAGS = _by_their_name("plan_flags")
 _PATHS = ("model", "adapter", "packed", "path", "data")
 _OF_THE_PLAN = PLAN_FLAGS | _by_their_name("decided_by_plan")
@@ -51,14 +51,14 @@ _EXPECTED = {
 
 
 class RunConfigError(PenstockError):
-    """Settings of a run that cannot be right."""
+    """Invalid settings of a run."""
 
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
-    """The settings of a file, if there is one, and of flags by dotted names (`optimizer.lr`), which override it."""
+    """Read the settings of a file, if `path` is given, and of flags by dotted name (`optimizer.lr`), which override it."""
     given = {} if path is None else _with_data_in_full(_read(path))
     if path is not None and path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}":
-        given |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # a run's folder, which may have been moved
+        given |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # the run's folder may have been moved
         for where, names in GONE.items():
             if isinstance(older := given.get(where), dict):
                 given[where] = {key: value for key, value in older.items() if key not in names}
@@ -72,7 +72,7 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
         for part in sections:
             section[part] = section = {} if section.get(part) is None else section[part]
             if not isinstance(section, dict):
-                break  # which validation refuses
+                break  # validation rejects it
         else:
             section[key] = str(value) if isinstance(value, Path) else value
     given = _without_nulls(given)
@@ -92,7 +92,7 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
 
 
 def located(settings: RunSettings) -> RunSettings:
-    """The same, with paths from the root where there is such a file or folder: a program's own batches are none."""
+    """Return the settings with absolute paths. A name without a file or folder, such as a fingerprint, is unchanged."""
 
     def from_root(fields: dict[str, Any]) -> dict[str, Any]:
         at = [key for key in _PATHS if isinstance(fields.get(key), str) and os.path.exists(fields[key])]
@@ -102,14 +102,14 @@ def located(settings: RunSettings) -> RunSettings:
 
 
 def run_text(settings: RunSettings) -> str:
-    """Every setting as YAML, which `read_run` reads back."""
+    """Return the settings as YAML for `read_run`."""
     import yaml
 
     return WRITTEN_BY_A_RUN + str(yaml.safe_dump(_RUN.dump_python(settings, mode="json"), sort_keys=False, width=120))
 
 
 def part_of(text: str) -> dict[str, Any]:
-    """A data set of `--data`: `a.jsonl:0.7`, or a path alone, which may have a colon in its name."""
+    """Parse a data set of `--data`: `a.jsonl:0.7`, or a path alone, which may contain a colon."""
     path, _, weight = text.rpartition(":")
     if path and not os.path.exists(text):
         with suppress(ValueError):
@@ -118,14 +118,14 @@ def part_of(text: str) -> dict[str, Any]:
 
 
 def data_named(paths: Iterable[Any]) -> dict[str, Any]:
-    """`path` of one data set, or `mix` of several, or of one with a share."""
+    """Return `path` for one data set without a weight, else `mix`."""
     parts = [part_of(path) if isinstance(path, str) else path for path in paths]
     is_one = len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"path"}
     return {"path": parts[0]["path"], "mix": ()} if is_one else {"path": None, "mix": parts}
 
 
 def advice(place: str) -> str:
-    """What may have been meant by a key that does not exist."""
+    """Suggest a key for one that does not exist."""
     section, _, key = place.rpartition(".")
     if absent := next((words for names, words in _TABLES["absent"].items() if re.fullmatch(names, key)), None):
         return str(absent)
@@ -142,7 +142,7 @@ def advice(place: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The keys and values of a file; RunConfigError says where it is wrong."""
+    """Return the keys and values of a file. RunConfigError names the line of a syntax error."""
     import yaml
 
     language = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML"}.get(path.suffix.lower())
@@ -164,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _with_data_in_full(given: dict[str, Any]) -> dict[str, Any]:
-    """The same, where `data` or `data.path` is a path or a list of them, each with a weight or without."""
+    """Expand `data` or `data.path` if it is a path or a list of paths, with or without weights."""
     data = given.get("data")
     if isinstance(data, str | list):
         data = {"path": data}
@@ -176,12 +176,12 @@ def _with_data_in_full(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
-    """The same without keys that are null, as a section is whose keys are all commented out."""
+    """Drop keys that are null, for example a section with all keys commented out."""
     return {key: _without_nulls(v) if isinstance(v, dict) else v for key, v in given.items() if v is not None}
 
 
 def _refuse_idle(where: str, settings: RunSettings) -> None:
-    """RunConfigError for a setting that would do nothing: it is a misunderstanding."""
+    """Raise RunConfigError for a setting without effect, because it is a misunderstanding."""
     data, evaluation, saving = settings.data, settings.evaluation, settings.checkpoint
     buffered = data.shuffle_buffer != DataSettings().shuffle_buffer
     has_data, schedule = evaluation.data is not None, settings.optimizer.schedule
@@ -200,7 +200,7 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
 
 
 def _words(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
-    """All keys that do not exist, or else the first wrong value, in one line."""
+    """Describe the unknown keys, or else the first wrong value, in one line."""
     errors = error.errors(include_url=False, include_context=False)
     unknown = {_place(e["loc"]): advice(_place(e["loc"])) for e in errors if e["type"] == "unexpected_keyword_argument"}
     if unknown:

@@ -1,4 +1,4 @@
-"""Files of a run's folder: its timeline and its log."""
+"""Files in the folder of a run: its timeline and its log."""
 
 import os
 from dataclasses import replace
@@ -13,12 +13,12 @@ from penstock.runtime.files import read_whole
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.timeline import Timeline
 
-MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
+MAX_FILE_BYTES = 2**30  # limit for a timeline or a log, because it is read into memory
 GIVE = "give the --out folder of a run"
 
 
 def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
-    """All that can be drawn of a run of the plan. CheckpointError where there is nothing, or something else."""
+    """Read the timeline and the log of a run of the plan. CheckpointError if both are missing or one is invalid."""
     timeline_file, log_file = folder / "timeline.json", folder / "metrics.jsonl"
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
@@ -28,7 +28,7 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
 
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:
-    """CheckpointError for a run whose folder holds another plan; the machine that it was predicted for may be another."""
+    """Raise CheckpointError if the folder holds a run of another plan. Profile, model path and model name may differ."""
     own = folder / PLAN_FILE
     if os.path.lexists(own):
         performed = PlanFile.read(own).plan
@@ -37,7 +37,7 @@ def refuse_another_plan(folder: Path, plan: Plan) -> None:
 
 
 def read_timeline(path: Path, plan: Plan) -> Timeline:
-    """The timeline of a run of the plan. CheckpointError for one that is damaged, or has ops that the plan has not."""
+    """Read the timeline of a run of the plan. CheckpointError if it is damaged or has ops outside the plan."""
     try:
         timeline = TypeAdapter(Timeline).validate_json(_read(path))
     except ValidationError:
@@ -50,7 +50,7 @@ def read_timeline(path: Path, plan: Plan) -> Timeline:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a log; none where there is no such file. A pipe or a device is refused."""
+    """Return the lines of a log, or none if the file does not exist. A pipe or a device is rejected."""
     return _read(path).splitlines(keepends=True) if os.path.lexists(path) else []
 
 

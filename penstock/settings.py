@@ -1,8 +1,8 @@
-"""Settings of a training run: everything but its plan, each with its default and, where it has one, its flag.
+"""Settings of a training run, apart from its plan, with their defaults and flags.
 
-`run_config.py` reads them from a YAML or TOML file and from flags; `cli/options.py` makes the flags and their help of them.
+`run_config.py` reads them from a YAML or TOML file and from flags; `cli/options.py` generates the flags and their help from them.
 """
-# ruff: noqa: RUF009 (`flagged` gives a field, as `field` does)
+# ruff: noqa: RUF009 (`flagged` returns a field, like `field`)
 
 from collections.abc import Iterator
 from dataclasses import Field as DataclassField
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command-line flag of a setting, and what `--help` cannot read off the setting's type and default."""
+    """Command-line flag of a setting, with the parts of `--help` that do not follow from the setting's type and default."""
 
     name: str
     help: str
@@ -29,23 +29,23 @@ class Flag:
 
 
 def flagged(default: Value, *of_flag: Any, **more: Any) -> Value:
-    """A setting with this default, and a `Flag` of these."""
+    """Declare a setting with this default, and a `Flag` with these arguments."""
     return field(default=default, metadata={"flag": Flag(*of_flag, **more)})
 
 
-# Lenient, so that the text of a flag, and a number as YAML 1.1 reads it (`1e-5` is text there), are taken for what they say.
+# Not strict: numbers may be text, from a flag or from YAML 1.1, which reads `1e-5` as text.
 LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-LION = {"lr_fraction": 0.3, "beta2": 0.99}  # beside AdamW's (arXiv 2302.06675: a rate 3 to 10 times smaller)
-ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
+LION = {"lr_fraction": 0.3, "beta2": 0.99}  # changes relative to AdamW (arXiv 2302.06675: a rate 3 to 10 times smaller)
+ADAPTERS_LR = 1e-4  # LoRA; QLoRA (arXiv 2305.14314) uses it for 33B and 65B, and 2e-4 for 7B and 13B
 Fraction = Annotated[float, Field(ge=0, le=1)]
-_Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # that a loss asks for
+_Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # formats required by losses
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", _Rows]
 
 
 @dataclass(frozen=True, slots=True)
 class DataPart:
-    """One of several data sets. None: as `data` has it."""
+    """One of several data sets. None: the value of `data`."""
 
     path: Text
     weight: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the samples; None for all sets: each sample once an epoch
@@ -57,7 +57,7 @@ class DataPart:
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """Training data, and how sequences are made of it."""
+    """Training data, and its packing into sequences."""
 
     path: Text | None = flagged(
         None,
@@ -67,27 +67,27 @@ class DataSettings:
         repeats=True,
     )  # None: `mix` names the data
     format: Format = flagged("auto", "--format", "What a row holds.", "by its columns")
-    mix: tuple[DataPart, ...] = ()  # several sets, each read and packed by itself
+    mix: tuple[DataPart, ...] = ()  # several sets, read and packed separately
     split: Text | None = flagged(None, "--split", "Of a folder's splits, those that begin so.", "train, where there are splits")
     columns: dict[Text, Text] | None = flagged(
         None, "--columns", "The file's name of a column, as prompt=question.", metavar="NAME=COLUMN", repeats=True
     )
-    # joined: cut from one long row of tokens, attention sees across documents; documents: packed whole, each attends to itself
-    # alone; one: a sequence each, padded; auto: joined for text, documents for chats where attention can be kept apart
+    # joined: documents are concatenated and cut, and attention crosses them; documents: packed whole, isolated in attention;
+    # one: one padded document per sequence; auto: joined for text, documents for chats if the model supports isolation
     bad_rows: Fraction = flagged(0.0, "--bad-rows", "Share of rows that may be bad, as 1%, and are left out.", "0: stop", "SHARE")
     packing: Literal["auto", "joined", "documents", "one"] = flagged(
         "auto", "--packing", "How documents share a sequence: joined and cut, whole and each by itself, or one in each."
     )
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample without a supervised token; skipped ones are counted
-    shuffle: bool = True  # the order of sequences, another in each epoch
+    shuffle: bool = True  # random order of sequences, different in each epoch
     streaming: bool = flagged(False, "--streaming", "Read data as it is needed; give --steps.")
     shuffle_buffer: Count = 10_000  # samples, when streaming
     __pydantic_config__ = LENIENT
 
     @property
     def parts(self) -> tuple["DataSettings", ...]:
-        """Each data set with settings of its own."""
+        """Settings of each data set."""
         own = [{k: v for k, v in asdict(part).items() if k != "weight" and v is not None} for part in self.mix]
         return tuple(replace(self, mix=(), **fields) for fields in own) or (self,)
 
@@ -100,17 +100,17 @@ class ScheduleSettings:
         "constant", "--schedule", "Learning rate after the warm-up."
     )
     warmup_steps: Natural = flagged(0, "--warmup-steps", "Steps of linear warm-up.")
-    decay_steps: Natural | None = None  # of warmup-stable-decay; None: a tenth of the run
-    min_lr_fraction: Fraction = 0.0  # of `lr`, where cosine and warmup-stable-decay end
+    decay_steps: Natural | None = None  # for warmup-stable-decay; None: a tenth of the run
+    min_lr_fraction: Fraction = 0.0  # final rate of cosine and warmup-stable-decay, as a fraction of `lr`
     __pydantic_config__ = LENIENT
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings(AdamW):
-    """The plan's optimizer over a run."""
+    """Hyperparameters and schedule of the plan's optimizer."""
 
     lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; of adapters 0.0001; of Lion 0.3 of it")  # type: ignore[assignment]
-    beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; of Lion 0.99
+    beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; Lion: 0.99
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     __pydantic_config__ = LENIENT
@@ -118,12 +118,12 @@ class OptimizerSettings(AdamW):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """When checkpoints are saved, and which of them are kept."""
+    """Times and retention of checkpoints."""
 
     every: Count | None = flagged(None, "--save-every", "Steps between checkpoints.", "by time, and at the end")
     keep: Count | None = flagged(None, "--keep", "Keep only the last N checkpoints.", "all", "N")
-    background: bool = True  # write while training goes on
-    copy_bytes: Natural | None = None  # host memory for copy-on-write of blocks; None: what the plan leaves free
+    background: bool = True  # write during training
+    copy_bytes: Natural | None = None  # host memory for copy-on-write of blocks; None: half of the memory that the plan leaves free
     minutes: AtLeast0 = flagged(60.0, "--save-minutes", "Longest time between checkpoints; 0: no limit.")
     weights_only: bool = flagged(
         False, "--weights-only", "Save the model alone, 2 bytes a parameter, without the state to resume from."
@@ -137,18 +137,18 @@ class EvaluationSettings:
 
     data: Text | None = flagged(None, "--eval-data", "Held-out data, for its loss and perplexity.", metavar="PATH")
     every: Count | None = flagged(None, "--eval-every", "Steps between evaluations.", "only at the end")
-    split: Text | None = None  # of a folder; None: the splits that begin with val, dev, eval or test, where there are
+    split: Text | None = None  # split of a folder; None: those that begin with val, dev, eval or test
     max_sequences: Count = 256
     prompts: tuple[Text, ...] = flagged((), "--prompt", "Generate from this prompt at each evaluation.", repeats=True)
     max_new_tokens: Count = 64
-    first: bool = True  # the held-out loss before the first step, too
+    first: bool = True  # evaluate before the first step too
     base: bool = flagged(False, "--eval-base", "Evaluate the base model without its adapter, too.")
     __pydantic_config__ = LENIENT
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """A training run, but for its plan."""
+    """Settings of a training run, apart from its plan."""
 
     data: DataSettings
     plan: Text | None = None
@@ -199,7 +199,7 @@ class RunSettings:
 
 
 def settings_of(kind: Any = RunSettings, section: str = "") -> Iterator[tuple[str, DataclassField[Any]]]:
-    """Every setting by its dotted name (`optimizer.lr`), section by section. Those that have a flag have it in their metadata."""
+    """Yield each setting with its dotted name (`optimizer.lr`), section by section. The metadata holds its flag, if any."""
     for each in fields(kind):
         if is_dataclass(each.type):
             yield from settings_of(each.type, f"{section}{each.name}.")
