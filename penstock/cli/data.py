@@ -1,4 +1,4 @@
-"""`penstock data`: the first documents of a data set as the model reads them, and counts of all."""
+"""`penstock data`: show the first documents of a data set as the model reads them, and count all of them."""
 
 import json
 import sys
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from penstock.data.sampling import PackedSet
     from penstock.data.tokenizer import ModelTokenizer
 
-LONGEST = 2**32  # token ids of a folder that holds a tokenizer and no config.json
+LONGEST = 2**32  # vocabulary size without a config.json
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A document as the model reads it: its text in parts, and whether each is learned."""
+    """A document as the model reads it. `parts`: (text, True if its tokens are learned)."""
 
     where: str
     n_tokens: int
     n_learned: int
-    n_cut: int  # tokens beyond a sequence's length, which are not shown
+    n_cut: int  # tokens beyond the sequence length, not shown
     parts: tuple[tuple[str, bool], ...]
 
 
@@ -90,7 +90,7 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
 
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
-    """Token ids that the model knows, and whether it attends to each document alone."""
+    """Return the vocabulary size of a model, and True if it supports document isolation."""
     from penstock.planner.model.config import outlines, read_model, supported_attention
     from penstock.runtime.layers.apart import supports_documents
     from penstock.runtime.plan import Semantics
@@ -102,11 +102,11 @@ def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
 
 
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:
-    """The first documents in the order of the files."""
+    """Yield the first valid documents in the order of the files."""
     documents, shape = part.documents, part.shape
     for d in [d for d in range(len(documents.lengths)) if d not in documents.problems][:n]:
         ids, runs = documents.ids(d).tolist(), documents.runs(d)
-        shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document goes on in the next sequence
+        shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document continues in the next sequence
         edges = [0, *runs.reshape(-1).clip(0, len(shown)).tolist(), len(shown)]
         texts = [tokenizer.decode(shown[:edge], special=True) for edge in edges]
         parts = tuple((after[len(before) :], i % 2 == 1) for i, (before, after) in enumerate(pairwise(texts)) if after != before)
@@ -114,7 +114,7 @@ def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator
 
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
-    """What became of the rows of all sets, and what their sequences hold."""
+    """Count the rows and documents of all sets, and the tokens of their sequences."""
     from penstock.data.packing import Counts, n_targets_of
 
     of = sum((part.counts for part in parts), Counts())
@@ -139,5 +139,5 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
 
 
 def _printable(text: str) -> str:
-    """Text for a terminal, which obeys nothing that a file says but line ends."""
+    """Escape all control characters of a text, except line ends, for a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

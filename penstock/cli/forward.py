@@ -1,4 +1,4 @@
-"""`penstock forward`: write the log-probabilities that a model gives to data, by a streamed forward over a plan's arenas."""
+"""`penstock forward`: write the log-probabilities of data under a model, by a streamed forward pass in a plan's arenas."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The `penstock` command and its subcommands, each imported when it is called: help is instant, and planning imports no torch."""
+"""The `penstock` command. Subcommands are imported when called, so that help is instant and planning imports no torch."""
 
 import importlib
 import logging
@@ -10,7 +10,7 @@ from penstock.version import version_in_words
 
 from .one_line import OneLine
 
-# Each command's module, and its line in `penstock --help`.
+# Command: its module, and its line in `penstock --help`.
 COMMANDS = {
     "plan": ("penstock.cli.plan", "Find the fastest schedule for a model on a machine, and its speed."),
     "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or say what is wrong."),
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 class Penstock(OneLine, click.Group):
-    """A group that imports a command when it is called."""
+    """Group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -59,5 +59,5 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """Run the `penstock` command."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it where it is installed; it warns of other kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT, if installed; it warns about its kernels
     cli()

@@ -24,7 +24,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     from penstock.data.tokenizer import read_tokenizer
 
     def pad_id() -> int:
-        """What sequences were filled up with: of a model without a tokenizer, whose run read bytes, their end."""
+        """Return the padding token. Without a tokenizer, the run read bytes and padded with their end token."""
         return read_tokenizer(base if (base / "tokenizer.json").is_file() else None).end_id
 
     with Preparing() as tell:

@@ -1,7 +1,7 @@
-"""Options of commands: those that several share, and flags made of the fields of settings and semantics.
+"""Options shared by commands, and flags generated from the fields of settings and semantics.
 
-A flag that is not given is None: then the file of `--config`, or else the default, holds. Values out of range are found where all
-settings, or all semantics, are validated.
+An absent flag is None: the file of `--config` or the default applies. Ranges are checked where the settings or semantics are
+validated.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ PATH = click.Path(path_type=Path)
 
 
 class Command(click.Command):
-    """A command that understands other trainers' names of its flags, and says what to do where it has no such flag."""
+    """Command that accepts other trainers' names of its flags, and gives advice on an unknown flag."""
 
     also: ClassVar[Mapping[str, str]] = {}  # our flag, by another trainer's name
 
@@ -39,7 +39,7 @@ class Command(click.Command):
 
 
 def _unknown(error: click.NoSuchOption) -> click.UsageError:
-    """What to do instead, where that is known; else the flags of similar names."""
+    """Return an error with advice on an unknown flag, or with flags of similar names."""
     name = error.option_name.lstrip("-").replace("-", "_")
     words = advice(name)
     if words.startswith(("did you mean", "there are")):
@@ -50,7 +50,7 @@ def _unknown(error: click.NoSuchOption) -> click.UsageError:
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """Text that a function of ours parses; what is wrong with it, a ValueError says."""
+    """Text that is parsed by a function. Its ValueError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self.parse = name, parse
@@ -63,7 +63,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 
 def above_0(most: float) -> Parsed:
-    """A number above 0, up to `most`."""
+    """Return the parameter type of a number above 0, up to `most`."""
 
     def parse(text: str) -> float:
         if not 0 < (number := float(text)) <= most:
@@ -78,7 +78,7 @@ BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
 
 
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
-    """Sequences of a step, given as such or as tokens."""
+    """Return the sequences per step, given directly or as tokens."""
     if tokens_per_step is None:
         return batch_size or 16
     if batch_size is not None:
@@ -93,7 +93,7 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def together(*options: Option) -> Option:
-    """Several options as one decorator."""
+    """Combine several options into one decorator."""
 
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
@@ -102,7 +102,7 @@ with_batch = together(
     click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
     click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
 )
-# The rest of the work of a step
+# Other options that define a step
 with_work = together(
     click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
     click.option(
@@ -147,7 +147,7 @@ with_prices = together(
     click.option("--usd-per-kwh", type=above_0(9_999_999), help="Price of power.  [default: 0.15]"),
 )
 
-# -- made of fields ---------------------------------------------------------------------------------------------------------
+# -- generated from fields --------------------------------------------------------------------------------------------------
 
 _SETTINGS = {name: setting for name, setting in settings_of() if "flag" in setting.metadata}
 _SEMANTICS = {
@@ -171,13 +171,13 @@ _SEMANTICS = {
 
 
 class RunCommand(Command):
-    """A command that takes settings by the names that other trainers give them, too."""
+    """Command that accepts other trainers' names of settings."""
 
     also = {other: _SETTINGS[name].metadata["flag"].name for other, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
 
 
 def option(flag: Flag, param: str, of: Field[Any]) -> Option:
-    """A click option for a field."""
+    """Return a click option for a field."""
     if of.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
     shown = of.default if flag.default is None else flag.default
@@ -186,7 +186,7 @@ def option(flag: Flag, param: str, of: Field[Any]) -> Option:
 
 
 def _type(kind: Any) -> Any:
-    """What click parses: a choice, a number or text."""
+    """Return the click type of a field: a choice, a number or text."""
     if kind is Fraction:
         return Parsed("share", _share)
     if get_origin(kind) is Literal:
@@ -196,7 +196,7 @@ def _type(kind: Any) -> Any:
 
 
 def _share(text: str) -> float:
-    """1% or 0.01. ValueError for 1, which is one percent, one row or all of them."""
+    """Parse `1%` or `0.01`. ValueError for `1`, which may mean one percent, one row or all rows."""
     number, is_percent = text.removesuffix("%"), text.endswith("%")
     if number.replace(".", "", 1).isdecimal() and (is_percent or float(number) < 1):
         return float(number) / (100 if is_percent else 1)
@@ -204,7 +204,7 @@ def _share(text: str) -> float:
 
 
 def flag_of(name: str) -> Option:
-    """The flag of one setting, as `optimizer.lr`."""
+    """Return the flag of a setting, for example `optimizer.lr`."""
     return option(_SETTINGS[name].metadata["flag"], name.replace(".", "__"), _SETTINGS[name])
 
 
@@ -213,7 +213,7 @@ semantics_flags = together(*(option(_SEMANTICS[of.name], of.name, of) for of in 
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were given as flags, by dotted names."""
+    """Return the settings that were given as flags, by dotted name."""
     given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
     if "data.columns" in given:
         columns = [_column(text) for text in given["data.columns"]]

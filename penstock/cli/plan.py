@@ -1,4 +1,4 @@
-"""`penstock plan`: the fastest schedule of a model on a machine, in words or as JSON, and the plan in a file."""
+"""`penstock plan`: search the fastest schedule of a model on a machine, print it as text or JSON, and write the plan file."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from penstock.runtime.units import on_one_line
 from .options import AS_JSON, BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import beyond_positions, check_output
 
-MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
+MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 
 
 class _Plan(Command):
-    """`plan --help` ends with the names of shipped machines and models."""
+    """`plan`, with the names of shipped machines and models at the end of its help."""
 
     also = PLAN_FLAGS
 
@@ -154,7 +154,7 @@ def plan(
 
 
 def _needed(model: Model) -> str:
-    """The further flags of `run` for a model whose folder lacks weights or a tokenizer."""
+    """Return the further flags of `run` for a model folder without weights or tokenizer."""
     if (there := hub_name(model.name)) is not None and model.path is None:
         return f" --model {there.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
@@ -164,7 +164,7 @@ def _needed(model: Model) -> str:
 
 
 def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
-    """What `--json` prints; `job` only where `--tokens` asks for it."""
+    """Return the fields of `--json`; `job` only with `--tokens`."""
     from penstock.planner.predict.rests_on import rests_on
     from penstock.planner.show.price import hourly
 
@@ -184,9 +184,9 @@ def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
 
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:
-    """None to search; else another system's name, or the fields of the policy in a file: a plan's, or the file's own."""
+    """Return None to search, the name of a baseline system, or the fields of the policy in a plan file or a policy file."""
     path = Path(text)
-    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # a name too long for a file is no file
+    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # isfile is False for a name that is too long
         return None if text == "search" else text
     try:
         fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))

@@ -68,7 +68,7 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
 
 
 def headline(profile: Profile) -> Table:
-    """The quantities by their names, and of measured points the highest."""
+    """Return a table of the quantities by name; for a curve of points, the highest value."""
     table = Table("what", Column("value", justify="right"), Column("spread", justify="right"), title=profile.summary)
     best = dict[str, Share]()
     for place, found in profile.quantities():
@@ -80,7 +80,7 @@ def headline(profile: Profile) -> Table:
 
 
 def _shown(name: str, value: float) -> str:
-    """A number in the unit that its name says."""
+    """Format a number with the unit in its name."""
     if rate := re.search(r"(bytes|flop|params)_per_s", name):
         return show_rate(value, {"bytes": "B", "flop": "FLOP", "params": "param"}[rate[1]])
     if name.endswith("_bytes"):
@@ -89,7 +89,7 @@ def _shown(name: str, value: float) -> str:
 
 
 def remarks(profile: Profile) -> list[str]:
-    """How many numbers rest on what, what the lanes do to each other, and every cliff."""
+    """Return lines on the sources of the numbers, on the details of measurements, and on every cliff."""
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     details = [without_cliffs(source.detail) for source in profile.sources.values() if source.kind == "measured"]
     found = [f"cliff: {line}" for _, lines in details for line in lines]

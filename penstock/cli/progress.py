@@ -1,4 +1,4 @@
-"""Progress of a run on stderr, from its preparation and overview to its last step, and its outcome on stdout."""
+"""Progress of a run on stderr: preparation, overview and steps. Outcome of a run on stdout."""
 
 import math
 import os
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from penstock.training.session import Session
     from penstock.training.trainer import Metrics
 
-Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, how it is shown
-WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
-REMEMBERED_STEPS = 20  # whose median time predicts how long the rest takes
-LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
+Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, formatter
+WORTH_A_PLAN = 0.1  # relative error of the step time above which another plan may be faster
+REMEMBERED_STEPS = 20  # last steps; their median time predicts the remaining time
+LONG_S = 30.0  # without a terminal, a stage of the preparation gets a line after this time
 
 
 class Preparing(Bar):
-    """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
+    """Display of the preparation of a run: its stage, such as `loading weights: 3 of 34 blocks`, and its duration.
 
-    On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
-    with the words of what begins.
+    A terminal shows one line that is redrawn. Elsewhere, a stage gets a line after LONG_S, or at once with `each`. Call it with the
+    text of the current stage.
     """
 
     def __init__(self, each: bool = False) -> None:
@@ -65,14 +65,14 @@ class Preparing(Bar):
 
 
 def show_overview(rows: Mapping[str, str]) -> None:
-    """Print the overview of a run, or of data, a line `name: value` each."""
+    """Print the overview of a run or of data, one line `name: value` per entry."""
     for name, value in rows.items():
         style = {"fg": "yellow"} if name.startswith("warning") else {"bold": True}
         click.echo(f"{click.style(f'{name}:', **style)} {on_one_line(value)}", err=True)
 
 
 def overview(session: "Session") -> dict[str, str]:
-    """What a user may want to stop before step 1, by name."""
+    """Return the facts of a run that a user may want to check before step 1, by name."""
     of, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
     rule, semantics = session.settings.optimizer, session.plan.semantics
     steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "all are done, evaluating"
@@ -109,7 +109,7 @@ def _device(session: "Session") -> str:
 
 
 def _predicted(session: "Session", n_steps: int) -> str:
-    """On the machine that the plan is for; how long one of another kind takes is not known."""
+    """Describe the predicted duration on the plan's machine. No duration is known for a machine of another kind."""
     machine, step_s = session.plan.profile["name"], session.prediction.step_s
     if session.device == "emulated":
         return f"{show_duration(n_steps * step_s * session.scale)} here, for {show_duration(n_steps * step_s)} on {machine}"
@@ -118,7 +118,7 @@ def _predicted(session: "Session", n_steps: int) -> str:
 
 
 class Progress(Bar):
-    """Steps of a run: a bar and some lines below it on a terminal, elsewhere a line per step."""
+    """Display of the steps of a run: a bar and some lines on a terminal, elsewhere one line per step."""
 
     def __init__(self, session: "Session") -> None:
         console = Console(stderr=True)
@@ -126,13 +126,13 @@ class Progress(Bar):
         self.lines, self.told, self.told_s = "", "", 0.0
         super().__init__(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
         self.session, self.n_done = session, session.first_step
-        # An emulated machine's tokens are a stand-in's, and its seconds longer
+        # An emulated run has the tokens of a stand-in model, and longer seconds
         self.speed_up = session.scale * session.plan.semantics.tokens_per_step / session.store.plan.semantics.tokens_per_step
         self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self.add_task("", total=session.n_steps, completed=session.first_step)
 
     def step(self, metrics: "Metrics") -> None:
-        """Show a step that is done."""
+        """Show a completed step."""
         n_steps, is_first, self.n_done = self.session.n_steps, self.n_done == self.session.first_step, metrics.step
         self.times_s.append(metrics.step_s)
         words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s * self.speed_up:,.0f} tokens/s"
@@ -150,7 +150,7 @@ class Progress(Bar):
             self.lines = f"{more}\n{lanes}\n"
 
     def tell(self, words: str) -> None:
-        """Show words until the end. Safe in a signal handler, which may interrupt any print: a terminal is only redrawn later."""
+        """Show a message until the end. Safe in a signal handler, which may interrupt a print: a terminal is redrawn later."""
         if self.disable:
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
@@ -163,7 +163,7 @@ class Progress(Bar):
         yield Text(self.lines + told, no_wrap=True, overflow="ellipsis")
 
     def _peak_bytes(self) -> int:
-        """Peak memory of the device, or of the process where the device's memory is the process's own."""
+        """Return the peak memory of the device, or of the process if the device is the CPU."""
         found = self.session.store.device_peak_bytes()
         return found if found is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
@@ -172,7 +172,7 @@ class Progress(Bar):
 
 
 def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
-    """The final table on stdout: predicted, measured, error; what differs; where the files are. Perhaps a corrected profile."""
+    """Print the final table (predicted, measured, error) and notes. `recalibrate`: file for a corrected profile."""
     from penstock.planner.show.facts import measured
 
     found = measured(timeline, times_s)
@@ -193,7 +193,7 @@ def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], rec
 
 
 def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
-    """Speeds, and the peaks of process and device; an emulated machine's memory is another's."""
+    """Yield speeds, and the peak memory of process and device. An emulated run has no memory figures."""
     plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
     yield "step", predicted_s, found.step_s, show_seconds
     measured_busy_s = found.settled.busy_s(plan)
@@ -206,14 +206,14 @@ def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
     on_host = sum(host_needs(plan).values()) + float(plan.profile["host"]["runtime_bytes"]["value"])
     if device_peak_bytes is not None:
         yield "device, peak", on_device, device_peak_bytes, show_bytes
-    else:  # the device's memory is the process's own
+    else:  # the device is the CPU
         on_host += on_device
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - store.others_bytes()  # Linux counts in KiB
     yield "process, peak", on_host, peak_bytes, show_bytes
 
 
 def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
-    """Where a step took otherwise than predicted, whether the prediction is of this machine, and where the files are."""
+    """Yield notes on the error of the prediction, on a plan for another machine, and on the files."""
     from penstock.checkpoint.checkpoint import latest
 
     profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
@@ -238,7 +238,7 @@ def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
 
 
 def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str) -> None:
-    """Now rather than after the run: a profile that could not be written, or that this machine says nothing of."""
+    """Reject, before the run, a profile that could not be written or that this machine cannot correct."""
     if device != "emulated" and plan.profile["device"]["kind"] != device:
         name = plan.profile["name"]
         raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
@@ -248,7 +248,7 @@ def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str
 
 
 def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
-    """Write the profile as the run shows it to be, and say what that changes."""
+    """Write the profile, corrected by the run, and print the changes."""
     from penstock.planner.predict.recalibrate import recalibrate
 
     day = datetime.now(UTC).date().isoformat()

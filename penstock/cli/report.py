@@ -1,4 +1,4 @@
-"""`penstock check` and `report`: a plan proven right, and a page or trace of it and of its run."""
+"""`penstock check` and `penstock report`: check a plan, and draw a page or trace of it and of its run."""
 
 from datetime import date
 from pathlib import Path
@@ -31,7 +31,7 @@ def check(plan_file: Path, search: bool) -> None:
     from penstock.planner.check.claim import strangers
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
-    claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
+    claimed(file.claim, str(plan_file))  # exit code 2 for an unreadable claim, 1 for a wrong one
     found = proven(str(plan_file), file, search)
     for stranger in strangers(file.plan):
         click.echo(f"note: {where}: {on_one_line(stranger)}", err=True)

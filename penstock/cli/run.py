@@ -1,4 +1,4 @@
-"""`penstock run`: train with a plan, by one process or by several ranks, until it is done or a signal asks for its end."""
+"""`penstock run`: train with a plan, in one process or in several ranks, until the last step or a signal."""
 
 import os
 import shlex
@@ -71,7 +71,7 @@ def run(
 
 
 def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
-    """Start the ranks of a run, or be one of them, or the only one; the exit code."""
+    """Start the ranks of a run, or run as one rank. Return the exit code."""
     path = settings.plan or ""
     try:
         report("reading the plan")
@@ -84,7 +84,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
         if is_rank():
             take_own_part(settings.device)
         from penstock.training.device import device_of
-        from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
+        from penstock.training.following import follow  # imports torch, so only after the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
 
         device = device_of(settings.device)
@@ -106,8 +106,8 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
 
 
 def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
-    """Perform the steps and show the outcome; the exit code. What is written is what was given: with a plan of another optimizer
-    it has that one's rate."""
+    """Perform the steps and show the outcome. Return the exit code. Settings are written as given, without the defaults of the
+    plan's optimizer, so that a resume with another optimizer gets its default rate."""
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
@@ -118,7 +118,7 @@ def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: 
     asked = list[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        """The first signal requests an end after the step; a second one ends the command at once."""
+        """Request an end after the current step. A second signal ends the command at once."""
         asked.append(number)
         stop.request()
         progress.tell("finishing the step, then saving; once more ends at once")
@@ -128,14 +128,14 @@ def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: 
     if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
         word = "terminated" if signal.SIGTERM in asked else "hung up" if signal.SIGHUP in asked else "interrupted"
         click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
-        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # a run that saved on another has done all that was asked
+        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # after SIGTERM or SIGHUP, saving is success
     if session.first_step < n_steps:
         show_outcome(session, timeline, times_s, recalibrate)
     return 0
 
 
 def _stopped(session: "Session", n_done: int) -> str:
-    """What a run that was asked to end has saved, and how to resume."""
+    """Describe the saved state of a stopped run, and how to resume."""
     at, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
     if not session.saves:
         return f"{at}, and nothing is saved"
@@ -146,7 +146,7 @@ def _stopped(session: "Session", n_done: int) -> str:
 
 
 def _refuse_contradictions(settings: RunSettings, given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
-    """UsageError for flags that contradict --device."""
+    """Raise UsageError for flags that contradict --device."""
     is_idle = resumes or any(name.startswith("checkpoint.") or name in ("evaluation.data", "evaluation.prompts") for name in given)
     if settings.device == "emulated" and is_idle:
         about = "--resume, --save-every and all else about checkpoints, --eval-data and --prompt"

@@ -1,4 +1,4 @@
-"""`penstock fits`, `compare` and `machines`: which machine trains a model, which model fits a machine."""
+"""`penstock fits`, `compare` and `machines`: choose a model for a machine, or a machine for a model."""
 
 import json
 import multiprocessing
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
 
 Found = TypeVar("Found")
-MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
+MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
@@ -79,7 +79,7 @@ def fits(
 
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
     for profile in chain(*groups.values()):
-        part_of(profile, gpus, hosts, network_gbit)  # or say why not
+        part_of(profile, gpus, hosts, network_gbit)  # raises if the step cannot be shared so
     groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
     semantics = _part(gpus * hosts, micro_batch=1, **work)
     names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
@@ -93,7 +93,7 @@ def fits(
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in LEANER)
         of_each += [of for of in leaner if of.state_bytes < semantics.state_bytes]
-    # A family's machines one after the other: they share its models' blocks
+    # Machines of a family in sequence, because they share the blocks of its models
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
     tasks = [(gpu, of, *family, each, sizes, search, hosts) for family, (gpu, of) in families_of_gpus for each in of_each]
     at_once = len(groups) * len(of_each)
@@ -110,7 +110,7 @@ def fits(
 
 
 def _larger(found: Iterable["Fit"]) -> Iterator["Fit"]:
-    """Of each machine, memory and family the first, and each whose model is larger than all before it."""
+    """Yield the first fit of each machine, memory and family, and then fits with a larger model than those before."""
     largest: dict[tuple[str, str, int, str], int] = {}
     for fit in found:
         key, n = (fit.gpu, fit.machine, fit.host_memory_bytes, fit.family), fit.n_params or 0
@@ -235,14 +235,14 @@ def machines(as_json: bool) -> None:
 
 
 def _compared(names: str, n_gpus: int | None) -> list[Profile]:
-    """The named machines, each once; of all of them those with one GPU, or with as many as are asked for (None: any number)."""
+    """Return the named machines without duplicates; for `all`, those with one GPU or with at least `n_gpus` (None: any number)."""
     if names.strip() != "all":
         return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 
 
 def _profiles(name: str = "") -> list[Profile]:
-    """The machine of that name or file; or all shipped ones of a GPU, or of any."""
+    """Return the machine of a name or file, or all shipped machines of a GPU, or (without a name) of any GPU."""
     of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
@@ -250,7 +250,7 @@ def _profiles(name: str = "") -> list[Profile]:
 def _part(
     n_gpus: int, master: Dtype | None, train: str | None, base: Base | None, optimizer: str | None, **fields: Any
 ) -> Semantics:
-    """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared, or not so."""
+    """Return one rank's part of a step, with further `fields` of Semantics. PlanError if the ranks cannot share it."""
     from penstock.planner.search.micro_batch import shared_step
 
     asked = trained(Semantics(**fields), train, base, optimizer, master)
@@ -261,7 +261,7 @@ def _part(
 
 
 def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
-    """So many GPUs of each host, or half of them, or half of that, as can share the work; and one's part."""
+    """Return the GPUs per host that can share a step (`n`, or `n` halved until it works), and one rank's part."""
     for fewer in (n >> i for i in range(n.bit_length() - 1)):
         with suppress(PlanError):
             return fewer, _part(fewer * n_hosts, **work)
@@ -269,8 +269,8 @@ def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
 
 
 def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str, at_once: int = 1) -> Iterator[Found]:
-    """`work` of each task, in their order, on all cores; a terminal shows the progress. Where they are many, one process does
-    `at_once` of them."""
+    """Yield `work(*task)` in order, computed on all cores. A terminal shows the progress. If tasks are numerous, a process takes
+    `at_once` of them at a time."""
     console = Console(stderr=True)
     show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
@@ -285,5 +285,5 @@ def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: st
         raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():  # after an interruption some are still at work
+        for child in multiprocessing.active_children():  # some still run after an interruption
             child.terminate()
