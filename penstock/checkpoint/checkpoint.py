@@ -3,9 +3,9 @@
     config.json, model*.safetensors (+ index)   the model in Hugging Face form; or an adapter in PEFT's (`adapter_*`)
     tokenizer files                             copied from the model's folder
     optimizer-*.safetensors                     masters and moments
-    trainer_state.json                          step, what resuming compares, size and SHA-256 of every other file
+    trainer_state.json                          step, identity of the run, size and SHA-256 of every other file
 
-Weights and state are a file for each block. All are written in a folder of another name, so that a folder of this name is whole.
+Weights and state have one file per block. Files are written to a temporary folder, which is renamed when it is complete.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 
 
 def whole(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints in a folder, in the order of their steps."""
+    """Return (step, path) of the complete checkpoints in a folder, sorted by step."""
     try:
         steps = [(int(m[1]), path) for path in folder.iterdir() if (m := NAME.fullmatch(path.name))]
     except FileNotFoundError:
@@ -53,14 +53,14 @@ def whole(folder: Path) -> list[tuple[int, Path]]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in a folder; None where there is none."""
+    """Return the checkpoint of the highest step in a folder, or None."""
     found = whole(folder)
     return found[-1][1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A checkpoint whose files were compared with its manifest. `fields` is the `state` that was saved."""
+    """A checkpoint with verified files. `fields` is the saved `state`."""
 
     path: Path
     step: int
@@ -76,7 +76,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """What is read of a state file."""
+    """Validated fields of a state file."""
 
     step: Annotated[int, Field(strict=True, ge=0)]
     state: dict[str, Any]
@@ -87,7 +87,7 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 
 def load_state(checkpoint: Path) -> State:
-    """The training state in a checkpoint, every file compared with its size and SHA-256; CheckpointError names what differs."""
+    """Read the training state of a checkpoint, and verify size and SHA-256 of every file. CheckpointError names a damaged file."""
     path = checkpoint / STATE_FILE
     if not path.exists() and has_weights(checkpoint):
         raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")
@@ -105,8 +105,8 @@ def load_state(checkpoint: Path) -> State:
 
 
 def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
-    """CheckpointError unless an adapter that a run saved has the bytes that were saved, and was trained on the weights of this
-    digest. One that was made elsewhere says neither."""
+    """Raise CheckpointError if an adapter that a run saved is damaged, or was trained on weights with another digest. An adapter
+    made elsewhere is not checked."""
     path = adapter / STATE_FILE
     if not path.exists() or "format_version" not in (fields := read_json(path)):
         return
@@ -118,7 +118,7 @@ def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
 
 
 def _manifest(path: Path, fields: Mapping[str, Any]) -> _Manifest:
-    """What a state file says, which its own SHA-256 vouches for."""
+    """Validate the fields of a state file, and its own SHA-256."""
     if "format_version" not in fields:  # Hugging Face's trainer writes a file of this name too
         raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
     if fields["format_version"] != FORMAT_VERSION:
@@ -146,7 +146,7 @@ def _refuse_changed(checkpoint: Path, files: Mapping[str, _File]) -> None:
 
 
 def sum_of(fields: Mapping[str, Any]) -> str:
-    """SHA-256 of the fields of a state file, without the field that holds it."""
+    """Return the SHA-256 of the fields of a state file, except `sha256`."""
     rest = {key: value for key, value in fields.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -156,27 +156,27 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"{path}: {problem}; {how}")
 
 
-# -- writing one --------------------------------------------------------------------------------------------------------------
+# -- writing ------------------------------------------------------------------------------------------------------------------
 
 
 class CheckpointWriter:
-    """The files of a checkpoint, written into a folder. Blocks may come in any order; no byte depends on it."""
+    """Writer of the files of a checkpoint. Blocks may arrive in any order; the bytes do not depend on it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, dict[str, Any]] = {}  # by file: size and SHA-256
-        self._file_of: dict[str, str] = {}  # by published name of a weight
-        self._n_bytes = 0  # of all weights
-        self.adapter: dict[str, Tensor] = {}  # factors by our names, until `write_adapter`: small beside the state
+        self._file_of: dict[str, str] = {}  # file, by published name of a weight
+        self._n_bytes = 0  # total size of weights
+        self.adapter: dict[str, Tensor] = {}  # factors by our names, collected for `write_adapter`; much smaller than the state
 
     def write_tensors(self, file: str, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> None:
-        """As `tensor_files.write_tensors`."""
+        """Write a file with `tensor_files.write_tensors` and record its size and SHA-256."""
         self._files[file] = write_tensors(self._folder / file, outlines, contents)
 
     def write_weights(
         self, file: str, config: Mapping[str, Any], outlines: Mapping[str, Tensor], weight_of: Callable[[str], Tensor]
     ) -> None:
-        """Weights of a module, of one dtype, under published names; held is one at a time, with a copy cut into experts."""
+        """Write weights of one dtype under published names. One weight is in memory at a time, with its copy as single experts."""
         published = dict(pair for name, outline in outlines.items() for pair in publish(config, name, outline))
         each = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
         self.write_tensors(file, published, chain.from_iterable(each))
@@ -184,7 +184,7 @@ class CheckpointWriter:
         self._n_bytes += sum(outline.nbytes for outline in published.values())
 
     def copy_towers(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """What a vision-language model's folder holds besides its decoder of text, unchanged, one tensor at a time."""
+        """Copy the tensors outside the text decoder of a vision-language model, unchanged, one at a time."""
         stored, names = towers(folder, config)
         outlines = {name: torch.empty_like(stored[name], device="meta") for name in names}
         outlines = dict(sorted(outlines.items(), key=lambda item: -item[1].itemsize))
@@ -193,26 +193,26 @@ class CheckpointWriter:
         self._n_bytes += sum(outline.nbytes for outline in outlines.values())
 
     def write_config(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """The configuration of a model whose weights are written in `dtype`, and the index of their files."""
+        """Write the configuration of a model with weights in `dtype`, and the index of the weight files."""
         index = {"metadata": {"total_size": self._n_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
         self._write(INDEX_FILE, _json_bytes(index))
         unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         self._write("config.json", _json_bytes(unquantised | {"dtype": str(dtype).removeprefix("torch.")}))
 
     def write_adapter(self, lora: Lora, base: str | None) -> None:
-        """The factors in `adapter`, in PEFT's files; its configuration names the model `base`."""
+        """Write the factors in `adapter` as PEFT's files. The configuration names the model `base`."""
         factors = dict(sorted(self.adapter.items()))
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
         self._write(CONFIG_FILE, config_bytes(lora, factors, base))
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """The tokenizer's files of a model's folder, those that it has."""
+        """Copy the tokenizer files that exist in a model's folder."""
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 self._write(file, (folder / file).read_bytes())
 
     def finish(self, step: int, state: Mapping[str, Any]) -> None:
-        """The manifest; `state` has the other fields that resuming needs."""
+        """Write the manifest. `state`: further fields for resuming."""
         fields = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": dict(sorted(self._files.items()))}
         self._write(STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
 
@@ -224,7 +224,7 @@ def _json_bytes(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode()
 
 
-# -- resuming: a state put back, after it was compared with the run that goes on from it ------------------------------------
+# -- resuming: compare a state with the run that continues from it, and restore it ------------------------------------------
 
 _IN_WORDS = {
     "data_fingerprint": "set of data, or order of it",
@@ -234,15 +234,15 @@ _IN_WORDS = {
     "optimizer": "optimizer or schedule",
 }
 
-# Fields that a state lacks which was saved before there was a choice have their defaults.
+# Fields that are absent from older states have their defaults.
 _DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
 _SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train | Objective) else value for name, value in _DEFAULTS.items()}
 
 
 def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
-    """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
+    """Return, as JSON, the fields that must be equal in a state and in a run that resumes from it. The plan may differ.
 
-    `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
+    `optimizer`: its settings; `frozen`: digest of the frozen weights, which are not in the state.
     """
     return _as_json(
         ({} if frozen is None else {"frozen": frozen})
@@ -256,10 +256,10 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
     )
 
 
-_OF_STATE = ("optimizer", "master_dtype", "weight_rounding")  # of the semantics: what is kept, and how it is updated
+_OF_STATE = ("optimizer", "master_dtype", "weight_rounding")  # fields of the semantics: format of the state, and its rounding
 
 
-_OF_RULE = ("lr", "beta1", "beta2", "eps")  # of its settings, what no other rule has a use for
+_OF_RULE = ("lr", "beta1", "beta2", "eps")  # fields of the optimizer's settings that are specific to its rule
 _PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
@@ -269,7 +269,7 @@ def _kept_in_words(of: Mapping[str, Any]) -> str:
 
 
 def _converted_in_words(*states: Mapping[str, Any]) -> str:
-    """What becomes of each part of a state, of which the second is made of the first."""
+    """Describe the conversion of each part of the first optimizer state to the second."""
     was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
 
     def become(part: str) -> str:
@@ -282,10 +282,10 @@ def _converted_in_words(*states: Mapping[str, Any]) -> str:
 
 
 def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Semantics of a state by the names of today; True if the plan computes other bits than the step that saved them.
+    """Return the semantics of a state in today's names, and True if the plan's arithmetic differs from that of the state.
 
-    Before plans of format 4 there was no `lora_products`: an adapter's product was added to the frozen one after both were rounded,
-    and the loss in few passes was `fused`, which took softmax in fp32 and rounded the output matrix's gradient for each tile.
+    Plans before format 4 had no `lora_products`: an adapter's product was added to the frozen one after both were rounded. Their
+    loss `fused`, now `online`, computed softmax in fp32 and rounded the gradient of the output matrix for each tile.
     """
     found, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
     train = found["train"]
@@ -297,9 +297,9 @@ def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> t
 
 
 def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:
-    """CheckpointError that names the first thing that a state does not share with this run. `converts`: its optimizer may be
-    another, whose state is rounded to what this one keeps, of another rule it has other hyperparameters. Returns a line on what the
-    run does not share with the one that saved the state, or None."""
+    """Raise CheckpointError with the first difference between a state and this run. Return a line on permitted differences, or
+    None. `converts`: permit another optimizer. Its state is rounded to this run's dtypes, and another rule has other
+    hyperparameters."""
     notes, is_another_rule = list[str](), False
     afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
     for key, value in expected.items():
@@ -326,7 +326,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
 
 
 def put_back(state: State, host: HostState, data: RunData) -> None:
-    """Put masters, moments and the data's position back; CheckpointError where something is missing or malformed."""
+    """Restore masters, moments and the position in the data. CheckpointError if one is missing or malformed."""
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):
         raise _damaged(state.path, "its n_updates or data_position is not what a run saves")
@@ -353,15 +353,15 @@ def _stored(state: State, kind: str, p: Parameter) -> Tensor:
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """The value as it is when it has been written and read."""
+    """Return the value after a JSON round trip."""
     found: dict[str, Any] = json.loads(json.dumps(value))
     return found
 
 
 def _difference(was: Any, now: Any, at: str = "") -> str:
-    """The first value that differs, in words; empty where there is nothing to compare."""
+    """Describe the first value that differs; empty for values that are not dicts."""
     if isinstance(was, dict) and isinstance(now, dict):
-        for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # n_steps follows from a schedule
+        for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # n_steps last: it depends on the schedule
             if was.get(key) != now.get(key):
                 return _difference(was.get(key), now.get(key), f"{at}.{key}" if at else str(key))
     return f": {at} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if at else ""

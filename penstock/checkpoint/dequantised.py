@@ -1,6 +1,6 @@
-"""Weights that are published in few bits, read in bf16 for training whole: FP8 with a scale for each block, and MXFP4.
+"""Weights published in FP8 (one scale per block) or MXFP4, read in bf16 for full training.
 
-They have transformers' own values, and are made one weight at a time.
+Values are those of transformers. One weight is dequantised at a time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Dequantised(Mapping[str, Tensor]):
-    """The tensors of a model's files by name, each read when it is asked for; those in FP8 or MXFP4 as what they stand for."""
+    """Tensors of a model's files by name, read on access. FP8 and MXFP4 weights are dequantised to bf16."""
 
     def __init__(self, folder: Path, stored: Shards) -> None:
         self._folder, self._stored = folder, stored
@@ -53,20 +53,20 @@ class Dequantised(Mapping[str, Tensor]):
         return out
 
     def outline(self, name: str) -> Tensor:
-        """The tensor on the meta device, not read."""
+        """Return the tensor on the meta device."""
         if name in self._mxfp4:
             return torch.empty(mxfp4_shape(self._folder, self._stored, name), dtype=torch.bfloat16, device="meta")
         return self._stored.outline(name)
 
     def dtypes(self) -> Iterator[tuple[str, str]]:
-        """(name, dtype in the format's words) of each tensor, without reading any."""
+        """Yield (name, safetensors dtype, for example `BF16`) of each tensor without reading it."""
         made = self._fp8 | self._mxfp4
         yield from ((name, "BF16") for name in sorted(made))
         yield from ((name, dtype) for name, dtype in self._stored.dtypes() if name in self._names and name not in made)
 
 
 def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Codes of this shape, and the scale of each block in fp32 or a dtype that is exact in it."""
+    """Return the FP8 codes in this shape, and the scale of each block in fp32, bf16 or fp16."""
     codes, scales = stored[name], stored[f"{name}{_OF_FP8}"]
     is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and codes.dim() >= 2
     if not is_fp8 or tuple(codes.shape) != shape or tuple(scales.shape) != layout(shape, "fp8").scales:
@@ -75,7 +75,7 @@ def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tupl
 
 
 def mxfp4_shape(folder: Path, stored: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
-    """(experts, inputs, outputs) of a stack whose codes are in blocks along the inputs, with a scale each."""
+    """Return (experts, inputs, outputs) of an MXFP4 stack. Codes are in blocks along the inputs, with one scale per block."""
     blocks, scales = stored[name + BLOCKS], stored[name + _SCALES]
     is_mxfp4 = blocks.dtype is scales.dtype is torch.uint8 and blocks.dim() == 4 and blocks.shape[-1] == MXFP4_BLOCK // 2
     if not is_mxfp4 or blocks.shape[:-1] != scales.shape or blocks.shape[1] % 2:
@@ -85,7 +85,7 @@ def mxfp4_shape(folder: Path, stored: Mapping[str, Tensor], name: str) -> tuple[
 
 
 def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Codes, flat, and scales of a stack of this shape in its own order: files have it transposed."""
+    """Return the flat codes and the scales of a stack, in the order of `shape`. Files hold its transpose."""
     if mxfp4_shape(folder, stored, name) != shape:
         raise _odd(folder, name, f"MXFP4 of {shape}")
     n_experts, n_in, n_out = shape
@@ -94,7 +94,7 @@ def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tu
         raise _odd(folder, name, "numbers: a scale of 255 stands for none")
     codes = torch.empty(n_experts, n_in // 2, 2, n_out // 2, dtype=torch.uint8)
     for of, bytes_OI in zip(codes, stored[name + BLOCKS].flatten(2), strict=True):
-        first, second = bytes_OI[0::2], bytes_OI[1::2]  # two outputs, two inputs a byte
+        first, second = bytes_OI[0::2], bytes_OI[1::2]  # rows of two outputs; a byte holds two inputs
         of[:, 0] = (second << 4).bitwise_or_(first & 0x0F).t()
         of[:, 1] = (first >> 4).bitwise_or_(second & 0xF0).t()
     return codes.view(-1), scales

@@ -1,7 +1,7 @@
-"""Merging a LoRA adapter into its base model, shard by shard.
+"""Merge a LoRA adapter into its base model, shard by shard.
 
-W + alpha/rank B A in fp32 for each target, rounded once to the dtype in which W is stored; other tensors are copied. One tensor of
-the model is in memory at a time.
+Each target becomes W + alpha/rank B A, computed in fp32 and rounded once to the stored dtype of W. Other tensors are copied. One
+tensor of the model is in memory at a time.
 """
 
 import json
@@ -29,7 +29,7 @@ from .disk import new_folder
 from .model_files import INDEX_FILE, TOKENIZER_FILES, publish, read_json, refuse_quantised, weight_files, weights_digest
 from .tensor_files import Shards, write_new, write_tensors
 
-PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
+PIECE_BYTES = 4 * 2**20  # fp32 bytes of a weight that are computed at a time; faster if they fit the CPU's caches
 
 
 def merge(
@@ -39,18 +39,18 @@ def merge(
     on_tensor: Callable[[str, int, int], None] = lambda *_: None,
     pad_id: Callable[[], int | None] = lambda: None,
 ) -> str:
-    """Write the model in `base` with the adapter to `out`, whole or not at all: the same files of the same tensors and dtypes, the
-    same configuration and tokenizer; what it holds, in words. `on_tensor(name, bytes written, bytes of all)` is called after each.
-    A head that scores sequences takes the place of the model's own; `pad_id`, asked then, is of what is no last token there.
-    CheckpointError."""
+    """Write the model in `base`, merged with the adapter, to `out`, atomically. Return a summary.
+
+    Files, tensors, dtypes, configuration and tokenizer equal those of `base`. `on_tensor(name, bytes written, total bytes)` is
+    called after each tensor. A head that scores sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
     config = read_json(base / "config.json")
-    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # of which experts alone are packed
+    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # packs experts only
         refuse_quantised(base, config, ())
     stacks = _stacks(config, adapter)
-    stays = is_mxfp4 and not stacks  # packed; experts with an adapter are bf16 from here on
-    whole = Shards(weight_files(base))  # of all files at once: the scales of a packed weight may lie in another than its codes
+    stays = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
+    whole = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
     stored = whole if stays else Dequantised(base, whole)
     shards = _outlines(base, stored, (*FLOATS, torch.uint8) if stays else FLOATS)
     if heads := head_of(adapter):
@@ -87,7 +87,7 @@ def merge(
             raise CheckpointError(f"{out}: {sizes}; make room, or choose another --out")
         for source, shard in shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        # The last is that without which nothing loads a folder that is not whole
+        # config.json last: without it nothing loads an incomplete folder
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
                 changes = (is_mxfp4 and not stays) or heads
@@ -99,7 +99,7 @@ def merge(
 
 
 def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], heads: Mapping[str, tuple[int, ...]]) -> None:
-    """Outline the head in the place of what a model has after its last layer's norm, in the last file."""
+    """Replace the tensors of a model's head by those of the adapter's head, in the last file (in place)."""
     dropped = conversion_of(config).of_head([name for shard in shards.values() for name in shard])
     for file, shard in shards.items():
         shards[file] = {name: outline for name, outline in shard.items() if name not in dropped}
@@ -110,7 +110,7 @@ def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], 
 
 
 def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
-    """The tensors of each file on the meta device, wide dtypes first, as they are written; one unpacked is where its codes are."""
+    """Return the tensors of each output file on the meta device, wide dtypes first. A dequantised tensor is in its codes' file."""
     outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
         names = (name if name in stored else name.removesuffix(BLOCKS) for name in Shards([file]))
@@ -125,7 +125,7 @@ def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.
 
 
 def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """What a vision-language model's decoder of text calls the tensors of its files that are whole weights of it."""
+    """Map file tensors that are unconverted weights of a vision-language model's text decoder to their module names."""
     of = conversion_of(config)
     return {s[0][0]: name for name, s in of.sources(stored).items() if name in of.own and len(s) == 1 and s[0][1] is None}
 
@@ -133,7 +133,7 @@ def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, st
 def _changed(
     path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, of_config: Mapping[str, Any], stays_packed: bool
 ) -> bytes:
-    """The content of a model's file, where its experts are bf16 and were packed, or it has a head of its own."""
+    """Return the content of a metadata file of a model with dequantised experts or with a new head."""
     if path.name == INDEX_FILE:
         weight_map = {name: file.name for file, shard in shards.items() for name in shard}
         return json.dumps({"metadata": {"total_size": n_bytes}, "weight_map": weight_map}, indent=2).encode()
@@ -144,7 +144,7 @@ def _changed(
 
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the stacks of experts that a model's modules have, by name; none where the adapter is of none."""
+    """Return {name: shape} of the stacks of experts in a model's modules, or {} for an adapter without experts."""
     if not (adapter / CONFIG_FILE).is_file() or not read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES).get("target_parameters"):
         return {}
     return {name: tuple(weight.shape) for name, weight in conversion_of(config).own.items() if STACK.search(name)}
@@ -152,20 +152,20 @@ def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What a stored tensor has of a stack of experts."""
+    """The part of a stack of experts that a stored tensor holds."""
 
     stack: str
-    swaps: bool  # whether its matrices have inputs before outputs
-    outputs: Tensor  # of each matrix in it, as they are counted through all experts
+    swaps: bool  # True: its matrices are (inputs, outputs)
+    outputs: Tensor  # output numbers of each matrix, counted through all experts
 
 
 def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) -> dict[str, _Piece]:
-    """The stored tensors that are of stacks of experts, by name."""
+    """Return, by name, the stored tensors that hold parts of stacks of experts."""
     found = {}
     for stack, (n_experts, *sides) in stacks.items():
         n_out = sides[swaps := conversion_of(config).is_transposed]
         numbers = torch.arange(n_experts * n_out, dtype=torch.int32).view(n_experts, -1)
-        # Of two inputs instead of all, for what is converted may be a copy
+        # Two inputs suffice, and a conversion may copy
         for name, piece in publish(config, stack, torch.stack((numbers, numbers), 1 if swaps else 2)):
             matrices = piece if piece.dim() > 2 else piece[None]
             for is_turned, ids in ((False, matrices[..., 0]), (True, matrices[..., 0, :])):
@@ -176,13 +176,13 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
     return found
 
 
-# o rows of a weight, i columns, r rank of its adapter
+# o rows of a weight, i columns, r rank of its adapter, e expert
 
 
 def _merged(
     adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, module: str, scale: float
 ) -> Iterator[Tensor]:
-    """A weight, by its name in files, with its module's adapter, some rows at a time."""
+    """Yield the weight `name` of the files, merged with its module's adapter, some rows at a time."""
     weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
     n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
     for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):
@@ -193,7 +193,7 @@ def _merged(
 def _merged_experts(
     adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, lora: Lora, piece: _Piece
 ) -> Iterator[Tensor]:
-    """A tensor of experts with their adapters, one expert at a time."""
+    """Yield a tensor of experts, merged with their adapters, one expert at a time."""
     weight, of = stored[name], stack_factors(piece.stack)
     a, b = factors[f"{of}.lora_A.weight"], factors[f"{of}.lora_B.weight"]
     n_out, n_experts = b.shape[0], b.shape[1] // lora.rank
