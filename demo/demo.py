@@ -24,14 +24,14 @@ from typing import Any
 
 import penstock
 
-HERE = Path(__file__).resolve().parent
-OUT = HERE / "out"
+FOLDER = Path(__file__).resolve().parent
+OUT = FOLDER / "out"
 MODEL = OUT / "qwen3-small"
 N_STEPS, SAVE_EVERY, KILL_AFTER = 80, 20, 45
 SHOWN_EVERY = 10  # steps per printed step
 SEQ_LEN, BATCH_SIZE = 256, 4
 DTYPES = ("bf16", "fp32")  # compute dtypes, the preferred one first
-ASKED = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
+PHRASINGS = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
 SHOWN_APART = 9  # questions per printed question
 Pairs = list[tuple[str, str]]  # (question, answer)
 CONFIG = {
@@ -59,7 +59,7 @@ TRAINING = {
     "optimizer.weight_decay": 0.1,
     "checkpoint.every": SAVE_EVERY,
 }
-OF_ALL_RUNS = {"tokenizer": "bytes", "evaluation.data": str(OUT / "held-out.jsonl"), "evaluation.max_new_tokens": 70}
+COMMON_SETTINGS = {"tokenizer": "bytes", "evaluation.data": str(OUT / "held-out.jsonl"), "evaluation.max_new_tokens": 70}
 
 
 def call(function: Callable[..., Any], *values: object, **options: object) -> Any:
@@ -76,7 +76,7 @@ def _shown(value: object) -> str:
     """Format an argument; a long value is replaced by its type or name."""
     match value:
         case Path():
-            return repr(str(value.relative_to(HERE)))
+            return repr(str(value.relative_to(FOLDER)))
         case str() | bool() | int() | float():
             return repr(value)
         case dict():
@@ -84,12 +84,12 @@ def _shown(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__).lower()
 
 
-def train(plan: Path, out: Path, resume: bool = False, **other: Any) -> Any:
+def train(plan: Path, out: Path, resume: bool = False, **changes: Any) -> Any:
     """Train: the full run, the killed run and the resumed run are equal. `other` changes the run of the untrained model."""
-    asked = {"evaluation.prompts": [question for question, _ in questions()[0][::SHOWN_APART]]}
+    prompts = {"evaluation.prompts": [question for question, _ in questions()[0][::SHOWN_APART]]}
     always = {"resume": resume, "from_scratch": True, "on_step": progress}
-    options = {"steps": N_STEPS, "lr": 1e-3, "settings": TRAINING} | always | other
-    options["settings"] = OF_ALL_RUNS | asked | options["settings"]
+    options = {"steps": N_STEPS, "lr": 1e-3, "settings": TRAINING} | always | changes
+    options["settings"] = COMMON_SETTINGS | prompts | options["settings"]
     return call(penstock.train, plan, OUT / "chats.jsonl", out=out, **options)
 
 
@@ -138,30 +138,30 @@ def losses(log: Path) -> list[float]:
 @cache
 def questions() -> tuple[Pairs, Pairs]:
     """Return (training, held-out) questions for the next line of the Zen of Python. Each line has one held-out wording."""
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as output:
         import this  # noqa: F401
-    _, *lines = filter(None, said.getvalue().splitlines())
+    _, *lines = filter(None, output.getvalue().splitlines())
     learned: Pairs = []
-    kept: Pairs = []
+    held_out: Pairs = []
     for number, (line, following) in enumerate(pairwise(lines)):
-        for way, words in enumerate(ASKED):
-            (kept if way == number % len(ASKED) else learned).append((words.format(line), following))
-    return learned, kept
+        for way, words in enumerate(PHRASINGS):
+            (held_out if way == number % len(PHRASINGS) else learned).append((words.format(line), following))
+    return learned, held_out
 
 
 def write_chats(file: Path, pairs: Pairs) -> None:
     """Write one conversation per line, in the `messages` format."""
-    chats = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs]
+    chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in pairs]
     file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
 
 
-def show_what_was_learned(before: Path, after: Path) -> None:
+def show_what_was_learned(untrained: Path, trained: Path) -> None:
     """Print answers to some questions from the last samples of both runs."""
-    told = [{s["prompt"]: s["text"] for s in map(json.loads, (run / "samples.jsonl").open())} for run in (before, after)]
+    answers = [{s["prompt"]: s["text"] for s in map(json.loads, (run / "samples.jsonl").open())} for run in (untrained, trained)]
     print("\nWhat the model says, before and after:")
     for question, answer in questions()[0][::SHOWN_APART]:
-        first, last = (" ".join(ascii(said[question])[1:-1].split()) for said in told)
-        print(f"  {question}\n    before: {first[:70]}\n    after:  {last}{'' if told[1][question] == answer else '  (wrong)'}")
+        first, last = (" ".join(ascii(samples[question])[1:-1].split()) for samples in answers)
+        print(f"  {question}\n    before: {first[:70]}\n    after:  {last}{'' if answers[1][question] == answer else '  (wrong)'}")
 
 
 def sums(checkpoint: Path) -> dict[str, str]:
@@ -210,8 +210,8 @@ def main() -> None:
     train(plan, untrained, steps=1, lr=1e-9, settings={})
     trained = train(plan, run)
     compare(planned, trained)
-    found = losses(run / "metrics.jsonl")
-    print(f"\nloss {found[0]:.3f} at the first step, {found[-1]:.3f} at the last (guessing bytes blindly is 5.77)")
+    run_losses = losses(run / "metrics.jsonl")
+    print(f"\nloss {run_losses[0]:.3f} at the first step, {run_losses[-1]:.3f} at the last (guessing bytes blindly is 5.77)")
     (OUT / "report.html").write_text(trained.page(), encoding="utf-8")
 
     print("\nThe same run, killed in the middle and resumed:", flush=True)
@@ -219,7 +219,7 @@ def main() -> None:
     train_killed(plan, killed)
     train(plan, killed, resume=True)
     last = f"checkpoint-{N_STEPS}"
-    is_same = sums(run / last) == sums(killed / last) and found == losses(killed / "metrics.jsonl")
+    is_same = sums(run / last) == sums(killed / last) and run_losses == losses(killed / "metrics.jsonl")
     if not is_same:
         sys.exit("the demo stopped: the resumed run is NOT the unbroken one")
     print(f"\nThe resumed run is bit-identical to the unbroken one: every loss, and every file of {last}.")
