@@ -42,7 +42,7 @@ _OF_TEXT = re.compile(r"((?:[a-z_]+\.)+language_model\.(?:[a-z_]+\.)*layers)\.")
 _STACKS = ("gate_up_proj", "down_proj")  # weights of a layer's experts in `target_parameters`
 _HEAD, _HEADS = SCORE.removesuffix(".weight"), ("classifier", SCORE.removesuffix(".weight"))  # PEFT names both
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "use_rslora")
-_SAID = ("r", "lora_alpha", "target_modules")  # required, because PEFT's defaults would be another adapter
+_REQUIRED = ("r", "lora_alpha", "target_modules")  # required, because PEFT's defaults would be another adapter
 # Options that do not change the computation. Every other option of PEFT must be off, or have its default.
 _IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_config", "loftq_config", "peft_version", "revision")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
@@ -64,9 +64,9 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
 
     modules, has_head = {name.rpartition(".lora_")[0] for name in factors if name != SCORE}, SCORE in factors
     of_text = {layers[1] for module in modules if (layers := _OF_TEXT.match(module))}
-    found = {_target(module.removesuffix(".base_layer")) for module in modules}
+    adapted = {_target(module.removesuffix(".base_layer")) for module in modules}
     experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and their path in a layer
-    assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
+    assert adapted <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
         task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
         modules_to_save=[_HEAD] if has_head else None,
@@ -76,7 +76,7 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=_pattern(of_text.pop(), found - {EXPERTS}) if of_text else [*found - {EXPERTS}],
+        target_modules=_pattern(of_text.pop(), adapted - {EXPERTS}) if of_text else [*adapted - {EXPERTS}],
         target_parameters=None if experts is None else [f"{experts}.{stack}" for stack in _STACKS],
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
@@ -151,12 +151,13 @@ def stack_factors(stack: str) -> str:
 
 def _adapts_experts(folder: Path, config: "LoraConfig", stacks: Iterable[str]) -> bool:
     """True if the adapter covers the experts: both stacks of every layer. CheckpointError if it covers other parameters."""
-    said = config.target_parameters or []
-    found = {name: [t for t in said if f".{name}".endswith(f".{t}")] for name in stacks}
-    if said and ({t for each in found.values() for t in each} != {*said} or not all(found.values())):
-        problem = f"target_parameters is {json.dumps(said)[:120]}, not computed here, but {' and '.join(_STACKS)} of its experts"
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem} of a model that has them; {_INSTEAD}")
-    return bool(said)
+    parameters = config.target_parameters or []
+    matches = {name: [t for t in parameters if f".{name}".endswith(f".{t}")] for name in stacks}
+    if parameters and ({t for names in matches.values() for t in names} != {*parameters} or not all(matches.values())):
+        problem = f"target_parameters is {json.dumps(parameters)[:120]}, not computed here"
+        advice = f"{' and '.join(_STACKS)} of its experts of a model that has them; {_INSTEAD}"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem}, but {advice}")
+    return bool(parameters)
 
 
 def _read_config(folder: Path) -> "LoraConfig":
@@ -171,8 +172,8 @@ def _read_config(folder: Path) -> "LoraConfig":
     for key, value in {"peft_type": None, **fields}.items():
         if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
             raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
-    said = [key for key in _SAID if key != "target_modules" or not fields.get("target_parameters")]
-    if lacking := [key for key in said if fields.get(key) is None]:
+    required = [key for key in _REQUIRED if key != "target_modules" or not fields.get("target_parameters")]
+    if lacking := [key for key in required if fields.get(key) is None]:
         raise CheckpointError(f"{path}: {lacking[0]}: missing; copy it again")
     return LoraConfig(**{key: fields[key] for key in _READ if key in fields})
 

@@ -41,7 +41,7 @@ STATE_FILE = "trainer_state.json"
 NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 
 
-def whole(folder: Path) -> list[tuple[int, Path]]:
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, path) of the complete checkpoints in a folder, sorted by step."""
     try:
         steps = [(int(m[1]), path) for path in folder.iterdir() if (m := NAME.fullmatch(path.name))]
@@ -54,8 +54,8 @@ def whole(folder: Path) -> list[tuple[int, Path]]:
 
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint of the highest step in a folder, or None."""
-    found = whole(folder)
-    return found[-1][1] if found else None
+    checkpoints = complete_checkpoints(folder)
+    return checkpoints[-1][1] if checkpoints else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +110,10 @@ def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
     path = adapter / STATE_FILE
     if not path.exists() or "format_version" not in (fields := read_json(path)):
         return
-    manifest, own = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
-    _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in own})
+    manifest, adapter_files = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
+    _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in adapter_files})
     if "frozen" in manifest.state and manifest.state["frozen"] != digest():
-        advice = f"give that one, or a folder of {' and '.join(own)} alone, for any base"
+        advice = f"give that one, or a folder of {' and '.join(adapter_files)} alone, for any base"
         raise CheckpointError(f"{adapter}: trained on another base model, whose weights differ from these; {advice}")
 
 
@@ -178,8 +178,8 @@ class CheckpointWriter:
     ) -> None:
         """Write weights of one dtype under published names. One weight is in memory at a time, with its copy as single experts."""
         published = dict(pair for name, outline in outlines.items() for pair in publish(config, name, outline))
-        each = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
-        self.write_tensors(file, published, chain.from_iterable(each))
+        pairs = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
+        self.write_tensors(file, published, chain.from_iterable(pairs))
         self._file_of |= dict.fromkeys(published, file)
         self._n_bytes += sum(outline.nbytes for outline in published.values())
 
@@ -256,21 +256,22 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
     )
 
 
-_OF_STATE = ("optimizer", "master_dtype", "weight_rounding")  # fields of the semantics: format of the state, and its rounding
+_STATE_FIELDS = ("optimizer", "master_dtype", "weight_rounding")  # fields of the semantics: format of the state, and its rounding
 
 
-_OF_RULE = ("lr", "beta1", "beta2", "eps")  # fields of the optimizer's settings that are specific to its rule
+_RULE_FIELDS = ("lr", "beta1", "beta2", "eps")  # fields of the optimizer's settings that are specific to its rule
 _PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
-def _kept_in_words(of: Mapping[str, Any]) -> str:
-    rounding = f" rounded {'half up' if of['weight_rounding'] == 'half_up' else 'stochastically'}"
-    return f"{of['optimizer']} with {of['master_dtype']} masters{rounding if of['master_dtype'] in ('bf16', 'split24') else ''}"
+def _state_in_words(semantics: Mapping[str, Any]) -> str:
+    dtype = semantics["master_dtype"]
+    rounding = f" rounded {'half up' if semantics['weight_rounding'] == 'half_up' else 'stochastically'}"
+    return f"{semantics['optimizer']} with {dtype} masters{rounding if dtype in ('bf16', 'split24') else ''}"
 
 
 def _converted_in_words(*states: Mapping[str, Any]) -> str:
     """Describe the conversion of each part of the first optimizer state to the second."""
-    was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
+    was, now = ({"master": state["master_dtype"], **Optimizer(state["optimizer"]).moments} for state in states)
 
     def become(part: str) -> str:
         if part not in now:
@@ -287,13 +288,13 @@ def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> t
     Plans before format 4 had no `lora_products`: an adapter's product was added to the frozen one after both were rounded. Their
     loss `fused`, now `online`, computed softmax in fp32 and rounded the gradient of the output matrix for each tile.
     """
-    found, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
-    train = found["train"]
+    current, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
+    train = current["train"]
     has_adapters = isinstance(train, dict) and isinstance(train.get("lora"), dict)
     if has_adapters:
-        found["train"] = train | {"lora": {"rslora": False} | train["lora"]}
-    is_renamed = is_older and (found["loss"], planned.get("loss")) == ("fused", "online")
-    return found | ({"loss": "online"} if is_renamed else {}), is_older and (has_adapters or is_renamed)
+        current["train"] = train | {"lora": {"rslora": False} | train["lora"]}
+    is_renamed = is_older and (current["loss"], planned.get("loss")) == ("fused", "online")
+    return current | ({"loss": "online"} if is_renamed else {}), is_older and (has_adapters or is_renamed)
 
 
 def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:
@@ -303,25 +304,25 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
     notes, is_another_rule = list[str](), False
     afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
     for key, value in expected.items():
-        found = state.fields.get(key)
-        if key == "semantics" and isinstance(found, dict):
-            found, has_other_bits = _in_todays_values(found, value)
+        saved = state.fields.get(key)
+        if key == "semantics" and isinstance(saved, dict):
+            saved, has_other_bits = _in_todays_values(saved, value)
             if has_other_bits:
                 notes.append("written with an earlier arithmetic of loss or adapters: the bits of the run change from here")
-            was, now = ({name: of.get(name) for name in _OF_STATE} for of in (found, value))
-            if was != now and (found | now) == value and was["optimizer"] in [*Optimizer]:
-                old, new = map(_kept_in_words, (was, now))
-                rules = [str(of["optimizer"]).partition(":")[0] for of in (was, now)]
+            was, now = ({name: values.get(name) for name in _STATE_FIELDS} for values in (saved, value))
+            if was != now and (saved | now) == value and was["optimizer"] in [*Optimizer]:
+                old, new = map(_state_in_words, (was, now))
+                rules = [str(values["optimizer"]).partition(":")[0] for values in (was, now)]
                 if not converts or rules == ["lion", "adamw"]:
                     how = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
                     raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {how}, {afresh}")
                 notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")
-                found, is_another_rule = value, rules[0] != rules[1]
-        if key == "optimizer" and is_another_rule and isinstance(found, dict):
-            found, value = ({name: said for name, said in of.items() if name not in _OF_RULE} for of in (found, value))
-        if found != value:
-            what = f"{_IN_WORDS.get(key, key)}{_difference(found, value)}"
-            raise CheckpointError(f"{state.path}: of another {what}; resume as it began, {afresh}")
+                saved, is_another_rule = value, rules[0] != rules[1]
+        if key == "optimizer" and is_another_rule and isinstance(saved, dict):
+            saved, value = ({k: v for k, v in values.items() if k not in _RULE_FIELDS} for values in (saved, value))
+        if saved != value:
+            difference = f"{_IN_WORDS.get(key, key)}{_difference(saved, value)}"
+            raise CheckpointError(f"{state.path}: of another {difference}; resume as it began, {afresh}")
     return f"{state.path}: {'; '.join(notes)}" if notes else None
 
 
@@ -354,14 +355,14 @@ def _stored(state: State, kind: str, p: Parameter) -> Tensor:
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
     """Return the value after a JSON round trip."""
-    found: dict[str, Any] = json.loads(json.dumps(value))
-    return found
+    result: dict[str, Any] = json.loads(json.dumps(value))
+    return result
 
 
-def _difference(was: Any, now: Any, at: str = "") -> str:
+def _difference(was: Any, now: Any, path: str = "") -> str:
     """Describe the first value that differs; empty for values that are not dicts."""
     if isinstance(was, dict) and isinstance(now, dict):
         for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # n_steps last: it depends on the schedule
             if was.get(key) != now.get(key):
-                return _difference(was.get(key), now.get(key), f"{at}.{key}" if at else str(key))
-    return f": {at} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if at else ""
+                return _difference(was.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+    return f": {path} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if path else ""

@@ -15,7 +15,7 @@ from penstock.runtime.plan.packed import MXFP4_BLOCK, Base, layout
 
 from .tensor_files import Shards
 
-BLOCKS, _SCALES, _OF_FP8 = "_blocks", "_scales", "_scale_inv"
+BLOCKS, _SCALES, _FP8_SCALES = "_blocks", "_scales", "_scale_inv"
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,12 +24,12 @@ class Dequantised(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, stored: Shards) -> None:
         self._folder, self._stored = folder, stored
-        self._fp8 = {name for name in stored if f"{name}{_OF_FP8}" in stored}
+        self._fp8 = {name for name in stored if f"{name}{_FP8_SCALES}" in stored}
         stems = {name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)}
         self._mxfp4 = {stem for stem in stems if f"{stem}{_SCALES}" in stored}
-        beside = {f"{name}{_OF_FP8}" for name in self._fp8}
-        beside |= {stem + end for stem in self._mxfp4 for end in (BLOCKS, _SCALES)}
-        self._names = {name: None for name in stored if name not in beside} | dict.fromkeys(sorted(self._mxfp4))
+        consumed = {f"{name}{_FP8_SCALES}" for name in self._fp8}
+        consumed |= {stem + end for stem in self._mxfp4 for end in (BLOCKS, _SCALES)}
+        self._names = {name: None for name in stored if name not in consumed} | dict.fromkeys(sorted(self._mxfp4))
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -47,27 +47,26 @@ class Dequantised(Mapping[str, Tensor]):
         shape = tuple(self._stored[name].shape) if base == "fp8" else mxfp4_shape(self._folder, self._stored, name)
         packed, out = torch.zeros(layout(shape, base).n_bytes, dtype=torch.uint8), torch.empty(shape, dtype=torch.bfloat16)
         read = fp8_parts if base == "fp8" else mxfp4_parts
-        for part, given in zip(parts(packed, shape, base), read(self._folder, self._stored, name, shape), strict=True):
-            part.copy_(given)
+        for part, values in zip(parts(packed, shape, base), read(self._folder, self._stored, name, shape), strict=True):
+            part.copy_(values)
         unpack_into(packed, out, base)
         return out
 
     def outline(self, name: str) -> Tensor:
-        """Return the tensor on the meta device."""
         if name in self._mxfp4:
             return torch.empty(mxfp4_shape(self._folder, self._stored, name), dtype=torch.bfloat16, device="meta")
         return self._stored.outline(name)
 
     def dtypes(self) -> Iterator[tuple[str, str]]:
         """Yield (name, safetensors dtype, for example `BF16`) of each tensor without reading it."""
-        made = self._fp8 | self._mxfp4
-        yield from ((name, "BF16") for name in sorted(made))
-        yield from ((name, dtype) for name, dtype in self._stored.dtypes() if name in self._names and name not in made)
+        dequantised = self._fp8 | self._mxfp4
+        yield from ((name, "BF16") for name in sorted(dequantised))
+        yield from ((name, dtype) for name, dtype in self._stored.dtypes() if name in self._names and name not in dequantised)
 
 
 def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the FP8 codes in this shape, and the scale of each block in fp32, bf16 or fp16."""
-    codes, scales = stored[name], stored[f"{name}{_OF_FP8}"]
+    codes, scales = stored[name], stored[f"{name}{_FP8_SCALES}"]
     is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and codes.dim() >= 2
     if not is_fp8 or tuple(codes.shape) != shape or tuple(scales.shape) != layout(shape, "fp8").scales:
         raise _odd(folder, name, "FP8 with a scale for each block of 128 x 128")
@@ -93,10 +92,10 @@ def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tu
     if scales.numel() and int(scales.max()) == 255:
         raise _odd(folder, name, "numbers: a scale of 255 stands for none")
     codes = torch.empty(n_experts, n_in // 2, 2, n_out // 2, dtype=torch.uint8)
-    for of, bytes_OI in zip(codes, stored[name + BLOCKS].flatten(2), strict=True):
+    for expert_codes, bytes_OI in zip(codes, stored[name + BLOCKS].flatten(2), strict=True):
         first, second = bytes_OI[0::2], bytes_OI[1::2]  # rows of two outputs; a byte holds two inputs
-        of[:, 0] = (second << 4).bitwise_or_(first & 0x0F).t()
-        of[:, 1] = (first >> 4).bitwise_or_(second & 0xF0).t()
+        expert_codes[:, 0] = (second << 4).bitwise_or_(first & 0x0F).t()
+        expert_codes[:, 1] = (first >> 4).bitwise_or_(second & 0xF0).t()
     return codes.view(-1), scales
 
 

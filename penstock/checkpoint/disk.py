@@ -14,13 +14,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def writing(path: Path, what: str = "written") -> Iterator[None]:
+def writing(path: Path, action: str = "written") -> Iterator[None]:
     """Convert an OSError to a CheckpointError with advice."""
     try:
         yield
     except OSError as error:
         way_out = "make room, then start again (a run with --resume)" if error.errno in _FULL else "choose another --out"
-        raise CheckpointError(f"{path}: cannot be {what} ({error.strerror}); {way_out}") from None
+        raise CheckpointError(f"{path}: cannot be {action} ({error.strerror}); {way_out}") from None
 
 
 @contextmanager

@@ -49,16 +49,17 @@ def merge(
     if not (is_mxfp4 := published_as(config) == "mxfp4"):  # packs experts only
         refuse_quantised(base, config, ())
     stacks = _stacks(config, adapter)
-    stays = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
-    whole = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
-    stored = whole if stays else Dequantised(base, whole)
-    shards = _outlines(base, stored, (*FLOATS, torch.uint8) if stays else FLOATS)
+    keeps_packed = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
+    files = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
+    stored = files if keeps_packed else Dequantised(base, files)
+    shards = _outlines(base, stored, (*FLOATS, torch.uint8) if keeps_packed else FLOATS)
     if heads := head_of(adapter):
         _put_head(shards, config, heads)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
-    of_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
-    own = _own_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
-    lora, factors = read_adapter(adapter, {name: tuple(outlines[of].shape) for of, name in own.items()} | stacks | heads)
+    head_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
+    module_names = _module_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
+    shapes = {name: tuple(outlines[file_name].shape) for file_name, name in module_names.items()}
+    lora, factors = read_adapter(adapter, shapes | stacks | heads)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
@@ -74,7 +75,7 @@ def merge(
                 yield _finite(adapter, name, factors[name].to(outline.dtype))
             elif name in pieces:
                 yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
-            elif f"{(module := own.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
+            elif f"{(module := module_names.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
                 yield from _merged(adapter, stored, factors, name, module, lora.scale)
             else:
                 yield stored[name]
@@ -90,23 +91,24 @@ def merge(
         # config.json last: without it nothing loads an incomplete folder
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
-                changes = (is_mxfp4 and not stays) or heads
-                content = _changed(base / name, shards, n_bytes, of_config, stays) if changes else (base / name).read_bytes()
+                changes = (is_mxfp4 and not keeps_packed) or heads
+                path = base / name
+                content = _changed(path, shards, n_bytes, head_config, keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
-    more = ", and a head that scores sequences" if heads else ""
+    suffix = ", and a head that scores sequences" if heads else ""
     n_adapted = (len(factors) - len(heads)) // 2
-    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{more}"
+    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{suffix}"
 
 
 def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], heads: Mapping[str, tuple[int, ...]]) -> None:
     """Replace the tensors of a model's head by those of the adapter's head, in the last file (in place)."""
-    dropped = conversion_of(config).of_head([name for shard in shards.values() for name in shard])
+    dropped = conversion_of(config).head_names([name for shard in shards.values() for name in shard])
     for file, shard in shards.items():
         shards[file] = {name: outline for name, outline in shard.items() if name not in dropped}
     last = next(reversed(shards))
     dtype = next(outline.dtype for shard in shards.values() for outline in shard.values())
-    found = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in heads.items()}
-    shards[last] = dict(sorted({**shards[last], **found}.items(), key=lambda item: -item[1].dtype.itemsize))
+    head = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in heads.items()}
+    shards[last] = dict(sorted({**shards[last], **head}.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
@@ -114,24 +116,25 @@ def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.
     outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
         names = (name if name in stored else name.removesuffix(BLOCKS) for name in Shards([file]))
-        found = {name: stored.outline(name) for name in names if name in stored}
-        for name, outline in found.items():
+        tensors = {name: stored.outline(name) for name in names if name in stored}
+        for name, outline in tensors.items():
             if outline.dtype not in dtypes:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
-            if any(name in other for other in outlines.values()):
+            if any(name in shard for shard in outlines.values()):
                 raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
-        outlines[file] = dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
+        outlines[file] = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     return outlines
 
 
-def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
+def _module_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
     """Map file tensors that are unconverted weights of a vision-language model's text decoder to their module names."""
-    of = conversion_of(config)
-    return {s[0][0]: name for name, s in of.sources(stored).items() if name in of.own and len(s) == 1 and s[0][1] is None}
+    conversion = conversion_of(config)
+    sources = {name: s for name, s in conversion.sources(stored).items() if name in conversion.weights}
+    return {s[0][0]: name for name, s in sources.items() if len(s) == 1 and s[0][1] is None}
 
 
 def _changed(
-    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, of_config: Mapping[str, Any], stays_packed: bool
+    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, head_config: Mapping[str, Any], keeps_packed: bool
 ) -> bytes:
     """Return the content of a metadata file of a model with dequantised experts or with a new head."""
     if path.name == INDEX_FILE:
@@ -139,15 +142,15 @@ def _changed(
         return json.dumps({"metadata": {"total_size": n_bytes}, "weight_map": weight_map}, indent=2).encode()
     if path.name != "config.json":
         return path.read_bytes()
-    said = {key: value for key, value in read_json(path).items() if stays_packed or key != "quantization_config"}
-    return json.dumps(said | dict(of_config), indent=2).encode()
+    config = {key: value for key, value in read_json(path).items() if keeps_packed or key != "quantization_config"}
+    return json.dumps(config | dict(head_config), indent=2).encode()
 
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of the stacks of experts in a model's modules, or {} for an adapter without experts."""
     if not (adapter / CONFIG_FILE).is_file() or not read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES).get("target_parameters"):
         return {}
-    return {name: tuple(weight.shape) for name, weight in conversion_of(config).own.items() if STACK.search(name)}
+    return {name: tuple(weight.shape) for name, weight in conversion_of(config).weights.items() if STACK.search(name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ class _Piece:
 
 def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) -> dict[str, _Piece]:
     """Return, by name, the stored tensors that hold parts of stacks of experts."""
-    found = {}
+    pieces = {}
     for stack, (n_experts, *sides) in stacks.items():
         n_out = sides[swaps := conversion_of(config).is_transposed]
         numbers = torch.arange(n_experts * n_out, dtype=torch.int32).view(n_experts, -1)
@@ -170,10 +173,10 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
             matrices = piece if piece.dim() > 2 else piece[None]
             for is_turned, ids in ((False, matrices[..., 0]), (True, matrices[..., 0, :])):
                 if bool((ids // n_out == ids[:, :1] // n_out).all() and (ids.diff() > 0).all()):
-                    found[name] = _Piece(stack, is_turned, ids.long())
-            if name not in found:
+                    pieces[name] = _Piece(stack, is_turned, ids.long())
+            if name not in pieces:
                 raise CheckpointError(f"{name}: experts stored so are not merged with adapters; merge with PEFT's merge_and_unload")
-    return found
+    return pieces
 
 
 # o rows of a weight, i columns, r rank of its adapter, e expert
@@ -194,8 +197,8 @@ def _merged_experts(
     adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, lora: Lora, piece: _Piece
 ) -> Iterator[Tensor]:
     """Yield a tensor of experts, merged with their adapters, one expert at a time."""
-    weight, of = stored[name], stack_factors(piece.stack)
-    a, b = factors[f"{of}.lora_A.weight"], factors[f"{of}.lora_B.weight"]
+    weight, prefix = stored[name], stack_factors(piece.stack)
+    a, b = factors[f"{prefix}.lora_A.weight"], factors[f"{prefix}.lora_B.weight"]
     n_out, n_experts = b.shape[0], b.shape[1] // lora.rank
     a_eri, b_ore = a.view(n_experts, lora.rank, -1), b.view(n_out, lora.rank, n_experts)
     for matrix, rows in zip(weight.view(-1, *weight.shape[-2:]), piece.outputs, strict=True):

@@ -63,7 +63,6 @@ def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tu
 
 
 def has_tensor(folder: Path, name: str) -> bool:
-    """True if a model's folder holds a tensor of that name."""
     return name in Shards(weight_files(folder))
 
 
@@ -77,8 +76,8 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
 
     def shaped(name: str, tensor: Tensor, shape: Iterable[int]) -> Tensor:
         if tuple(tensor.shape) != tuple(shape):
-            found = f"{name} is {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
-            raise CheckpointError(f"{folder}: {found}; give this model's weights")
+            problem = f"{name} is {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
+            raise CheckpointError(f"{folder}: {problem}; give this model's weights")
         return tensor
 
     known = str(config.get("model_type")) in (*_AS_MODULES, *_EXPERTS)
@@ -86,29 +85,29 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
     for name in names:
         if not known and sources.get(name, [(name, None)]) != [(name, None)]:
             try:
-                whole = conversion_of(config).read(name, sources[name], stored.__getitem__)
+                weight = conversion_of(config).read(name, sources[name], stored.__getitem__)
             except CheckpointError as error:
                 pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
                 missing = next((piece for piece, _ in pieces if piece not in stored), None)
                 raise CheckpointError(f"{folder}: {error if missing is None else f'no tensor {missing}; copy it again'}") from None
-            yield name, shaped(name, whole, shapes[name])
+            yield name, shaped(name, weight, shapes[name])
         elif name in stored or not known:
             yield name, shaped(name, stored[name], shapes[name])
         else:  # renamed in files, or separate experts: copy each piece to its place
             pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
-            whole = torch.empty(shapes[name], dtype=stored[next(pieces)[0]].dtype)
-            for piece, place in publish(config, name, whole):
-                if (tensor := shaped(piece, stored[piece], place.shape)).dtype != whole.dtype:
+            weight = torch.empty(shapes[name], dtype=stored[next(pieces)[0]].dtype)
+            for piece, place in publish(config, name, weight):
+                if (tensor := shaped(piece, stored[piece], place.shape)).dtype != weight.dtype:
                     raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
                 place.copy_(tensor)
-            yield name, whole
+            yield name, weight
 
 
 def towers(folder: Path, config: Mapping[str, Any]) -> tuple[Shards, list[str]]:
     """Return the tensors of a vision-language model's folder, and the names of those outside its text decoder."""
-    stored, of = Shards(weight_files(folder)), conversion_of(config)
-    others = [name for target, sources in of.sources(stored).items() if target not in of.own for name, _ in sources]
-    return stored, sorted(others)
+    stored, conversion = Shards(weight_files(folder)), conversion_of(config)
+    outside = (sources for target, sources in conversion.sources(stored).items() if target not in conversion.weights)
+    return stored, sorted(name for sources in outside for name, _ in sources)
 
 
 def towers_bytes(folder: Path, config: Mapping[str, Any]) -> int:

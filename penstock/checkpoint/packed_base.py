@@ -80,8 +80,8 @@ def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
     """Return the format of a model's weights, from its configuration. CheckpointError for an unsupported quantisation method."""
     base = published_as(config)
     if base is None:
-        said = config.get("quantization_config") or config.get("compression_config")
-        how = {key: said[key] for key in _METHOD if key in said} if isinstance(said, dict) else said
+        quantisation = config.get("quantization_config") or config.get("compression_config")
+        how = {key: quantisation[key] for key in _METHOD if key in quantisation} if isinstance(quantisation, dict) else quantisation
         raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(how)[:120]}, which is not read; {_IN_BF16}")
     return base
 
@@ -102,13 +102,13 @@ class _Published:
         shape = self._shapes[name]
         packed = torch.zeros(layout(shape, self._base).n_bytes, dtype=torch.uint8)
         codes, scales = (part.view(-1) for part in parts(packed, shape, self._base))
-        at = scales_at = 0
-        for of in self._pieces[name]:
+        offset = scales_offset = 0
+        for piece in self._pieces[name]:
             read = mxfp4_parts if self._base == "mxfp4" else fp8_parts
-            more, more_scales = self._nf4(*of) if self._base == "nf4" else read(self._folder, self._stored, *of)
-            codes[at : at + more.numel()] = more.reshape(-1)
-            scales[scales_at : scales_at + more_scales.numel()] = more_scales.reshape(-1)
-            at, scales_at = at + more.numel(), scales_at + more_scales.numel()
+            piece_codes, piece_scales = self._nf4(*piece) if self._base == "nf4" else read(self._folder, self._stored, *piece)
+            codes[offset : offset + piece_codes.numel()] = piece_codes.reshape(-1)
+            scales[scales_offset : scales_offset + piece_scales.numel()] = piece_scales.reshape(-1)
+            offset, scales_offset = offset + piece_codes.numel(), scales_offset + piece_scales.numel()
         return packed
 
     def _pieces_of(self, config: Mapping[str, Any], name: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -131,29 +131,29 @@ class _Published:
             if piece in self._stored and piece + mark not in self._stored:
                 raise CheckpointError(f"{self._folder}: {piece} is not packed in {self._base}, as others are; {_IN_BF16}")
         for name, dtype in self._stored.dtypes():
-            of = _SUFFIX.sub("", name)
-            if of not in pieces and re.match("[UIF]8", dtype):
-                raise CheckpointError(f"{self._folder}: {of[:200]} is packed too, and no projection of a layer; {_IN_BF16}")
+            weight = _SUFFIX.sub("", name)
+            if weight not in pieces and re.match("[UIF]8", dtype):
+                raise CheckpointError(f"{self._folder}: {weight[:200]} is packed too, and no projection of a layer; {_IN_BF16}")
 
     def _nf4(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return the codes, and one scale per 64 numbers. The block size of bitsandbytes may be a multiple of 64."""
         n, codes = prod(shape), self._stored[name].reshape(-1).view(torch.uint8)
-        scales, said = self._stored[f"{name}.absmax"], None
+        scales, quant_state = self._stored[f"{name}.absmax"], None
         with suppress(ValueError, RecursionError):  # JSON of bitsandbytes about a weight
-            said = json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
+            quant_state = json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
         if f"{name}.nested_absmax" in self._stored:
-            scales = self._expanded(name, shape, scales, said)
-        match said:
-            case {"quant_type": "nf4", "blocksize": int(block), "shape": list(of)} if block > 0 and tuple(of) == shape:
+            scales = self._expanded(name, shape, scales, quant_state)
+        match quant_state:
+            case {"quant_type": "nf4", "blocksize": int(block), "shape": list(sides)} if block > 0 and tuple(sides) == shape:
                 sizes = codes.numel(), block % NF4_BLOCK, tuple(scales.shape), scales.dtype
                 if sizes == (n // 2, 0, (-(-n // block),), torch.float32) and torch.equal(self._stored[f"{name}.quant_map"], NF4):
                     return codes, scales.repeat_interleave(block // NF4_BLOCK)[: n // NF4_BLOCK]
         raise self._odd(name, shape)
 
-    def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, said: object) -> Tensor:
+    def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, quant_state: object) -> Tensor:
         """Return scales that are quantised too (double quantisation): table[8-bit code] times the block's scale, plus an offset."""
         table, largest = self._stored[f"{name}.nested_quant_map"], self._stored[f"{name}.nested_absmax"]
-        match said:
+        match quant_state:
             case {"nested_blocksize": int(block), "nested_offset": float(offset)} if block > 0:
                 sizes = codes.dtype, tuple(table.shape), table.dtype, tuple(largest.shape), largest.dtype
                 if sizes == (torch.uint8, (256,), torch.float32, (-(-len(codes) // block),), torch.float32):

@@ -13,7 +13,7 @@ from penstock.runtime.errors import CheckpointError
 from penstock.runtime.units import show_bytes
 from penstock.settings import CheckpointSettings
 
-from .checkpoint import NAME, whole
+from .checkpoint import NAME, complete_checkpoints
 from .disk import writing
 
 _LEFT_OVER = re.compile(rf"{NAME.pattern}\.(partial|removed)")
@@ -21,7 +21,7 @@ _LEFT_OVER = re.compile(rf"{NAME.pattern}\.(partial|removed)")
 
 def keep_last(folder: Path, n: int, step: int) -> None:
     """Delete all but the last `n` checkpoints up to `step`. Checkpoints of later steps belong to the user."""
-    remove([path for at, path in whole(folder) if at <= step][:-n])
+    remove([path for saved_step, path in complete_checkpoints(folder) if saved_step <= step][:-n])
 
 
 def remove(paths: Iterable[Path]) -> None:
@@ -66,14 +66,14 @@ def refuse_without_room(
     if settings.keep is None:
         n = n_scheduled + min(n_by_time, 1)
     else:  # in addition to existing ones; one more exists while it is written
-        n_there = sum(at <= n_steps for at, _ in whole(folder))
-        n = min(n_scheduled + n_by_time, settings.keep + 1 - min(n_there, settings.keep))
+        n_existing = sum(saved_step <= n_steps for saved_step, _ in complete_checkpoints(folder))
+        n = min(n_scheduled + n_by_time, settings.keep + 1 - min(n_existing, settings.keep))
     if first_step >= n_steps or n * n_bytes <= free:
         return
-    each = f"of {show_bytes(n_bytes)}"
-    what = f"{n} checkpoints {each} each, {show_bytes(n * n_bytes)} in all," if n > 1 else f"a checkpoint {each}"
+    size = f"of {show_bytes(n_bytes)}"
+    problem = f"{n} checkpoints {size} each, {show_bytes(n * n_bytes)} in all," if n > 1 else f"a checkpoint {size}"
     fewer = ", keep fewer with --keep" if n > 1 and settings.keep != 1 else ""
     smaller = "" if settings.weights_only else ", save --weights-only"
     raise CheckpointError(
-        f"{folder}: {what} will be written, and {show_bytes(free)} are free; make room{fewer}{smaller}, or choose another --out"
+        f"{folder}: {problem} will be written, and {show_bytes(free)} are free; make room{fewer}{smaller}, or choose another --out"
     )

@@ -32,8 +32,6 @@ NICE = 10  # lanes get scarce cores first; a lane that waits for this thread lea
 
 
 class Saver:
-    """Writer of a run's checkpoints."""
-
     def __init__(
         self,
         state: HostState,
@@ -44,13 +42,13 @@ class Saver:
         say: Callable[[str], None],
         first_step: int = 0,
         towers_from: Path | None = None,
-        of_head: Mapping[str, Any] = MappingProxyType({}),
+        head_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step` is not saved. `of_head`:
+        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step` is not saved. `head_config`:
         fields of config.json for a trained head."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from, self._towers_from = fields, tokenizer_from, towers_from
-        self._of_head = dict(of_head)
+        self._head_config = dict(head_config)
         # Default: half of the memory that the plan leaves free; the rest is for the page cache.
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
@@ -163,11 +161,11 @@ class Saver:
         plan, only_weights = self._plan, {"weights_only": True} if self._settings.weights_only else {}
         with new_folder(self._folder / f"checkpoint-{snapshot.step}") as folder:
             files = CheckpointWriter(folder)
-            while (found := self.snapshots.next_block(snapshot)) is not None:
-                block, copy = found
+            while (entry := self.snapshots.next_block(snapshot)) is not None:
+                block, copy = entry
                 self._state.settle(block)
                 self._write_block(files, block, copy)
-                del copy, found
+                del copy, entry
                 self.snapshots.is_written(snapshot, block)
             if plan.semantics.train.lora is not None:
                 files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
@@ -178,7 +176,7 @@ class Saver:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
                 if self._towers_from is not None:
                     files.copy_towers(self._towers_from, plan.model.config)
-                files.write_config(plan.model.config | self._of_head, DTYPE[plan.semantics.compute_dtype])
+                files.write_config(plan.model.config | self._head_config, DTYPE[plan.semantics.compute_dtype])
             if self._tokenizer_from is not None:
                 files.copy_tokenizer(self._tokenizer_from)
             with self._changed:  # wait until the step is logged
@@ -213,7 +211,7 @@ class Saver:
             )
         if trained and not self._settings.weights_only:
             kinds = sorted(semantics.saved_state.items(), key=lambda kind: -DTYPE[kind[1]].itemsize)
-            outlines = {f"{kind}.{name}": of for kind, dtype in kinds for name, of in _outlines(trained, dtype).items()}
+            outlines = {f"{kind}.{name}": outline for kind, dtype in kinds for name, outline in _outlines(trained, dtype).items()}
             pieces = (self._pieces(p, kind, copy) for kind, _ in kinds for p in trained)
             files.write_tensors(f"optimizer-{block:05d}.safetensors", outlines, chain.from_iterable(pieces))
 

@@ -93,15 +93,15 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def write_tensors(
-    path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor], more: Mapping[str, str] = MappingProxyType({})
+    path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Write a new safetensors file and sync it. Return its size and SHA-256.
 
     `outlines`: dtypes and shapes of the tensors, which may be on the meta device; wider dtypes first, for alignment. `contents`:
-    their values in the same order, each whole or in pieces; `more`: metadata.
+    their values in the same order, each whole or in pieces; `metadata`: strings in the header.
     """
     assert sys.byteorder == "little", "the format is little-endian"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **more}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, tensor in outlines.items():
         begin, end = end, end + tensor.nbytes
