@@ -32,8 +32,8 @@ from penstock.runtime.plan.train import training
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 
-from .caches import keep_outlines
-from .ranks import GoneError, is_rank, joined, take_own_part
+from .caches import cache_layer_traces
+from .ranks import GoneError, assign_device_and_cores, is_rank, joined
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
@@ -55,7 +55,7 @@ def probe(
     gpu: int = 0,
     name: str = "this-machine",
     disk: str | Path | None = None,
-    report: Callable[[str, float], None] = lambda what, fraction: None,
+    report: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Profile:
     """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 with `quick`.
     `report(stage, fraction)` is called with the progress. `disk`: a folder on a disk for frozen weights, which is measured too."""
@@ -66,9 +66,9 @@ def probe(
 
     is_cpu = device == "cpu" or (device == "auto" and not has_cuda())
     effort = measurements.CPU if is_cpu else measurements.GPU
-    found = cpu.CpuDevice() if is_cpu else cuda.CudaDevice(gpu)
-    profile = probed(found, effort.quick() if quick else effort, report, name)
-    return profile if disk is None else with_disk(profile, found, Path(disk), report)
+    target = cpu.CpuDevice() if is_cpu else cuda.CudaDevice(gpu)
+    profile = probed(target, effort.quick() if quick else effort, report, name)
+    return profile if disk is None else with_disk(profile, target, Path(disk), report)
 
 
 def plan(
@@ -106,51 +106,51 @@ def plan(
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import searched
 
-    keep_outlines()
+    cache_layer_traces()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
-    asked_for = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
-    asked_for = asked_for.with_disk(disk_read_bytes_per_s, disk_write_bytes_per_s, disk_endurance_bytes)
-    profile = part_of(asked_for, gpus, hosts, network_gbit)
+    requested = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
+    requested = requested.with_disk(disk_read_bytes_per_s, disk_write_bytes_per_s, disk_endurance_bytes)
+    profile = part_of(requested, gpus, hosts, network_gbit)
     described = read_model(str(model))
-    given = {name: value for name, value in semantics.items() if value is not None}
-    given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
-    asked = _semantics(given, described, profile, kernels, deterministic)
+    fields = {name: value for name, value in semantics.items() if value is not None}
+    fields |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
+    step = _semantics(fields, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
-        asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
+        step = shared_step(step, gpus * hosts, "sum_groups" in fields)
     may_cut = host_memory_bytes is None and device_memory_bytes is None
-    free = (SIZES - given.keys()) | ({CUT} if may_cut else set())
-    return Planned(*searched(described, asked, profile, _policy(policy), free, clipped_fraction))
+    free = (SIZES - fields.keys()) | ({CUT} if may_cut else set())
+    return Planned(*searched(described, step, profile, _policy(policy), free, clipped_fraction))
 
 
 def _profile(machine: str | Path | Profile) -> Profile:
     return machine if isinstance(machine, Profile) else read_profile(str(machine))
 
 
-def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
+def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
     """Return the semantics of a step, with defaults and kernels for the model and the machine."""
     from penstock.planner.search.micro_batch import LOSS_TILE
 
-    if decided := sorted(given.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
+    if decided := sorted(raw.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
-    objective = given["objective"]
+    objective = raw["objective"]
     fields = {
         "micro_batch": objective.rows_each,
         "loss_tile_tokens": LOSS_TILE["eager"],
         "attention": supported_attention(model)[0],
-        **given,
+        **raw,
     }
-    fields |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
-    fields |= optimizing(given.get("optimizer"), given.get("master_dtype"))
+    fields |= training(raw.get("train"), raw.get("base"), raw.get("gradient_dtype"))
+    fields |= optimizing(raw.get("optimizer"), raw.get("master_dtype"))
     del fields["objective"]
     named = replace(_validated(Semantics, fields, "semantics"), objective=objective)
-    asked = with_kernels(model, named, profile, kernels, deterministic)
-    if asked.micro_batch > asked.batch_size:
-        raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
-    refuse_half_pairs(asked)
-    return asked
+    semantics = with_kernels(model, named, profile, kernels, deterministic)
+    if (n := semantics.micro_batch) > semantics.batch_size:
+        raise PlanError(f"a micro-batch of {n} is more than the batch of {semantics.batch_size}; choose at most that")
+    refuse_half_pairs(semantics)
+    return semantics
 
 
 def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
@@ -160,25 +160,25 @@ def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
             return CROSS_ENTROPY
         case str() if ".py:" not in loss:
             return parse_objective(loss)
-    from penstock.own_loss import function_in, own_loss
+    from penstock.user_loss import function_in, user_loss
 
-    return (own_loss(function_in(loss), loss) if isinstance(loss, str) else own_loss(loss)).objective
+    return (user_loss(function_in(loss), loss) if isinstance(loss, str) else user_loss(loss)).objective
 
 
-def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
+def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
     """Return a policy, the name of a baseline system, or None to search."""
     from penstock.planner.search.space import BASELINES
 
-    if isinstance(asked, str) and asked not in BASELINES:
-        near = get_close_matches(asked, ["search", *BASELINES], n=1)
+    if isinstance(policy, str) and policy not in BASELINES:
+        near = get_close_matches(policy, ["search", *BASELINES], n=1)
         meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
-        raise PlanError(f"no policy or file {asked!r}; {meant}")
-    if asked is None or isinstance(asked, str):
-        return asked
-    return _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
+        raise PlanError(f"no policy or file {policy!r}; {meant}")
+    if policy is None or isinstance(policy, str):
+        return policy
+    return _validated(Policy, policy.to_json() if isinstance(policy, Policy) else policy, "policy")
 
 
-def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
+def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fields:
     """Validate fields from a program or a file. PlanError names the first wrong one."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(fields))
@@ -186,7 +186,7 @@ def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fiel
         first = error.errors()[0]
         place = on_one_line("".join(f"{part}: " for part in first["loc"]), 120)
         problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise PlanError(f"{what}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
+        raise PlanError(f"{label}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
 
 
 def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:
@@ -205,17 +205,17 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
     Profile.from_json(plan.profile, f"{where}: profile")
     try:
         prove(plan)
-        left = check_origin(plan, claim)
+        unchecked = check_origin(plan, claim)
         if claim is None:
             return f"{summary(plan)}; nothing is claimed of it"
-        left += check_search(plan, claim) if search else check_claim(plan, claim)
+        unchecked += check_search(plan, claim) if search else check_claim(plan, claim)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     if not search:
-        left.append("the bounds over policies and sizes and n_simulated, for which --search searches again")
+        unchecked.append("the bounds over policies and sizes and n_simulated, for which --search searches again")
     if (often := claim.certificate.clipped_fraction) and plan.policy.speculate_blocks:
-        left.append(f"that {often:.1%} of steps are clipped, as was said")
-    return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
+        unchecked.append(f"that {often:.1%} of steps are clipped, as was said")
+    return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(unchecked)}" if unchecked else ", search and all")
 
 
 def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":
@@ -252,16 +252,16 @@ def train(
     emulated machine. `on_step` is called after every step. `stop.request()`, in `on_step` or in another thread, ends training after
     the current step and saves. `loss`: the function of a plan with a user-defined loss.
     """
-    given, made = dict(locals()), list["Metrics"]()
+    arguments, history = dict(locals()), list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
-        made.append(metrics)
+        history.append(metrics)
         on_step(metrics)
 
-    with _trainer(given | {"on_step": step}) as trainer:
+    with _trainer(arguments | {"on_step": step}) as trainer:
         timeline, _ = trainer.train()
     session = trainer.session
-    return Trained(Path(out), made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
+    return Trained(Path(out), history[-1].step if history else session.first_step, tuple(history), timeline, session.late_fraction)
 
 
 def stream(
@@ -281,42 +281,43 @@ def stream(
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
     try:
-        given = signature(train).bind(plan, data, **how)
+        bound = signature(train).bind(plan, data, **how)
     except TypeError as error:
         raise PlanError(f"stream: {error}; it takes what train takes, and every") from None
-    given.apply_defaults()
-    with _trainer(given.arguments, every) as trainer:
+    bound.apply_defaults()
+    with _trainer(bound.arguments, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
-def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
-    """Open a session and yield its trainer. `given`: the arguments of `train`, by name."""
+def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
+    """Open a session and yield its trainer. `arguments`: those of `train`, by name."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
-    keep_outlines()
-    _, file = _file_of(given["plan"])
-    settings = given["settings"] or {}
-    arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
-    if given_twice := [name for name in settings if name in arguments]:
-        raise PlanError(f"settings: {given_twice[0]} is an argument of train; give it as one")
+    cache_layer_traces()
+    _, file = _file_of(arguments["plan"])
+    settings = arguments["settings"] or {}
+    named_arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
+    if duplicates := [name for name in settings if name in named_arguments]:
+        raise PlanError(f"settings: {duplicates[0]} is an argument of train; give it as one")
     if every is not None and settings.get("checkpoint.background"):
         raise PlanError("settings: checkpoint.background is not there in a loop, which saves in its turns; leave it out")
-    named, batches = _data(given["data"], file.plan)
-    known = {**named, "out": str(given["out"]), "device": given["device"], "from_scratch": given["from_scratch"]}
-    known |= {name: given[of] for name, of in (("steps", "steps"), ("optimizer.lr", "lr")) if given[of] is not None}
+    named, batches = _data(arguments["data"], file.plan)
+    known = {**named, "out": str(arguments["out"]), "device": arguments["device"], "from_scratch": arguments["from_scratch"]}
+    optional = {"steps": arguments["steps"], "optimizer.lr": arguments["lr"]}
+    known |= {name: value for name, value in optional.items() if value is not None}
     # No background thread: an error in the loop body would leave it waiting
-    fixed = {"plan": str(Path(given["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
-    asked = read_run(None, {**known, **settings, **fixed})
-    of_session = {name: given[name] for name in ("resume", "time_scale", "stop", "loss")}
+    fixed = {"plan": str(Path(arguments["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
+    run_settings = read_run(None, {**known, **settings, **fixed})
+    session_options = {name: arguments[name] for name in ("resume", "time_scale", "stop", "loss")}
     with (
-        _as_rank(asked, file, batches, given["loss"]) as ranks,
-        open_session(asked, file, data=batches, ranks=ranks, **of_session) as session,
+        _as_rank(run_settings, file, batches, arguments["loss"]) as ranks,
+        open_session(run_settings, file, data=batches, ranks=ranks, **session_options) as session,
     ):
-        trainer = Trainer(session, given["on_step"], every=every)
-        write_settings(asked, file)
+        trainer = Trainer(session, arguments["on_step"], every=every)
+        write_settings(run_settings, file)
         yield trainer
 
 
@@ -333,7 +334,7 @@ def _as_rank(
 
     rank = os.environ.get("RANK", "0")
     try:
-        take_own_part(settings.device)
+        assign_device_and_cores(settings.device)
         with joined(settings, file.plan, device := device_of(settings.device)) as ranks:
             if ranks is not None and ranks.rank > 0:
                 raise SystemExit(follow(settings, file, device, ranks, batches, loss))
@@ -353,8 +354,8 @@ def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out:
     from penstock.training.session import write_forward
 
     where, file = _file_of(plan)
-    asked = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
-    write_forward(asked, file, where, Path(out))
+    run_settings = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
+    write_forward(run_settings, file, where, Path(out))
     return Path(out)
 
 
@@ -373,11 +374,11 @@ def _data(
     from penstock.data.given import Given
     from penstock.runtime.layers.apart import supports_documents
 
-    of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    given = Given(
-        cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of), of.objective
-    )
-    return {"data.path": given.fingerprint}, given
+    semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
+    reason, objective = supports_documents(plan.model.config, semantics), semantics.objective
+    n_rows = semantics.whole.batch_size
+    batches = Given(cast("Batches", data), semantics.seq_len, n_rows, vocab_size, reason, objective)
+    return {"data.path": batches.fingerprint}, batches
 
 
 def _file_of(plan: Planned | PlanFile | Plan | str | Path) -> tuple[str, PlanFile]:

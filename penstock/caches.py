@@ -12,7 +12,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PENSTOCK_CACHE") or f"{caches}/penstock").expanduser()
 
 
-def keep_outlines() -> None:
+def cache_layer_traces() -> None:
     """Store the layer traces of models that are planned from here on, for other processes too."""
     try:
         kept.folder.set(cache_folder() / "outlines")

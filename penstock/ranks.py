@@ -60,8 +60,8 @@ def _number(name: str, default: int) -> int:
 def refuse_several_hosts(plan: Plan) -> None:
     """Raise PlanError, with the torchrun command to use, for a plan with several hosts."""
     if (n_hosts := Profile.from_json(plan.profile).n_hosts) > 1:
-        each = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
-        raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{each} FIRST_HOST:29500 -m penstock run ...`")
+        cmd = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
+        raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{cmd} FIRST_HOST:29500 -m penstock run ...`")
 
 
 def start(n: int, arguments: Sequence[str]) -> int:
@@ -117,21 +117,21 @@ def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
 @contextmanager
 def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processes | None]":
     """Yield all ranks once they have checked that plan, settings and versions are equal. Yield None for a single rank."""
-    n, here = plan.semantics.ranks, _number("WORLD_SIZE", 1)
-    if here == 1 and (n == 1 or device == "emulated"):
+    n, size = plan.semantics.ranks, _number("WORLD_SIZE", 1)
+    if size == 1 and (n == 1 or device == "emulated"):
         yield None
         return
     from penstock.runtime.machines.processes import met
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
-    with met(device, _number("LOCAL_WORLD_SIZE", here), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
+    with met(device, _number("LOCAL_WORLD_SIZE", size), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
         _compare(ranks, settings, plan)  # before any other check, as the others would wait for a rank that raises alone
-        if here != n or device == "emulated":
-            _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
+        if size != n or device == "emulated":
+            _refuse(PlanError(f"the plan is for {n} GPUs, and {size} ranks were started: plan with --gpus {size}, or start {n}"))
         yield ranks
 
 
-def take_own_part(asked_device: str) -> None:
+def assign_device_and_cores(asked_device: str) -> None:
     """Assign a GPU to this rank, before CUDA is initialized, and a share of the host's cores unless its cores are pinned.
 
     A rank launched by `start` gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
@@ -147,8 +147,8 @@ def take_own_part(asked_device: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if any(visible) else ""
     cores = sorted(os.sched_getaffinity(0))
     if (len(cores) == os.cpu_count() or STARTED_HERE in os.environ) and len(cores) >= n:
-        each = len(cores) // n
-        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+        n_cores = len(cores) // n
+        os.sched_setaffinity(0, cores[rank * n_cores : (rank + 1) * n_cores])
 
 
 def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
@@ -158,12 +158,12 @@ def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
         "plan": str(plan),
         "settings": json.dumps(asdict(settings), sort_keys=True, default=str),
     }
-    mine = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
-    first, *others = ranks.gathered(mine)
-    for rank, said in enumerate(others, start=1):
-        for what in mine:
-            if said.get(what) != first.get(what):
-                _refuse(PlanError(f"rank {rank} has another {what} than rank 0; start all ranks alike"))
+    mine = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    first, *digests = ranks.gathered(mine)
+    for rank, digest in enumerate(digests, start=1):
+        for name in mine:
+            if digest.get(name) != first.get(name):
+                _refuse(PlanError(f"rank {rank} has another {name} than rank 0; start all ranks alike"))
 
 
 def _refuse(error: PenstockError) -> NoReturn:

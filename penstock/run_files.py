@@ -29,11 +29,11 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:
     """Raise CheckpointError if the folder holds a run of another plan. Profile, model path and model name may differ."""
-    own = folder / PLAN_FILE
-    if os.path.lexists(own):
-        performed = PlanFile.read(own).plan
+    plan_file = folder / PLAN_FILE
+    if os.path.lexists(plan_file):
+        performed = PlanFile.read(plan_file).plan
         if replace(performed, profile=plan.profile, model=replace(plan.model, config=performed.model.config)) != plan:
-            raise CheckpointError(f"{folder}: a run of another plan; give the plan that it performed, {own}")
+            raise CheckpointError(f"{folder}: a run of another plan; give the plan that it performed, {plan_file}")
 
 
 def read_timeline(path: Path, plan: Plan) -> Timeline:

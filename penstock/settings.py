@@ -28,9 +28,9 @@ class Flag:
     repeats: bool = False
 
 
-def flagged(default: Value, *of_flag: Any, **more: Any) -> Value:
+def flagged(default: Value, *arguments: Any, **options: Any) -> Value:
     """Declare a setting with this default, and a `Flag` with these arguments."""
-    return field(default=default, metadata={"flag": Flag(*of_flag, **more)})
+    return field(default=default, metadata={"flag": Flag(*arguments, **options)})
 
 
 # Not strict: numbers may be text, from a flag or from YAML 1.1, which reads `1e-5` as text.
@@ -88,8 +88,8 @@ class DataSettings:
     @property
     def parts(self) -> tuple["DataSettings", ...]:
         """Settings of each data set."""
-        own = [{k: v for k, v in asdict(part).items() if k != "weight" and v is not None} for part in self.mix]
-        return tuple(replace(self, mix=(), **fields) for fields in own) or (self,)
+        overrides = [{k: v for k, v in asdict(part).items() if k != "weight" and v is not None} for part in self.mix]
+        return tuple(replace(self, mix=(), **fields) for fields in overrides) or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +200,8 @@ class RunSettings:
 
 def settings_of(kind: Any = RunSettings, section: str = "") -> Iterator[tuple[str, DataclassField[Any]]]:
     """Yield each setting with its dotted name (`optimizer.lr`), section by section. The metadata holds its flag, if any."""
-    for each in fields(kind):
-        if is_dataclass(each.type):
-            yield from settings_of(each.type, f"{section}{each.name}.")
+    for setting in fields(kind):
+        if is_dataclass(setting.type):
+            yield from settings_of(setting.type, f"{section}{setting.name}.")
         else:
-            yield section + each.name, each
+            yield section + setting.name, setting

@@ -12,11 +12,11 @@ from typing import Any
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Signals, once: bool = False) -> Iterator[None]:
     """Call `handler` for these signals, except ignored ones (`nohup`). `once`: the first signal restores the old handlers."""
-    before = {number: found for number in numbers if (found := signal.getsignal(number)) not in (None, signal.SIG_IGN)}
+    previous = {number: old for number in numbers if (old := signal.getsignal(number)) not in (None, signal.SIG_IGN)}
 
     def put_back() -> None:
-        for number, found in before.items():
-            signal.signal(number, found)
+        for number, old in previous.items():
+            signal.signal(number, old)
 
     def handle(number: int, frame: FrameType | None) -> None:
         if once:
@@ -28,7 +28,7 @@ def handled(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Si
                     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         handler(number, frame)
 
-    for number in before:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield

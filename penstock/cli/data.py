@@ -62,11 +62,11 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     vocab_size, by_document = _model(model, seq_len)
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
-        found = read_data(
+        packed = read_data(
             settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report, objective=None
         )
-        assert isinstance(found, MapStyleData)
-        parts, about = found.parts, found.words()
+        assert isinstance(packed, MapStyleData)
+        parts, about = packed.parts, packed.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]
         counted = _counts(parts)
     if as_json:
@@ -97,8 +97,9 @@ def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
 
     if folder is None or not (folder / "config.json").exists():
         return LONGEST, True
-    how = Semantics(seq_len, 1, 1, attention=supported_attention(of := read_model(str(folder)))[0])  # type: ignore[arg-type]
-    return int(outlines(of, how.attention, 1, 16)["vocab"]), supports_documents(of.config, how) is None
+    model = read_model(str(folder))
+    semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+    return int(outlines(model, semantics.attention, 1, 16)["vocab"]), supports_documents(model.config, semantics) is None
 
 
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:
@@ -109,7 +110,7 @@ def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator
         shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document continues in the next sequence
         edges = [0, *runs.reshape(-1).clip(0, len(shown)).tolist(), len(shown)]
         texts = [tokenizer.decode(shown[:edge], special=True) for edge in edges]
-        parts = tuple((after[len(before) :], i % 2 == 1) for i, (before, after) in enumerate(pairwise(texts)) if after != before)
+        parts = tuple((longer[len(prefix) :], i % 2 == 1) for i, (prefix, longer) in enumerate(pairwise(texts)) if longer != prefix)
         yield Sample(documents.where(d), len(ids), int(documents.n_learned[d]), len(ids) - len(shown), parts)
 
 
@@ -117,7 +118,7 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     """Count the rows and documents of all sets, and the tokens of their sequences."""
     from penstock.data.packing import Counts, n_targets_of
 
-    of = sum((part.counts for part in parts), Counts())
+    counts = sum((part.counts for part in parts), Counts())
     packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
     learned = (
         n_targets_of(part.documents.runs(d), start + (i == 0 or part.shape.packing != "joined"), stop)
@@ -127,11 +128,11 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     return {
         "rows": sum(part.documents.n_rows for part in parts),
         "bad_rows": sum(len(part.documents.problems) for part in parts),
-        "documents": of["documents"],
-        "left_out_with_nothing_to_learn": of["unsupervised"],
-        "left_out_as_too_long": of["skipped"],
-        "cut": of["cut"],
-        "split": of["split"],
+        "documents": counts["documents"],
+        "left_out_with_nothing_to_learn": counts["unsupervised"],
+        "left_out_as_too_long": counts["skipped"],
+        "cut": counts["cut"],
+        "split": counts["split"],
         "sequences": len(packed),
         "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
         "learned_tokens": sum(learned),

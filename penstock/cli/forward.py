@@ -31,11 +31,11 @@ def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) ->
     kernels.
     """
     check_output(output)
-    given = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
+    options = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
     with Preparing() as report:
-        settings, file = read_run(config, given), PlanFile.read(plan_file)
+        settings, file = read_run(config, options), PlanFile.read(plan_file)
         from penstock.training.session import write_forward
 
         n = write_forward(settings, file, str(plan_file), output, report)
-    what = "answers" if file.plan.semantics.objective.n_top is None else "sequences"
-    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {what}")
+    unit = "answers" if file.plan.semantics.objective.n_top is None else "sequences"
+    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {unit}")

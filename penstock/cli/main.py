@@ -5,10 +5,10 @@ import logging
 
 import click
 
-from penstock.caches import keep_outlines
+from penstock.caches import cache_layer_traces
 from penstock.version import version_in_words
 
-from .one_line import OneLine
+from .user_errors import OneLineErrors
 
 # Command: its module, and its line in `penstock --help`.
 COMMANDS = {
@@ -19,14 +19,14 @@ COMMANDS = {
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
     "forward": ("penstock.cli.forward", "Write the log-probabilities that a model gives to data: a reference, or a teacher's."),
     "merge": ("penstock.cli.merge", "Merge a LoRA adapter into its base model."),
-    "fits": ("penstock.cli.which", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
-    "compare": ("penstock.cli.which", "Rank machines for a model: speed, fit, and dollars per million tokens."),
-    "machines": ("penstock.cli.which", "List the machines that can be planned for, and the source of their numbers."),
+    "fits": ("penstock.cli.fits_compare", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
+    "compare": ("penstock.cli.fits_compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "machines": ("penstock.cli.fits_compare", "List the machines that can be planned for, and the source of their numbers."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
 }
 
 
-class Penstock(OneLine, click.Group):
+class Penstock(OneLineErrors, click.Group):
     """Group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -54,10 +54,9 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
     else:
-        keep_outlines()
+        cache_layer_traces()
 
 
 def main() -> None:
-    """Run the `penstock` command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT, if installed; it warns about its kernels
     cli()

@@ -27,6 +27,6 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         """Return the padding token. Without a tokenizer, the run read bytes and padded with their end token."""
         return read_tokenizer(base if (base / "tokenizer.json").is_file() else None).end_id
 
-    with Preparing() as tell:
-        found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"), pad_id)
-    click.echo(f"{on_one_line(str(out))}: {found}")
+    with Preparing() as show:
+        summary = merged(base, adapter, out, lambda _, n, total: show(f"merging: {show_bytes(n)} of {show_bytes(total)}"), pad_id)
+    click.echo(f"{on_one_line(str(out))}: {summary}")

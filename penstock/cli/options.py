@@ -30,12 +30,12 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, list(args))
         except click.NoSuchOption as error:
-            given = error.option_name
-            ours = self.also.get(given.lstrip("-").replace("-", "_"), given.replace("_", "-"))
-            if ours == given or not any(ours in param.opts for param in self.params):
+            name = error.option_name
+            flag = self.also.get(name.lstrip("-").replace("-", "_"), name.replace("_", "-"))
+            if flag == name or not any(flag in param.opts for param in self.params):
                 raise _unknown(error) from None
-            at = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == given)
-            return self.parse_args(ctx, [*args[:at], ours + args[at].removeprefix(given), *args[at + 1 :]])
+            position = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == name)
+            return self.parse_args(ctx, [*args[:position], flag + args[position].removeprefix(name), *args[position + 1 :]])
 
 
 def _unknown(error: click.NoSuchOption) -> click.UsageError:
@@ -62,12 +62,12 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
-def above_0(most: float) -> Parsed:
+def above_0(maximum: float) -> Parsed:
     """Return the parameter type of a number above 0, up to `most`."""
 
     def parse(text: str) -> float:
-        if not 0 < (number := float(text)) <= most:
-            raise ValueError(f"{text!r} is not a number above 0 and up to {most:,.0f}")
+        if not 0 < (number := float(text)) <= maximum:
+            raise ValueError(f"{text!r} is not a number above 0 and up to {maximum:,.0f}")
         return number
 
     return Parsed("number", parse)
@@ -93,8 +93,6 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def together(*options: Option) -> Option:
-    """Combine several options into one decorator."""
-
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
@@ -173,16 +171,15 @@ _SEMANTICS = {
 class RunCommand(Command):
     """Command that accepts other trainers' names of settings."""
 
-    also = {other: _SETTINGS[name].metadata["flag"].name for other, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
+    also = {alias: _SETTINGS[name].metadata["flag"].name for alias, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
 
 
-def option(flag: Flag, param: str, of: Field[Any]) -> Option:
-    """Return a click option for a field."""
-    if of.default is False:
+def option(flag: Flag, param: str, field: Field[Any]) -> Option:
+    if field.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
-    shown = of.default if flag.default is None else flag.default
+    shown = field.default if flag.default is None else flag.default
     text = flag.help + " Can be repeated." * flag.repeats + (f"  [default: {shown}]" if shown not in (None, ()) else "")
-    return click.option(flag.name, param, type=_type(of.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
+    return click.option(flag.name, param, type=_type(field.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
 
 
 def _type(kind: Any) -> Any:
@@ -209,20 +206,20 @@ def flag_of(name: str) -> Option:
 
 
 setting_flags = together(*map(flag_of, _SETTINGS))
-semantics_flags = together(*(option(_SEMANTICS[of.name], of.name, of) for of in fields(Semantics) if of.name in _SEMANTICS))
+semantics_flags = together(*(option(_SEMANTICS[f.name], f.name, f) for f in fields(Semantics) if f.name in _SEMANTICS))
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that were given as flags, by dotted name."""
-    given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
-    if "data.columns" in given:
-        columns = [_column(text) for text in given["data.columns"]]
+    settings = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
+    if "data.columns" in settings:
+        columns = [_column(text) for text in settings["data.columns"]]
         if len(dict(columns)) < len(columns):
             raise click.UsageError("--columns: a name is given two columns of the file; give each name one")
-        given["data.columns"] = dict(columns)
-    if "data.path" in given:
-        given |= {f"data.{key}": value for key, value in data_named(given["data.path"]).items()}
-    return given
+        settings["data.columns"] = dict(columns)
+    if "data.path" in settings:
+        settings |= {f"data.{key}": value for key, value in data_named(settings["data.path"]).items()}
+    return settings
 
 
 def _column(text: str) -> tuple[str, str]:

@@ -23,16 +23,16 @@ MOST_WIDTH = 10_000  # characters of a table
 SHORT_CELL = 16  # characters of a cell that is never wrapped
 
 
-def show_table(titles: Sequence[str], found: Iterable[Sequence[str]]) -> None:
+def show_table(titles: Sequence[str], entries: Iterable[Sequence[str]]) -> None:
     """Print a table on a terminal; elsewhere print rows with tabs, each as soon as it is available.
 
     Names are never cut: sentences are wrapped between words. If the terminal is too narrow for that, print a line per cell.
     """
     if not sys.stdout.isatty():
-        for row in chain([titles], found):
+        for row in chain([titles], entries):
             click.echo("\t".join(row))
         return
-    console, table, rows = Console(), Table(), list(found)
+    console, table, rows = Console(), Table(), list(entries)
     for title, *cells in zip(titles, *rows, strict=True):
         is_sentence = any(" " in cell and len(cell) > SHORT_CELL for cell in cells)
         table.add_column(title.replace(" ", "\n"), no_wrap=not is_sentence)
@@ -68,10 +68,10 @@ def check_output(path: Path) -> None:
 
 def beyond_positions(plan: Plan) -> str | None:
     """Return a note if sequences are longer than the model's position limit, else None."""
-    most, n = text_of(plan.model.config).get("max_position_embeddings"), plan.semantics.seq_len
-    if not isinstance(most, int) or n <= most:
+    limit, n = text_of(plan.model.config).get("max_position_embeddings"), plan.semantics.seq_len
+    if not isinstance(limit, int) or n <= limit:
         return None
-    known = f"sequences of {n:,} tokens, and the model knows {most:,} positions (max_position_embeddings)"
+    known = f"sequences of {n:,} tokens, and the model knows {limit:,} positions (max_position_embeddings)"
     return f"{known}; plan with a shorter --seq-len, unless it is to learn longer ones"
 
 

@@ -109,7 +109,7 @@ def plan(
     output: Path | None,
     as_json: bool,
     verbose: bool,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
 
@@ -123,13 +123,13 @@ def plan(
     if output is not None:
         check_output(output)
     try:
-        found = api.plan(
+        planned = api.plan(
             model,
-            read_profile(machine).with_prices(**{name: asked.pop(name) for name in PRICES}),
+            read_profile(machine).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
             policy=_policy(policy),
-            **asked,
+            **options,
         )
     except DoesNotFitError as error:
         if as_json:
@@ -137,49 +137,49 @@ def plan(
             click.echo(json.dumps({"fits": False, "short_bytes": short, "smallest_change": error.smallest_change}))
         raise
     if output is not None:
-        found.save(output)
+        planned.save(output)
     if as_json:
-        click.echo(json.dumps(_fields(found, tokens)))
+        click.echo(json.dumps(_fields(planned, tokens)))
     else:
-        print_plan(Facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
+        print_plan(Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
-    for note in filter(None, (note_on_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):
+    for note in filter(None, (note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan))):
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
         written = on_one_line(str(output))
-        disk = " --disk FOLDER" if found.plan.policy.disk_blocks else ""
-        run = f"penstock run {written} --data FOLDER{disk}{_needed(found.plan.model)}"
+        disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
+        run = f"penstock run {written} --data FOLDER{disk}{_needed(planned.plan.model)}"
         click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 
 def _needed(model: Model) -> str:
     """Return the further flags of `run` for a model folder without weights or tokenizer."""
-    if (there := hub_name(model.name)) is not None and model.path is None:
-        return f" --model {there.partition('/')[2]}{download(model)}"
+    if (repository := hub_name(model.name)) is not None and model.path is None:
+        return f" --model {repository.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
     has_weights = folder is not None and any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern))
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
     return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
-def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
+def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
     """Return the fields of `--json`; `job` only with `--tokens`."""
     from penstock.planner.predict.rests_on import rests_on
     from penstock.planner.show.price import hourly
 
-    answer, hour, (device, others) = found.answer, hourly(found.profile), rests_on(found.plan, found.profile)
-    rented, bought = hour.per_million(found.tokens_per_s)
+    answer, hour, (device, remainder) = planned.answer, hourly(planned.profile), rests_on(planned.plan, planned.profile)
+    rented, bought = hour.per_million(planned.tokens_per_s)
     return {
-        "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},
-        "policy": found.plan.policy.to_json(),
+        "semantics": asdict(planned.plan.semantics.whole) | {"ranks": planned.plan.semantics.ranks},
+        "policy": planned.plan.policy.to_json(),
         **answer.claim.to_json(),
         "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
-        **hour.job_fields(tokens, found.tokens_per_s),
-        "rests_on": {"device": device.to_json(), "others": others and others.to_json()},
+        **hour.job_fields(tokens, planned.tokens_per_s),
+        "rests_on": {"device": device.to_json(), "others": remainder and remainder.to_json()},
     }
 
 

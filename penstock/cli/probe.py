@@ -49,11 +49,11 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
     if output is not None:
         check_output(output)
     console = Console(stderr=True)
-    with Preparing(each=True) as tell:
+    with Preparing(every_stage=True) as show:
         name = output.stem if output else "this-machine"
 
-        def report(what: str, done: float) -> None:
-            tell(f"measuring {what}: {done:.0%}")
+        def report(stage: str, fraction: float) -> None:
+            show(f"measuring {stage}: {fraction:.0%}")
 
         profile = measured(device, quick, gpu=gpu, name=name, disk=disk, report=report)
     profile = profile.with_memory(None, host_memory)
@@ -71,9 +71,9 @@ def headline(profile: Profile) -> Table:
     """Return a table of the quantities by name; for a curve of points, the highest value."""
     table = Table("what", Column("value", justify="right"), Column("spread", justify="right"), title=profile.summary)
     best = dict[str, Share]()
-    for place, found in profile.quantities():
+    for place, measurement in profile.quantities():
         name = re.sub(r"\.\d+(?=\.)", "", place)
-        best[name] = max(found, best.get(name, found), key=lambda quantity: quantity.value)
+        best[name] = max(measurement, best.get(name, measurement), key=lambda quantity: quantity.value)
     for name, quantity in best.items():
         table.add_row(name, _shown(name, quantity.value), f"{quantity.spread_fraction:.0%}")
     return table
@@ -92,8 +92,8 @@ def remarks(profile: Profile) -> list[str]:
     """Return lines on the sources of the numbers, on the details of measurements, and on every cliff."""
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     details = [without_cliffs(source.detail) for source in profile.sources.values() if source.kind == "measured"]
-    found = [f"cliff: {line}" for _, lines in details for line in lines]
+    warnings = [f"cliff: {line}" for _, lines in details for line in lines]
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
-        found.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
-    return [f"numbers: {counts}", *(detail for detail, _ in details), *found]
+        warnings.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
+    return [f"numbers: {counts}", *(detail for detail, _ in details), *warnings]

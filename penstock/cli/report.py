@@ -32,10 +32,10 @@ def check(plan_file: Path, search: bool) -> None:
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
     claimed(file.claim, str(plan_file))  # exit code 2 for an unreadable claim, 1 for a wrong one
-    found = proven(str(plan_file), file, search)
+    summary = proven(str(plan_file), file, search)
     for stranger in strangers(file.plan):
         click.echo(f"note: {where}: {on_one_line(stranger)}", err=True)
-    click.echo(f"{where}: {on_one_line(found)}")
+    click.echo(f"{where}: {on_one_line(summary)}")
 
 
 @click.command()
@@ -66,10 +66,10 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     if run_dir is not None:
         refuse_another_plan(run_dir, file.plan)
     is_page = output.suffix.lower() in PAGES
-    drawn = (_page if is_page else _trace)(file, plan_file, run_dir)
-    write_output(output, drawn)
+    text = (_page if is_page else _trace)(file, plan_file, run_dir)
+    write_output(output, text)
     where = "in a browser" if is_page else "at https://ui.perfetto.dev or chrome://tracing"
-    n_bytes = show_bytes(len(drawn.encode("utf-8", "backslashreplace")))
+    n_bytes = show_bytes(len(text.encode("utf-8", "backslashreplace")))
     click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
+from penstock.ranks import GoneError, assign_device_and_cores, is_rank, joined, refuse_several_hosts, start
 from penstock.run_config import RUN_FILE, read_run
 from penstock.runtime.errors import RanksError
 from penstock.runtime.plan import PlanFile
@@ -57,12 +57,12 @@ def run(
     --out, a folder that may be moved. SIGTERM, Ctrl-C and a closed terminal finish the step and save; a second signal ends at once.
     Exit code 3: the plan does not fit this machine; 4: the run was lost, with --stop-if-lost.
     """
-    given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
+    options = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
-        settings = read_run(config, given)
+        settings = read_run(config, options)
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
-        _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
+        _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
             raise click.UsageError(f"no checkpoint in {settings.out}, and {config} lies beside some; say --out {config.parent}")
         how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
@@ -82,7 +82,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             refuse_several_hosts(file.plan)
             return start(n, sys.argv[1:])
         if is_rank():
-            take_own_part(settings.device)
+            assign_device_and_cores(settings.device)
         from penstock.training.device import device_of
         from penstock.training.following import follow  # imports torch, so only after the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
@@ -105,7 +105,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
         raise
 
 
-def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
+def _train(session: "Session", run_settings: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
     """Perform the steps and show the outcome. Return the exit code. Settings are written as given, without the defaults of the
     plan's optimizer, so that a resume with another optimizer gets its default rate."""
     from penstock.training.run_folder import write_settings
@@ -113,22 +113,22 @@ def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: 
 
     stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
-    write_settings(given, file)
+    write_settings(run_settings, file)
     show_overview(overview(session))
-    asked = list[int]()
+    received = list[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
         """Request an end after the current step. A second signal ends the command at once."""
-        asked.append(number)
+        received.append(number)
         stop.request()
         progress.tell("finishing the step, then saving; once more ends at once")
 
     with handled(ask, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, once=True), progress:
         timeline, times_s = trainer.train()
     if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
-        word = "terminated" if signal.SIGTERM in asked else "hung up" if signal.SIGHUP in asked else "interrupted"
+        word = "terminated" if signal.SIGTERM in received else "hung up" if signal.SIGHUP in received else "interrupted"
         click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
-        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # after SIGTERM or SIGHUP, saving is success
+        return 128 + signal.SIGINT if signal.SIGINT in received else 0  # after SIGTERM or SIGHUP, saving is success
     if session.first_step < n_steps:
         show_outcome(session, timeline, times_s, recalibrate)
     return 0
@@ -136,18 +136,19 @@ def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: 
 
 def _stopped(session: "Session", n_done: int) -> str:
     """Describe the saved state of a stopped run, and how to resume."""
-    at, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
+    status, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
     if not session.saves:
-        return f"{at}, and nothing is saved"
+        return f"{status}, and nothing is saved"
     if session.settings.checkpoint.weights_only and is_new:
-        return f"{at}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
+        return f"{status}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
     again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
-    return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
+    return f"{status}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
 
 
-def _refuse_contradictions(settings: RunSettings, given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
+def _refuse_contradictions(settings: RunSettings, options: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
     """Raise UsageError for flags that contradict --device."""
-    is_idle = resumes or any(name.startswith("checkpoint.") or name in ("evaluation.data", "evaluation.prompts") for name in given)
+    idle = ("evaluation.data", "evaluation.prompts")
+    is_idle = resumes or any(name.startswith("checkpoint.") or name in idle for name in options)
     if settings.device == "emulated" and is_idle:
         about = "--resume, --save-every and all else about checkpoints, --eval-data and --prompt"
         raise click.UsageError(f"an emulated run saves nothing, of a stand-in's weights: leave out {about}, or --device emulated")

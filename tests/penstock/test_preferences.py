@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 import penstock
 from penstock.data.data import needed, read_data
 from penstock.data.given import Given
-from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.plan.objective import Of, parse_objective
 from penstock.settings import DataSettings
+from penstock.user_loss import function_in, planned_loss, user_loss
 from tests.bytes_of_files import write_lines
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
 from tests.running import penstock as command
@@ -372,7 +372,7 @@ def loud(logps, Weight):
 def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, name, says):
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(PlanError) as error:
-        own_loss(function_in(f"{tmp_path}/own.py:{name}"))
+        user_loss(function_in(f"{tmp_path}/own.py:{name}"))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -398,7 +398,7 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
     for text in (own, own.replace("B = 1", "B = 9"), own.replace("x * B", "x / B"), own):  # of the same size and second
         path.write_text(text)
         os.utime(path, (1, 1))
-        loss = own_loss(function_in(f"{path}:f"))
+        loss = user_loss(function_in(f"{path}:f"))
         seen.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
         with pytest.raises(PlanError, match="or is of something else"):
             planned_loss(replace(loss.objective, of=Of.TOKENS), f"{path}:f")

@@ -22,13 +22,13 @@ from penstock.runtime.errors import PlanError
 from penstock.runtime.plan.objective import CROSS_ENTROPY, Objective, Of
 
 Function = Callable[..., Any]
-GIVEN = {
+ARGUMENTS = {
     Of.TOKENS: ("logits", "targets"),
     Of.SEQUENCES: ("logps", "n_tokens"),
     Of.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
 }
 N_ROWS, N_VOCAB = 6, 61  # shape of the tiny call
-_TAKES = "; or ".join(f"{of}: {', '.join(names)}" for of, names in GIVEN.items())
+_TAKES = "; or ".join(f"{kind}: {', '.join(names)}" for kind, names in ARGUMENTS.items())
 
 
 def function_in(text: str) -> Function:
@@ -50,7 +50,7 @@ def function_in(text: str) -> Function:
     return function
 
 
-def own_loss(function: Function, name: str | None = None) -> LossFunction:
+def user_loss(function: Function, name: str | None = None) -> LossFunction:
     """Wrap a function as a loss. Its objective holds its name, the SHA-256 of its source, and the extras that it needs.
 
     PlanError, in one line, for a function that is no loss: it returns a mean, another shape or non-finite values, has no gradient,
@@ -66,44 +66,44 @@ def own_loss(function: Function, name: str | None = None) -> LossFunction:
     parameters = inspect.signature(function).parameters.values()
     if several := [str(p) for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
         raise PlanError(f"loss: {called} takes {several[0][:60]}, and is given what its parameters name; name each of them")
-    asked = [p.name for p in parameters if p.default is p.empty]
-    kinds = [of for of, names in GIVEN.items() if names[0] in asked]
+    required = [p.name for p in parameters if p.default is p.empty]
+    kinds = [kind for kind, names in ARGUMENTS.items() if names[0] in required]
     if len(kinds) != 1:
-        raise PlanError(f"loss: {called}({', '.join(asked)[:80]}) names not what it is of; its parameters are of {_TAKES}")
-    of = kinds[0]
-    extras = tuple(dict.fromkeys(_extra(n, of, called) for n in asked if n not in GIVEN[of]))
+        raise PlanError(f"loss: {called}({', '.join(required)[:80]}) names not what it is of; its parameters are of {_TAKES}")
+    kind = kinds[0]
+    extras = tuple(dict.fromkeys(_extra(n, kind, called) for n in required if n not in ARGUMENTS[kind]))
     place = "python" if name is None else Path(name.rpartition(":")[0]).name
-    named = Objective(f"{place}:{called}", {}, of, extras, sha256=hashlib.sha256(text.encode()).hexdigest())
-    return LossFunction(replace(named, wide=_looked_at(LossFunction(named, function), called)), function)
+    named = Objective(f"{place}:{called}", {}, kind, extras, sha256=hashlib.sha256(text.encode()).hexdigest())
+    return LossFunction(replace(named, wide=_checked_width(LossFunction(named, function), called)), function)
 
 
-def planned_loss(objective: Objective, given: Function | str | None) -> LossFunction | None:
+def planned_loss(objective: Objective, function: Function | str | None) -> LossFunction | None:
     """Return the user's function for a plan's loss, or None for a built-in loss. PlanError if the plan has another loss."""
     if objective.sha256 is None:
-        if given is not None:
+        if function is not None:
             raise PlanError(f"the plan's loss is {objective}, which needs no function: leave --loss out, or plan with yours")
         return None
-    if given is None:
+    if function is None:
         where = objective.name.replace("python:", "FILE.py:")
         raise PlanError(f"the plan's loss is a function, {objective.name}: say which file it is in, with --loss {where}")
-    loss = own_loss(function_in(given), given) if isinstance(given, str) else own_loss(given)
+    loss = user_loss(function_in(function), function) if isinstance(function, str) else user_loss(function)
     if replace(loss.objective, name=objective.name) != objective:
         how = "has another text than the plan's, refers to other constants, or is of something else"
         raise PlanError(f"the function {loss.objective.name} {how}; plan again with it")
     return LossFunction(objective, loss.function)
 
 
-def _text(function: Function, seen: set[Function]) -> str:
+def _text(function: Function, visited: set[Function]) -> str:
     """Return the source of a function, and of its dependencies: functions of its file, and constants as `name = value`."""
-    seen.add(function)
+    visited.add(function)
     texts, closed = [inspect.getsource(function)], inspect.getclosurevars(function).nonlocals
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     names = sorted(set(_names(function.__code__)) & function.__globals__.keys())
-    for name, of in [*((n, function.__globals__[n]) for n in names), *closed.items(), *defaults.items()]:
-        if inspect.isfunction(of) and of.__module__ == function.__module__:
-            texts += [] if of in seen else [_text(of, seen)]
+    for name, value in [*((n, function.__globals__[n]) for n in names), *closed.items(), *defaults.items()]:
+        if inspect.isfunction(value) and value.__module__ == function.__module__:
+            texts += [] if value in visited else [_text(value, visited)]
         with suppress(TypeError, ValueError):  # not a constant
-            texts.append(f"{name} = {json.dumps(of.tolist() if isinstance(of, Tensor) else of)}")
+            texts.append(f"{name} = {json.dumps(value.tolist() if isinstance(value, Tensor) else value)}")
     return "\n".join(texts)
 
 
@@ -114,9 +114,9 @@ def _names(code: CodeType) -> Iterator[str]:
         yield from _names(constant) if isinstance(constant, CodeType) else ()
 
 
-def _extra(parameter: str, of: Of, called: str) -> str:
+def _extra(parameter: str, kind: Of, called: str) -> str:
     """Return the batch extra for a parameter: the parameter's name; for pairs `x` for `x_chosen` and `x_rejected`."""
-    if of is not Of.PAIRS:
+    if kind is not Of.PAIRS:
         return parameter
     extra, _, half = parameter.rpartition("_")
     if half not in ("chosen", "rejected") or not extra:
@@ -124,40 +124,40 @@ def _extra(parameter: str, of: Of, called: str) -> str:
     return extra
 
 
-def _looked_at(loss: LossFunction, called: str) -> int:
+def _checked_width(loss: LossFunction, called: str) -> int:
     """Check a loss on a tiny call. Return the peak number of fp32 values per logit. PlanError for a function that is no loss."""
-    generator, of = torch.Generator().manual_seed(0), loss.objective.of
+    generator, kind = torch.Generator().manual_seed(0), loss.objective.of
     extras = {name: torch.rand(N_ROWS, generator=generator, dtype=torch.float64) for name in loss.objective.extras}
-    if of is Of.TOKENS:
+    if kind is Of.TOKENS:
         leaf = torch.randn(N_ROWS, N_VOCAB, generator=generator).requires_grad_()
-        more = torch.randint(N_VOCAB, (N_ROWS,), generator=generator)
-        more[-1] = UNSUPERVISED
+        second = torch.randint(N_VOCAB, (N_ROWS,), generator=generator)
+        second[-1] = UNSUPERVISED
     else:
         leaf = (-20 * torch.rand(N_ROWS, generator=generator, dtype=torch.float64)).requires_grad_()
-        more = torch.randint(1, 9, (N_ROWS,), generator=generator).double()
-    rows_each, kept = loss.objective.rows_each, dict[int, int]()  # size in bytes of saved tensors, by address
-    given = {GIVEN[of][0]: leaf, GIVEN[of][1]: more, **extras}
-    before = {name: tensor.detach().clone() for name, tensor in given.items()}
+        second = torch.randint(1, 9, (N_ROWS,), generator=generator).double()
+    rows_each, saved_bytes = loss.objective.rows_each, dict[int, int]()  # size in bytes of saved tensors, by address
+    arguments = {ARGUMENTS[kind][0]: leaf, ARGUMENTS[kind][1]: second, **extras}
+    copies = {name: tensor.detach().clone() for name, tensor in arguments.items()}
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.update({tensor.data_ptr(): tensor.nbytes} if tensor.numel() >= leaf.numel() else ())
+        saved_bytes.update({tensor.data_ptr(): tensor.nbytes} if tensor.numel() >= leaf.numel() else ())
         return tensor
 
     def values(n_rows: int) -> Tensor:
-        """Compute the losses of the first rows."""
-        of_rows, n = {name: extra[:n_rows] for name, extra in extras.items()}, n_rows // rows_each
-        found = loss.each(leaf[:n_rows], more[:n_rows], of_rows)
-        if not isinstance(found, Tensor) or tuple(found.shape) != (n,):
-            shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise PlanError(f"loss: {called} returns {shape}, not ({n},): one number for each of the {n} {of}, no sum and no mean")
-        return found
+        row_extras, n = {name: extra[:n_rows] for name, extra in extras.items()}, n_rows // rows_each
+        losses = loss.each(leaf[:n_rows], second[:n_rows], row_extras)
+        if not isinstance(losses, Tensor) or tuple(losses.shape) != (n,):
+            shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            expected = f"({n},): one number for each of the {n} {kind}, no sum and no mean"
+            raise PlanError(f"loss: {called} returns {shape}, not {expected}")
+        return losses
 
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            whole = values(N_ROWS)[: N_ROWS - 1 if of is Of.TOKENS else None]  # drop the unsupervised row
-        (gradient,) = torch.autograd.grad(whole.sum(), [leaf], allow_unused=True) if whole.requires_grad else (None,)
+            losses = values(N_ROWS)[: N_ROWS - 1 if kind is Of.TOKENS else None]  # drop the unsupervised row
+        (gradient,) = torch.autograd.grad(losses.sum(), [leaf], allow_unused=True) if losses.requires_grad else (None,)
         part = values(2)
-        if changed := [name for name, tensor in given.items() if not torch.equal(tensor, before[name])]:
+        if changed := [name for name, tensor in arguments.items() if not torch.equal(tensor, copies[name])]:
             raise PlanError(f"loss: {called} changes what it is given ({changed[0]}); work on a copy")
     except PlanError:
         raise
@@ -165,10 +165,10 @@ def _looked_at(loss: LossFunction, called: str) -> int:
         words = (str(error).splitlines() or [""])[0][:120]
         raise PlanError(f"loss: {called} fails on a tiny call ({type(error).__name__}: {words}); mend it") from None
     if gradient is None:
-        raise PlanError(f"loss: {called} has no gradient towards its {GIVEN[of][0]}; compute it with torch, without detach")
-    if not bool(whole.isfinite().all()) or not bool(gradient.isfinite().all()):
-        raise PlanError(f"loss: {called} is not finite, or its gradient is not, on random {GIVEN[of][0]}; mend it")
-    if not torch.allclose(part, whole[: len(part)], rtol=1e-4, atol=1e-5):
-        raise PlanError(f"loss: {called} of some {of} depends on others of the tile or micro-batch, whose size must not matter")
-    n_kept = -(-sum(kept.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values per logit
-    return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if of is Of.TOKENS else CROSS_ENTROPY.wide
+        raise PlanError(f"loss: {called} has no gradient towards its {ARGUMENTS[kind][0]}; compute it with torch, without detach")
+    if not bool(losses.isfinite().all()) or not bool(gradient.isfinite().all()):
+        raise PlanError(f"loss: {called} is not finite, or its gradient is not, on random {ARGUMENTS[kind][0]}; mend it")
+    if not torch.allclose(part, losses[: len(part)], rtol=1e-4, atol=1e-5):
+        raise PlanError(f"loss: {called} of some {kind} depends on others of the tile or micro-batch, whose size must not matter")
+    n_kept = -(-sum(saved_bytes.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values per logit
+    return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if kind is Of.TOKENS else CROSS_ENTROPY.wide

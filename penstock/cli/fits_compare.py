@@ -36,7 +36,7 @@ from .outputs import show_table
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
@@ -80,39 +80,39 @@ def fits(
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
     for profile in chain(*groups.values()):
         part_of(profile, gpus, hosts, network_gbit)  # raises if the step cannot be shared so
-    groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
+    groups = {name: [on_network(profile, network_gbit) for profile in profiles] for name, profiles in groups.items()}
     semantics = _part(gpus * hosts, micro_batch=1, **work)
     names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
     if wrong := [name for name in names or () if name not in planned.known()]:
         raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
-    for (name, of), n_bytes in product(groups.items(), sizes):
-        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
+    for (name, profiles), n_bytes in product(groups.items(), sizes):
+        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
             click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
-    of_each = [semantics]
+    variants = [semantics]
     if less_state:
-        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in LEANER)
-        of_each += [of for of in leaner if of.state_bytes < semantics.state_bytes]
+        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in LEANER)
+        variants += [variant for variant in leaner if variant.state_bytes < semantics.state_bytes]
     # Machines of a family in sequence, because they share the blocks of its models
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
-    tasks = [(gpu, of, *family, each, sizes, search, hosts) for family, (gpu, of) in families_of_gpus for each in of_each]
-    at_once = len(groups) * len(of_each)
-    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
-    found = _larger(swept_over) if less_state else swept_over
+    tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
+    at_once = len(groups) * len(variants)
+    estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
+    results = _larger(estimates) if less_state else estimates
     if as_json:
-        rows = [fit.to_json(tokens) for fit in found]
-        click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
+        rows = [fit.to_json(tokens) for fit in results]
+        click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
         return
-    click.echo(f"for steps of {whole.batch_size} sequences of {whole.seq_len:,} tokens", err=True)
+    click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
     optimizer = ["optimizer"] if less_state else []
     titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in found))
+    show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in results))
 
 
-def _larger(found: Iterable["Fit"]) -> Iterator["Fit"]:
+def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
     """Yield the first fit of each machine, memory and family, and then fits with a larger model than those before."""
     largest: dict[tuple[str, str, int, str], int] = {}
-    for fit in found:
+    for fit in results:
         key, n = (fit.gpu, fit.machine, fit.host_memory_bytes, fit.family), fit.n_params or 0
         if key not in largest or n > largest[key]:
             largest[key] = n
@@ -170,32 +170,32 @@ def compare(
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
     has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
     tasks = []
-    for whole in _compared(machines, None if has_all else gpus):
-        profile = whole.with_prices(**prices)
+    for machine in _compared(machines, None if has_all else gpus):
+        profile = machine.with_prices(**prices)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            most = show_bytes(profile.most_host_bytes or 0)
-            click.echo(f"{profile.name}: has at most {most} of memory, and is taken with that", err=True)
+            limit = show_bytes(profile.most_host_bytes or 0)
+            click.echo(f"{profile.name}: has at most {limit} of memory, and is taken with that", err=True)
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
-        of_step = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
-        n, asked = _most_parts(whole.n_devices, hosts, **of_step) if has_all else (gpus, _part(gpus * hosts, **of_step))
+        fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
+        n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
             click.echo(f"{profile.name}: {n} of its {profile.n_devices} GPUs", err=True)
         if n > 1 and profile.peers is None:
             click.echo(f"{profile.name}: {ALONE}", err=True)
-        asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
-        tasks.append((described, part_of(profile, n, hosts, network_gbit), asked, None, free))
+        semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
+        tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
         rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
         about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
-        found = {"cheapest": rented, "cheapest_bought": bought, "machines": [of.to_json(tokens) for of in ranked]}
-        click.echo(json.dumps(about | found))
+        ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
+        click.echo(json.dumps(about | ranking))
         return
-    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in ranked])
+    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
     click.echo("\n".join(notes(ranked)))
 
 
@@ -224,11 +224,11 @@ def machines(as_json: bool) -> None:
     for p in profiles:
         price, basis = p.price, standard(p)
         host = show_bytes(p.host.memory_bytes.value) + (", soldered" if p.is_soldered else "")
-        each = " a GPU" if p.n_devices > 1 else ""
-        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD{each}"
+        suffix = " a GPU" if p.n_devices > 1 else ""
+        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD{suffix}"
         memory = " and memory" if price.ram_usd_per_gb else ""
-        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{each}{memory}"
-        shares = (f"{basis.fraction(of):.0%}" for of in BASES)
+        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{suffix}{memory}"
+        shares = (f"{basis.fraction(kind):.0%}" for kind in BASES)
         rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
     titles = ("machine", "what it is", "device memory", "host memory", "rent an hour", "bought")
     show_table((*titles, "measured", "on another", "assumed"), rows)
@@ -253,11 +253,11 @@ def _part(
     """Return one rank's part of a step, with further `fields` of Semantics. PlanError if the ranks cannot share it."""
     from penstock.planner.search.micro_batch import shared_step
 
-    asked = trained(Semantics(**fields), train, base, optimizer, master)
-    asked = shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
-    if (n := asked.micro_batch) > asked.batch_size:
-        raise PlanError(f"--micro-batch {n} is more than the batch of {asked.batch_size}; choose at most that")
-    return asked
+    semantics = trained(Semantics(**fields), train, base, optimizer, master)
+    semantics = shared_step(semantics, n_gpus, has_groups=False) if n_gpus > 1 else semantics
+    if (n := semantics.micro_batch) > semantics.batch_size:
+        raise PlanError(f"--micro-batch {n} is more than the batch of {semantics.batch_size}; choose at most that")
+    return semantics
 
 
 def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
@@ -268,11 +268,11 @@ def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
     return 1, _part(n_hosts, **work)
 
 
-def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str, at_once: int = 1) -> Iterator[Found]:
+def swept(work: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], label: str, at_once: int = 1) -> Iterator[Result]:
     """Yield `work(*task)` in order, computed on all cores. A terminal shows the progress. If tasks are numerous, a process takes
     `at_once` of them at a time."""
     console = Console(stderr=True)
-    show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
+    show = partial(track, description=label, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
     if n_workers <= 1:
         yield from (work(*task) for task in show(tasks))

@@ -17,7 +17,7 @@ from penstock.signals import handled
 RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "pyarrow", "yaml")
 
 
-class OneLine(click.Command):
+class OneLineErrors(click.Command):
     """Command that reports a user's mistake in one line and an exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.fits_compare import _larger, swept
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
-from penstock.cli.which import _larger, swept
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.search.search import searched
 from penstock.planner.show.compare import COLUMNS
@@ -47,7 +47,7 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(
 
 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.which.MOST_WORKERS", 1)
+    monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
     monkeypatch.setattr(
         "penstock.planner.show.compare.searched", lambda *of: searched(*of[:3], Policy(), *of[4:])
     )  # it needs no search
