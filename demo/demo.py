@@ -158,7 +158,7 @@ def write_chats(file: Path, pairs: Pairs) -> None:
 def show_what_was_learned(untrained: Path, trained: Path) -> None:
     """Print answers to some questions from the last samples of both runs."""
     answers = [{s["prompt"]: s["text"] for s in map(json.loads, (run / "samples.jsonl").open())} for run in (untrained, trained)]
-    print("\nWhat the model says, before and after:")
+    print("\nAnswers of the model, before and after training:")
     for question, answer in questions()[0][::SHOWN_APART]:
         first, last = (" ".join(ascii(samples[question])[1:-1].split()) for samples in answers)
         print(f"  {question}\n    before: {first[:70]}\n    after:  {last}{'' if answers[1][question] == answer else '  (wrong)'}")
@@ -205,7 +205,7 @@ def main() -> None:
     print(planned)
     plan = planned.save(OUT / "plan.json")
     print(call(penstock.check, plan))
-    print("\nOne step that changes next to nothing: what does the model say before it has learned?")
+    print("\nOne step at a learning rate near zero: answers of the model before training")
     untrained, run = OUT / "untrained", OUT / "run"
     train(plan, untrained, steps=1, lr=1e-9, settings={})
     trained = train(plan, run)
@@ -228,7 +228,7 @@ def main() -> None:
     print(call(penstock.plan, "gpt-oss-120b", "h200-pcie5", host_memory_bytes=1_500 * 10**9, master_dtype="bf16"))
     print(call(penstock.plan, "qwen2.5-32b", "rtx4090-server"))
     show_what_was_learned(untrained, run)
-    print("\nThe checkpoints, the logs and the report lie in demo/out: open demo/out/report.html in a browser.")
+    print("\nThe checkpoints, the logs and the report are in demo/out: open demo/out/report.html in a browser.")
 
 
 if __name__ == "__main__":

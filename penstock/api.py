@@ -207,14 +207,14 @@ def proven(where: str, file: PlanFile, search: bool) -> str:
         prove(plan)
         unchecked = check_origin(plan, claim)
         if claim is None:
-            return f"{summary(plan)}; nothing is claimed of it"
+            return f"{summary(plan)}; without a claim"
         unchecked += check_search(plan, claim) if search else check_claim(plan, claim)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     if not search:
-        unchecked.append("the bounds over policies and sizes and n_simulated, for which --search searches again")
+        unchecked.append("the bounds over policies and sizes, and n_simulated (--search repeats the search)")
     if (often := claim.certificate.clipped_fraction) and plan.policy.speculate_blocks:
-        unchecked.append(f"that {often:.1%} of steps are clipped, as was said")
+        unchecked.append(f"the given share of clipped steps, {often:.1%}")
     return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(unchecked)}" if unchecked else ", search and all")
 
 
@@ -279,11 +279,11 @@ def stream(
     On several GPUs torchrun starts the program: rank 0 runs the loop body, the programs of the other ranks end here.
     """
     if not isinstance(every, int) or every < 1:
-        raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
+        raise PlanError(f"every is {every}; give 1 step or more")
     try:
         bound = signature(train).bind(plan, data, **how)
     except TypeError as error:
-        raise PlanError(f"stream: {error}; it takes what train takes, and every") from None
+        raise PlanError(f"stream: {error}; it takes the arguments of train, and every") from None
     bound.apply_defaults()
     with _trainer(bound.arguments, every) as trainer:
         yield from trainer.turns()
@@ -303,7 +303,7 @@ def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterato
     if duplicates := [name for name in settings if name in named_arguments]:
         raise PlanError(f"settings: {duplicates[0]} is an argument of train; give it as one")
     if every is not None and settings.get("checkpoint.background"):
-        raise PlanError("settings: checkpoint.background is not there in a loop, which saves in its turns; leave it out")
+        raise PlanError("settings: checkpoint.background has no effect in a loop, which saves between steps; leave it out")
     named, batches = _data(arguments["data"], file.plan)
     known = {**named, "out": str(arguments["out"]), "device": arguments["device"], "from_scratch": arguments["from_scratch"]}
     optional = {"steps": arguments["steps"], "optimizer.lr": arguments["lr"]}
@@ -370,7 +370,7 @@ def _data(
             return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in data]}, None
     kind = type(data).__qualname__
     if not callable(getattr(data, "batch", None)):
-        raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
+        raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or an object with one")
     from penstock.data.given import Given
     from penstock.runtime.layers.apart import supports_documents
 

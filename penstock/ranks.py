@@ -143,7 +143,7 @@ def assign_device_and_cores(asked_device: str) -> None:
     if asked_device in ("auto", "cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n)))).split(",")
         if len(visible) < n and any(visible):
-            _refuse(PlanError(f"CUDA_VISIBLE_DEVICES names {len(visible)} devices, and there are {n} ranks; give each of them one"))
+            _refuse(PlanError(f"CUDA_VISIBLE_DEVICES names {len(visible)} devices for {n} ranks; give one to each"))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if any(visible) else ""
     cores = sorted(os.sched_getaffinity(0))
     if (len(cores) == os.cpu_count() or STARTED_HERE in os.environ) and len(cores) >= n:
@@ -163,7 +163,7 @@ def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
     for rank, digest in enumerate(digests, start=1):
         for name in mine:
             if digest.get(name) != first.get(name):
-                _refuse(PlanError(f"rank {rank} has another {name} than rank 0; start all ranks alike"))
+                _refuse(PlanError(f"rank {rank} has another {name} than rank 0; start all ranks with the same command"))
 
 
 def _refuse(error: PenstockError) -> NoReturn:

@@ -130,7 +130,7 @@ def advice(place: str) -> str:
     if absent := next((words for names, words in _TABLES["absent"].items() if re.fullmatch(names, key)), None):
         return str(absent)
     if key in _PLAN_KEYS:
-        return f"it is the plan's: say {_PLAN_KEYS[key]} to `penstock plan`"
+        return f"it belongs to the plan: give {_PLAN_KEYS[key]} to `penstock plan`"
     names = [name for name, _ in settings_of()]
     siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(names)} | ALSO_KNOWN_AS
@@ -155,9 +155,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise RunConfigError(f"{path}: cannot be read ({error.strerror}); give the file of a run") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise RunConfigError(f"{path}{line}: not YAML ({error.problem}); mend it there") from None
+        raise RunConfigError(f"{path}{line}: not YAML ({error.problem}); correct it there") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise RunConfigError(f"{path}: not {language} ({' '.join(str(error).split())[:120]}); mend it there") from None
+        raise RunConfigError(f"{path}: not {language} ({' '.join(str(error).split())[:120]}); correct it there") from None
     if not isinstance(content, dict | None):
         raise RunConfigError(f"{path}: no keys and values; begin for example with `data:` and, indented, `path: FOLDER`")
     return content or {}
@@ -170,7 +170,7 @@ def _with_data_in_full(values: dict[str, Any]) -> dict[str, Any]:
         data = {"path": data}
     if isinstance(data, dict) and isinstance(data.get("path"), list):
         if "mix" in data:
-            raise RunConfigError("data.path is a list, and data.mix is there too; name all sets in one of them")
+            raise RunConfigError("data.path is a list, and data.mix is given too; name all sets in one of them")
         data = data | data_named(data["path"])
     return values | {"data": data} if "data" in values else values
 

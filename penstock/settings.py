@@ -62,21 +62,21 @@ class DataSettings:
     path: Text | None = flagged(
         None,
         "--data",
-        "A folder of files, or one file: text, JSONL, JSON, CSV or Parquet; of several, each with its share of the samples.",
+        "A folder of files, or one file: text, JSONL, JSON, CSV or Parquet; for several, give the share of each.",
         metavar="PATH[:WEIGHT]",
         repeats=True,
     )  # None: `mix` names the data
-    format: Format = flagged("auto", "--format", "What a row holds.", "by its columns")
+    format: Format = flagged("auto", "--format", "Format of a row.", "by its columns")
     mix: tuple[DataPart, ...] = ()  # several sets, read and packed separately
-    split: Text | None = flagged(None, "--split", "Of a folder's splits, those that begin so.", "train, where there are splits")
+    split: Text | None = flagged(None, "--split", "Splits of a folder with names that begin so.", "train, if it has splits")
     columns: dict[Text, Text] | None = flagged(
-        None, "--columns", "The file's name of a column, as prompt=question.", metavar="NAME=COLUMN", repeats=True
+        None, "--columns", "Name of a column in the file, as prompt=question.", metavar="NAME=COLUMN", repeats=True
     )
     # joined: documents are concatenated and cut, and attention crosses them; documents: packed whole, isolated in attention;
     # one: one padded document per sequence; auto: joined for text, documents for chats if the model supports isolation
-    bad_rows: Fraction = flagged(0.0, "--bad-rows", "Share of rows that may be bad, as 1%, and are left out.", "0: stop", "SHARE")
+    bad_rows: Fraction = flagged(0.0, "--bad-rows", "Share of invalid rows, as 1%, that are left out.", "0: stop", "SHARE")
     packing: Literal["auto", "joined", "documents", "one"] = flagged(
-        "auto", "--packing", "How documents share a sequence: joined and cut, whole and each by itself, or one in each."
+        "auto", "--packing", "Packing of documents: joined and cut, whole and isolated, or one per sequence."
     )
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample without a supervised token; skipped ones are counted
@@ -109,7 +109,7 @@ class ScheduleSettings:
 class OptimizerSettings(AdamW):
     """Hyperparameters and schedule of the plan's optimizer."""
 
-    lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; of adapters 0.0001; of Lion 0.3 of it")  # type: ignore[assignment]
+    lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; adapters: 0.0001; Lion: 0.3 of it")  # type: ignore[assignment]
     beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; Lion: 0.99
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -155,10 +155,10 @@ class RunSettings:
     model: Text | None = flagged(None, "--model", "Folder with weights and tokenizer.", "the plan's model", "FOLDER")
     from_scratch: bool = flagged(False, "--from-scratch", "Start from random weights instead of a checkpoint.")
     adapter: Text | None = flagged(
-        None, "--adapter", "Folder of a LoRA adapter, as PEFT saves it, to go on from.", "a new one", "FOLDER"
+        None, "--adapter", "Folder of a LoRA adapter in PEFT's format to continue from.", "a new one", "FOLDER"
     )
     packed: Text | None = flagged(
-        None, "--packed", "Folder that keeps quantized base weights, for other runs too.", "in --out", "FOLDER"
+        None, "--packed", "Cache folder for quantized base weights, shared by runs.", "in --out", "FOLDER"
     )
     disk: Text | None = flagged(
         None,
@@ -169,26 +169,25 @@ class RunSettings:
     reference: Text | None = flagged(
         None,
         "--reference",
-        "Where a loss takes its reference from: the model as the run begins with it, without an adapter, or a file of `penstock "
-        "forward`.",
+        "Reference of a loss: the run's initial model without an adapter, or a file of `penstock forward`.",
         "base",
         "base|FILE",
     )
-    loss: Text | None = flagged(None, "--loss", "The function of a plan whose loss is your own.", metavar="FILE.py:FUNCTION")
+    loss: Text | None = flagged(None, "--loss", "The function of a plan with your own loss.", metavar="FILE.py:FUNCTION")
     tokenizer: Literal["model", "bytes"] = flagged("model", "--tokenizer", "The model's own, or UTF-8 bytes.")
     out: Text = flagged("penstock-run", "--out", "Folder of checkpoints and logs.", metavar="FOLDER")
-    steps: Count | None = flagged(None, "--steps", "Steps in all, resumed ones included.", "once through the data")
-    epochs: Above0 | None = flagged(None, "--epochs", "Instead of --steps: times through the data.")
+    steps: Count | None = flagged(None, "--steps", "Total steps, including those before a resume.", "once through the data")
+    epochs: Above0 | None = flagged(None, "--epochs", "Instead of --steps: passes through the data.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flagged(0, "--seed", "Seed of random weights, dropout and the order of the data.")
     device: Literal["auto", "cuda", "cpu", "emulated"] = flagged(
         "auto",
         "--device",
-        "What performs the plan: a GPU if there is one, else this CPU (auto), or the plan's machine, emulated on a tiny model.",
+        "Device for the plan: a GPU if available, else this CPU (auto), or the plan's machine, emulated on a tiny model.",
     )
     deterministic: bool = flagged(
         False,
         "--deterministic",
-        "With a GPU, and a plan made with --deterministic: bits that do not depend on the plan. Some kernels are slower.",
+        "With a GPU, and a plan made with --deterministic: results that do not depend on the plan. Some kernels are slower.",
     )
     stop_if_lost: bool = flagged(False, "--stop-if-lost", "Exit code 4: loss not finite or ten times the first, or gradients of 0.")
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

@@ -43,7 +43,7 @@ def function_in(text: str) -> Function:
         linecache.cache.pop(path, None)  # hash the text that runs, not a cached or compiled one
         exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except Exception as error:  # raised by user code
-        raise PlanError(f"--loss {path}: cannot be read ({type(error).__name__}: {str(error)[:120]}); mend it there") from None
+        raise PlanError(f"--loss {path}: cannot be read ({type(error).__name__}: {str(error)[:120]}); correct it there") from None
     function = vars(module).get(name)
     if not inspect.isfunction(function):
         raise PlanError(f"--loss {path}: holds no function {name[:60]!r}; say which as FILE.py:FUNCTION")
@@ -62,14 +62,14 @@ def user_loss(function: Function, name: str | None = None) -> LossFunction:
     try:
         text = _text(function, set())
     except OSError:
-        raise PlanError(f"loss: the text of {called} cannot be read, by which a plan knows it; define it in a file") from None
+        raise PlanError(f"loss: the source of {called} cannot be read, and a plan needs its hash; define it in a file") from None
     parameters = inspect.signature(function).parameters.values()
     if several := [str(p) for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
-        raise PlanError(f"loss: {called} takes {several[0][:60]}, and is given what its parameters name; name each of them")
+        raise PlanError(f"loss: {called} takes {several[0][:60]}, but arguments are passed by parameter name; name each of them")
     required = [p.name for p in parameters if p.default is p.empty]
     kinds = [kind for kind, names in ARGUMENTS.items() if names[0] in required]
     if len(kinds) != 1:
-        raise PlanError(f"loss: {called}({', '.join(required)[:80]}) names not what it is of; its parameters are of {_TAKES}")
+        raise PlanError(f"loss: {called}({', '.join(required)[:80]}) has the parameters of no kind of loss: {_TAKES}")
     kind = kinds[0]
     extras = tuple(dict.fromkeys(_extra(n, kind, called) for n in required if n not in ARGUMENTS[kind]))
     place = "python" if name is None else Path(name.rpartition(":")[0]).name
@@ -85,10 +85,10 @@ def planned_loss(objective: Objective, function: Function | str | None) -> LossF
         return None
     if function is None:
         where = objective.name.replace("python:", "FILE.py:")
-        raise PlanError(f"the plan's loss is a function, {objective.name}: say which file it is in, with --loss {where}")
+        raise PlanError(f"the plan's loss is a function, {objective.name}: name its file with --loss {where}")
     loss = user_loss(function_in(function), function) if isinstance(function, str) else user_loss(function)
     if replace(loss.objective, name=objective.name) != objective:
-        how = "has another text than the plan's, refers to other constants, or is of something else"
+        how = "has another source than the plan's, refers to other constants, or is of another kind"
         raise PlanError(f"the function {loss.objective.name} {how}; plan again with it")
     return LossFunction(objective, loss.function)
 
@@ -120,7 +120,7 @@ def _extra(parameter: str, kind: Of, called: str) -> str:
         return parameter
     extra, _, half = parameter.rpartition("_")
     if half not in ("chosen", "rejected") or not extra:
-        raise PlanError(f"loss: {called}: what comes of pairs ends in _chosen or _rejected, and {parameter[:40]} does not")
+        raise PlanError(f"loss: {called}: extras of pairs end in _chosen or _rejected, and {parameter[:40]} does not")
     return extra
 
 
@@ -158,17 +158,17 @@ def _checked_width(loss: LossFunction, called: str) -> int:
         (gradient,) = torch.autograd.grad(losses.sum(), [leaf], allow_unused=True) if losses.requires_grad else (None,)
         part = values(2)
         if changed := [name for name, tensor in arguments.items() if not torch.equal(tensor, copies[name])]:
-            raise PlanError(f"loss: {called} changes what it is given ({changed[0]}); work on a copy")
+            raise PlanError(f"loss: {called} changes its argument {changed[0]}; work on a copy")
     except PlanError:
         raise
     except Exception as error:  # raised by user code
         words = (str(error).splitlines() or [""])[0][:120]
-        raise PlanError(f"loss: {called} fails on a tiny call ({type(error).__name__}: {words}); mend it") from None
+        raise PlanError(f"loss: {called} fails on a tiny call ({type(error).__name__}: {words}); correct it") from None
     if gradient is None:
         raise PlanError(f"loss: {called} has no gradient towards its {ARGUMENTS[kind][0]}; compute it with torch, without detach")
     if not bool(losses.isfinite().all()) or not bool(gradient.isfinite().all()):
-        raise PlanError(f"loss: {called} is not finite, or its gradient is not, on random {ARGUMENTS[kind][0]}; mend it")
+        raise PlanError(f"loss: {called} is not finite, or its gradient is not, on random {ARGUMENTS[kind][0]}; correct it")
     if not torch.allclose(part, losses[: len(part)], rtol=1e-4, atol=1e-5):
-        raise PlanError(f"loss: {called} of some {kind} depends on others of the tile or micro-batch, whose size must not matter")
+        raise PlanError(f"loss: {called} of some {kind} depends on others of the tile or micro-batch; compute them independently")
     n_kept = -(-sum(saved_bytes.values()) // (leaf.numel() * leaf.element_size()))  # fp32 values per logit
     return CROSS_ENTROPY.wide + 2 * max(n_kept - 1, 0) if kind is Of.TOKENS else CROSS_ENTROPY.wide

@@ -112,7 +112,7 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
     expected = dict[str, tuple[int, ...]]()
     if PREFIX + SCORE in stored:
         if SCORE not in parameters:
-            raise CheckpointError(f"{folder}: has a head that scores sequences, which is not taken here; {_INSTEAD}")
+            raise CheckpointError(f"{folder}: has a head that scores sequences, which is not supported here; {_INSTEAD}")
         expected[PREFIX + SCORE] = parameters[SCORE]
     for module, (n_out, n_in) in weights.items():
         if _target(module) in targets:
@@ -154,9 +154,8 @@ def _adapts_experts(folder: Path, config: "LoraConfig", stacks: Iterable[str]) -
     parameters = config.target_parameters or []
     matches = {name: [t for t in parameters if f".{name}".endswith(f".{t}")] for name in stacks}
     if parameters and ({t for names in matches.values() for t in names} != {*parameters} or not all(matches.values())):
-        problem = f"target_parameters is {json.dumps(parameters)[:120]}, not computed here"
-        advice = f"{' and '.join(_STACKS)} of its experts of a model that has them; {_INSTEAD}"
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem}, but {advice}")
+        problem = f"target_parameters is {json.dumps(parameters)[:120]}, not supported: only {' and '.join(_STACKS)} of experts"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem}; {_INSTEAD}")
     return bool(parameters)
 
 
@@ -171,7 +170,7 @@ def _read_config(folder: Path) -> "LoraConfig":
         del fields["modules_to_save"]
     for key, value in {"peft_type": None, **fields}.items():
         if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
-            raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
+            raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not supported; {_INSTEAD}")
     required = [key for key in _REQUIRED if key != "target_modules" or not fields.get("target_parameters")]
     if lacking := [key for key in required if fields.get(key) is None]:
         raise CheckpointError(f"{path}: {lacking[0]}: missing; copy it again")

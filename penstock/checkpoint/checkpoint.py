@@ -93,7 +93,7 @@ def load_state(checkpoint: Path) -> State:
         raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")
     manifest = _manifest(path, read_json(path))
     if (named := NAME.fullmatch(checkpoint.name)) and int(named[1]) != manifest.step:
-        raise _damaged(path, f"the state of step {manifest.step}, in a folder of another's name")
+        raise _damaged(path, f"the state of step {manifest.step}, in a folder named for another step")
     if manifest.state.get("weights_only"):
         raise CheckpointError(
             f"{checkpoint}: the model's weights alone (--weights-only), with nothing to resume a run from: train from them with "
@@ -114,17 +114,17 @@ def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
     _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in adapter_files})
     if "frozen" in manifest.state and manifest.state["frozen"] != digest():
         advice = f"give that one, or a folder of {' and '.join(adapter_files)} alone, for any base"
-        raise CheckpointError(f"{adapter}: trained on another base model, whose weights differ from these; {advice}")
+        raise CheckpointError(f"{adapter}: trained on another base model: its weights differ from these; {advice}")
 
 
 def _manifest(path: Path, fields: Mapping[str, Any]) -> _Manifest:
     """Validate the fields of a state file, and its own SHA-256."""
     if "format_version" not in fields:  # Hugging Face's trainer writes a file of this name too
-        raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
+        raise CheckpointError(f"{path}: written by another program; train from its weights with --model")
     if fields["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
     if fields.get("sha256") != sum_of(fields):
-        raise _damaged(path, "its content is not what was saved (SHA-256)")
+        raise _damaged(path, "its content has changed (SHA-256)")
     try:
         return _MANIFEST.validate_python(fields)
     except ValidationError as error:
@@ -140,7 +140,7 @@ def _refuse_changed(checkpoint: Path, files: Mapping[str, _File]) -> None:
                 raise _damaged(path, f"not {expected.n_bytes} bytes long as when it was saved")
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                    raise _damaged(path, "its content is not what was saved (SHA-256)")
+                    raise _damaged(path, "its content has changed (SHA-256)")
         except OSError as error:
             raise _damaged(path, f"cannot be read ({error.strerror})") from None
 
@@ -308,7 +308,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
         if key == "semantics" and isinstance(saved, dict):
             saved, has_other_bits = _in_todays_values(saved, value)
             if has_other_bits:
-                notes.append("written with an earlier arithmetic of loss or adapters: the bits of the run change from here")
+                notes.append("written with an earlier arithmetic of loss or adapters: results are no longer bitwise identical")
             was, now = ({name: values.get(name) for name in _STATE_FIELDS} for values in (saved, value))
             if was != now and (saved | now) == value and was["optimizer"] in [*Optimizer]:
                 old, new = map(_state_in_words, (was, now))
@@ -330,7 +330,7 @@ def put_back(state: State, host: HostState, data: RunData) -> None:
     """Restore masters, moments and the position in the data. CheckpointError if one is missing or malformed."""
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):
-        raise _damaged(state.path, "its n_updates or data_position is not what a run saves")
+        raise _damaged(state.path, "its n_updates or data_position is invalid")
     if not data.resume(state.step, position):
         problem = f"its data position {str(position)[:80]} is not one of step {state.step}"
         raise CheckpointError(f"{state.path}: {problem}; resume with the data it began with")

@@ -90,7 +90,7 @@ def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tu
     n_experts, n_in, n_out = shape
     scales = stored[name + _SCALES].transpose(1, 2)
     if scales.numel() and int(scales.max()) == 255:
-        raise _odd(folder, name, "numbers: a scale of 255 stands for none")
+        raise _odd(folder, name, "MXFP4 numbers: a scale of 255 is none")
     codes = torch.empty(n_experts, n_in // 2, 2, n_out // 2, dtype=torch.uint8)
     for expert_codes, bytes_OI in zip(codes, stored[name + BLOCKS].flatten(2), strict=True):
         first, second = bytes_OI[0::2], bytes_OI[1::2]  # rows of two outputs; a byte holds two inputs

@@ -63,10 +63,11 @@ def merge(
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
-        raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter is of; give the weights of this model")
+        raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter changes; give the weights of this model")
     for stack, (_, *sides) in stacks.items():
         if len(factors[f"{stack_factors(stack)}.lora_B.weight"]) != sides[conversion_of(config).is_transposed]:
-            raise CheckpointError(f"{adapter}: takes the outputs of {stack} for inputs, as older PEFT does; merge it with that")
+            problem = f"treats the outputs of {stack} as inputs, like older versions of PEFT"
+            raise CheckpointError(f"{adapter}: {problem}; merge it with such a version")
 
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
@@ -175,7 +176,7 @@ def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) ->
                 if bool((ids // n_out == ids[:, :1] // n_out).all() and (ids.diff() > 0).all()):
                     pieces[name] = _Piece(stack, is_turned, ids.long())
             if name not in pieces:
-                raise CheckpointError(f"{name}: experts stored so are not merged with adapters; merge with PEFT's merge_and_unload")
+                raise CheckpointError(f"{name}: experts in this layout are not supported; merge with PEFT's merge_and_unload")
     return pieces
 
 
@@ -209,5 +210,5 @@ def _merged_experts(
 
 def _finite(adapter: Path, name: str, merged: Tensor) -> Tensor:
     if not all(end.isfinite() for end in merged.aminmax()):
-        raise CheckpointError(f"{adapter}: with it {name} is not finite in {merged.dtype}; train the adapter again")
+        raise CheckpointError(f"{adapter}: merged with it, {name} is not finite in {merged.dtype}; train the adapter again")
     return merged

@@ -76,7 +76,7 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
 
     def shaped(name: str, tensor: Tensor, shape: Iterable[int]) -> Tensor:
         if tuple(tensor.shape) != tuple(shape):
-            problem = f"{name} is {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
+            problem = f"{name} is {tuple(tensor.shape)}, the configuration requires {tuple(shape)}"
             raise CheckpointError(f"{folder}: {problem}; give this model's weights")
         return tensor
 
@@ -157,7 +157,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index}: no `weight_map`; copy the model again")
         for name in weight_map.values():
             if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
-                raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy it again from where it came")
+                raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy the model again")
         return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

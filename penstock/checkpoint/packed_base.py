@@ -67,7 +67,7 @@ def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, 
             try:
                 yield pack(weight, base)
             except ValueError as error:
-                raise CheckpointError(f"{folder}: {name}: {error}; give a model whose weights are numbers") from None
+                raise CheckpointError(f"{folder}: {name}: {error}; give a model with finite weights") from None
 
     with new_folder(place) as partial_folder:
         write_tensors(partial_folder / _PACKED, outlines, packed_weights())
@@ -121,7 +121,7 @@ class _Published:
             # No block may cross into the next piece. The last fp8 block may be shorter, at the end of the matrix.
             is_cut = prod(piece_shape) % NF4_BLOCK if self._base == "nf4" else piece_shape[-2] % FP8_BLOCK
             if is_cut and (self._base == "nf4" or piece_shape[-2] != shape[-2]):
-                raise CheckpointError(f"{self._folder}: {piece} ends within a block, and another follows it; {_IN_BF16}")
+                raise CheckpointError(f"{self._folder}: {piece} does not end at a block boundary; {_IN_BF16}")
         return pieces
 
     def _refuse_others(self, pieces: set[str]) -> None:

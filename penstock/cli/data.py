@@ -47,9 +47,9 @@ class Sample:
 @flag_of("data.bad_rows")
 @AS_JSON
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
-    """Show the first documents of PATH as the model reads them, with what is learned marked, and count all of them.
+    """Show the first documents of PATH as the model reads them, mark the learned tokens, and count all documents.
 
-    Learned tokens are in green on a terminal, elsewhere in [[ ]].
+    Learned tokens are green on a terminal, elsewhere in [[ ]].
     """
     from penstock.data.data import read_data
     from penstock.data.sampling import MapStyleData

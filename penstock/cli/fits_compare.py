@@ -50,7 +50,7 @@ MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Mas
 @click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
 @click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
 @click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
-@click.option("--less-state", is_flag=True, help="Also optimizers that keep less, in rows where a larger model fits.")
+@click.option("--less-state", is_flag=True, help="Also optimizers with smaller state, in rows where a larger model fits.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
 @MASTER
@@ -68,10 +68,10 @@ def fits(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """The largest model of each family that host memory of 32 to 2048 GB can train, and about how fast.
+    """List the largest model of each family that host memory of 32 to 2048 GB can train, and its approximate speed.
 
-    MACHINES are shipped ones, files of profiles, or a GPU that shipped machines begin with: rtx4090 is all of them, and each size
-    of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
+    MACHINES are shipped machines, profile files, or GPUs: rtx4090 is each shipped machine with a name that begins so. A size of
+    memory is planned on the machine with the nearest memory; soldered memory does not change. Default: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
     from penstock.planner.search.remedy import LEANER
@@ -84,11 +84,11 @@ def fits(
     semantics = _part(gpus * hosts, micro_batch=1, **work)
     names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
     if wrong := [name for name in names or () if name not in planned.known()]:
-        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(planned.known())}")
+        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
     for (name, profiles), n_bytes in product(groups.items(), sizes):
         if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
-            click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
+            click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out", err=True)
     variants = [semantics]
     if less_state:
         leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in LEANER)
@@ -155,9 +155,9 @@ def compare(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """Rank machines for training MODEL, the fastest first; those that it does not fit come last, with what would make it fit.
+    """Rank machines for training MODEL, the fastest first. Machines that it does not fit are last, with a change that would fit.
 
-    Prices that are given hold for every machine.
+    Prices on the command line apply to every machine.
     """
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
@@ -174,7 +174,7 @@ def compare(
         profile = machine.with_prices(**prices)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
             limit = show_bytes(profile.most_host_bytes or 0)
-            click.echo(f"{profile.name}: has at most {limit} of memory, and is taken with that", err=True)
+            click.echo(f"{profile.name}: has at most {limit} of memory, and is planned with that", err=True)
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
@@ -202,11 +202,11 @@ def compare(
 @click.command()
 @AS_JSON
 def machines(as_json: bool) -> None:
-    """List the machines that can be planned for by name, what they cost, and what their speed rests on.
+    """List the machines that can be planned for by name, their prices, and the sources of their speeds.
 
-    The last columns share out the device's seconds of a standard step (qwen3-8b, 4 x 4096 tokens): measurements of this very
-    device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
-    other numbers, or of `penstock probe -o`.
+    The last columns divide the device time of a standard step (qwen3-8b, 4 x 4096 tokens) by source: measurements of this device,
+    measurements of another device scaled by datasheets, and assumptions. For any other machine, edit the profile of the nearest
+    one, or write one with `penstock probe -o`.
     """
     from penstock.planner.predict.rests_on import standard
 
@@ -282,8 +282,8 @@ def swept(work: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], label: 
     try:
         yield from show(pool.map(work, *zip(*tasks, strict=True), chunksize=n_each))
     except BrokenProcessPool:
-        raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
+        raise PenstockError("a search process was killed, perhaps for lack of memory; ask for fewer machines") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():  # some still run after an interruption
+        for child in multiprocessing.active_children():  # still running after an interruption
             child.terminate()

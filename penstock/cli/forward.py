@@ -23,11 +23,11 @@ with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "de
 @with_flags
 @click.option("--out", "output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
 def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) -> None:
-    """Write what log-probability the model of PLAN gives to each answer of --data, and of --eval-data; or, where the plan's loss
-    is distill, its likeliest tokens at each position.
+    """Write the log-probability of each answer of --data and --eval-data under the model of PLAN. If the plan's loss is distill,
+    write its most likely tokens at each position.
 
-    It takes one pass of the weights through the device's memory, or a few, and no memory beside what training books. `penstock run
-    --reference FILE` reads it, and refuses one of other data, template or length; and a reference of other weights, precision or
+    The weights stream through device memory once, or a few times, in no more memory than training takes. `penstock run --reference
+    FILE` reads the file. It rejects a file of other data, template or length, and a reference with other weights, precision or
     kernels.
     """
     check_output(output)

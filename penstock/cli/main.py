@@ -13,7 +13,7 @@ from .user_errors import OneLineErrors
 # Command: its module, and its line in `penstock --help`.
 COMMANDS = {
     "plan": ("penstock.cli.plan", "Find the fastest schedule for a model on a machine, and its speed."),
-    "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or say what is wrong."),
+    "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or name the error."),
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
     "data": ("penstock.cli.data", "Show which tokens of your data are learned, and count them."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),

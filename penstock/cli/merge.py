@@ -16,9 +16,9 @@ from .progress import Preparing
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
 
-    ADAPTER is a folder as PEFT saves it, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
-    rounded once, to its dtype in BASE. Of an adapter beside a head that scores sequences the model is one that transformers'
-    AutoModelForSequenceClassification loads. At no time are two models in memory.
+    ADAPTER is a folder in PEFT's format, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
+    rounded once, to its dtype in BASE. An adapter with a head that scores sequences gives a model for transformers'
+    AutoModelForSequenceClassification. Two models are never in memory at once.
     """
     from penstock.checkpoint.merging import merge as merged
     from penstock.data.tokenizer import read_tokenizer

@@ -82,7 +82,7 @@ def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq
     if tokens_per_step is None:
         return batch_size or 16
     if batch_size is not None:
-        raise click.UsageError("--batch-size and --tokens-per-step say the same; give one of them")
+        raise click.UsageError("--batch-size and --tokens-per-step are alternatives; give one of them")
     if tokens_per_step % seq_len:
         near = max(1, round(tokens_per_step / seq_len)) * seq_len
         raise click.UsageError(f"--tokens-per-step {tokens_per_step} is no multiple of --seq-len {seq_len}; {near} is")
@@ -124,17 +124,17 @@ with_work = together(
     click.option(
         "--optimizer",
         metavar="WHAT",
-        help="adamw or lion, and what less of its state is kept: adamw:moments=int8,master=split24.  [default: adamw]",
+        help="adamw or lion, optionally with low-bit state: adamw:moments=int8,master=split24.  [default: adamw]",
     ),
     click.option(
         "--gpus",
         type=COUNT,
         default=1,
         show_default=True,
-        help="GPUs of a host that share each step (compare: all that a machine has, unless given). The bits of the result do not "
-        "depend on it, for the same --sum-groups.",
+        help="GPUs of a host that share each step (compare: all of a machine, unless given). Results are bitwise identical for any "
+        "number of GPUs with the same --sum-groups.",
     ),
-    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
+    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts, each with --gpus GPUs."),
     click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
 PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
@@ -153,17 +153,17 @@ _SEMANTICS = {
     "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
     "master_dtype": Flag("--master", "Dtype of the master weights."),
     "compute_dtype": Flag("--compute", "Compute dtype (matmuls)."),
-    "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; of adapters fp32"),
-    "attention": Flag("--attention", "Attention implementation.", "the better one of the model's"),
+    "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; adapters: fp32"),
+    "attention": Flag("--attention", "Attention implementation.", "the best that the model supports"),
     "loss_tile_tokens": Flag(
-        "--loss-tile-tokens", "Tokens whose logits exist at a time.", "4096 with fused kernels, else 1024, or what fits"
+        "--loss-tile-tokens", "Tokens per tile of logits.", "4096 with fused kernels, else 1024; fewer if memory is short"
     ),
-    "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens that go through an MLP at a time.", "all, or what fits"),
+    "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens per tile of an MLP.", "all; fewer if memory is short"),
     "router_loss": Flag("--router-loss", "Weight of the loss of routers, as a config's router_aux_loss_coef.", "none"),
     "sum_groups": Flag(
         "--sum-groups",
-        "Groups of micro-batches whose gradients are summed apart, then as a tree: an order that up to as many GPUs keep.",
-        "1; of several GPUs 8, or as many as divide the batch",
+        "Tree-reduce gradients in this many groups. Results are identical on 1, 2, 4, ... up to that many GPUs.",
+        "1; with several GPUs 8, or fewer that divide the batch",
     ),
 }
 
@@ -225,5 +225,5 @@ def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
 def _column(text: str) -> tuple[str, str]:
     name, _, column = text.partition("=")
     if not name or not column:
-        raise click.UsageError(f"--columns {text[:60]}: say which column of the file is meant, as prompt=question")
+        raise click.UsageError(f"--columns {text[:60]}: write NAME=COLUMN, for example prompt=question")
     return name, column

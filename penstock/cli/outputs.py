@@ -71,8 +71,8 @@ def beyond_positions(plan: Plan) -> str | None:
     limit, n = text_of(plan.model.config).get("max_position_embeddings"), plan.semantics.seq_len
     if not isinstance(limit, int) or n <= limit:
         return None
-    known = f"sequences of {n:,} tokens, and the model knows {limit:,} positions (max_position_embeddings)"
-    return f"{known}; plan with a shorter --seq-len, unless it is to learn longer ones"
+    excess = f"sequences of {n:,} tokens exceed the model's {limit:,} positions (max_position_embeddings)"
+    return f"{excess}; plan with a shorter --seq-len, unless it is to learn longer ones"
 
 
 def write_output(path: Path, text: str) -> None:

@@ -54,18 +54,16 @@ class _Plan(Command):
     "--disk-read",
     "disk_read_bytes_per_s",
     type=BYTES,
-    help="Bytes a second, as 7GB, of a disk that frozen layers are read from which do not fit host memory.  "
+    help="Read rate in bytes per second, for example 7GB, of a disk for frozen layers that do not fit in host memory.  "
     "[default: the profile's]",
 )
 @click.option(
     "--disk-write",
     "disk_write_bytes_per_s",
     type=BYTES,
-    help="Bytes a second that it keeps writing: tells what masters there would take.",
+    help="Sustained write rate of the disk in bytes per second: estimates master weights on it.",
 )
-@click.option(
-    "--disk-endurance", "disk_endurance_bytes", type=BYTES, help="Bytes that may be written to it, as it is rated: 600TB."
-)
+@click.option("--disk-endurance", "disk_endurance_bytes", type=BYTES, help="Rated write endurance of the disk in bytes: 600TB.")
 @click.option(
     "--policy",
     default="search",
@@ -83,21 +81,21 @@ class _Plan(Command):
 @click.option(
     "--loss",
     metavar="NAME|FILE.py:FUNCTION",
-    help="What is minimised: cross-entropy, label-smoothing:0.1, z-loss:1e-4; of pairs dpo:beta=0.1, ipo, hinge, robust, orpo, "
-    "simpo; of single answers kto; of rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
+    help="Loss: cross-entropy, label-smoothing:0.1, z-loss:1e-4; for pairs dpo:beta=0.1, ipo, hinge, robust, orpo, simpo; for "
+    "single answers kto; for rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
     "[default: cross-entropy]",
 )
-@click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
+@click.option("--deterministic", is_flag=True, help="Attention with gradients summed in a fixed order, which is slower.")
 @click.option(
     "--clipped-steps",
     "clipped_fraction",
     type=click.FloatRange(0, 1),
-    help="Share of steps whose gradient is clipped, if known: then blocks may be updated before the norm is known.",
+    help="Known share of steps with a clipped gradient: blocks may then be updated before the norm is known.",
 )
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @AS_JSON
-@click.option("-v", "--verbose", is_flag=True, help="Print all of it: what it rests on, time and memory in parts, other systems.")
+@click.option("-v", "--verbose", is_flag=True, help="Print sources of the numbers, time and memory in parts, other systems.")
 def plan(
     model: str,
     machine: str,

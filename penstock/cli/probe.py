@@ -24,25 +24,25 @@ from .progress import Preparing
     "--device",
     type=click.Choice(["auto", "cuda", "cpu"]),
     default="auto",
-    help="What is to compute. [auto: cuda where there is one]",
+    help="Device to measure. [auto: cuda, if available]",
 )
-@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, of a GPU a minute.")
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, or a minute for a GPU.")
 @click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")
 @click.option(
     "--host-memory",
     type=BYTES,
-    help="Host memory that a run may have, for example 118GB: for a virtual machine whose memory grows as it is used. "
-    "[default: what the system says is available]",
+    help="Host memory for a run, for example 118GB: for a virtual machine with memory that grows when it is used. "
+    "[default: the system's available memory]",
 )
 @click.option(
     "--disk", type=PATH, metavar="FOLDER", help="Also measure the disk of this folder: frozen weights may be read from it."
 )
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
 def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Path | None, output: Path | None) -> None:
-    """Measure this machine: about 90 seconds; a GPU, each of whose products runs until clocks are steady, some four minutes.
+    """Measure this machine: about 90 seconds, or four minutes for a GPU, which runs each product until its clock is steady.
 
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
-    other programs first. The profile is what `penstock plan --machine FILE` reads.
+    other programs first. `penstock plan --machine FILE` reads the profile.
     """
     from penstock.api import probe as measured
 

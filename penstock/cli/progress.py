@@ -75,7 +75,7 @@ def overview(session: "Session") -> dict[str, str]:
     """Return the facts of a run that a user may want to check before step 1, by name."""
     performed, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
     rule, semantics = session.settings.optimizer, session.plan.semantics
-    steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "all are done, evaluating"
+    steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "finished, evaluating"
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
         "weights": session.weights,
@@ -106,7 +106,7 @@ def _device(session: "Session") -> str:
     if session.device == "emulated":
         return f"{name}, emulated {session.scale:.3g} times slower on this CPU; nothing is saved"
     device = session.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
-    return device if session.is_comparable else f"{device}, in the place of the GPU of {name}"
+    return device if session.is_comparable else f"{device}, instead of the GPU of {name}"
 
 
 def _predicted(session: "Session", n_steps: int) -> str:
@@ -114,7 +114,7 @@ def _predicted(session: "Session", n_steps: int) -> str:
     machine, step_s = session.plan.profile["name"], session.prediction.step_s
     if session.device == "emulated":
         return f"{show_duration(n_steps * step_s * session.scale)} here, for {show_duration(n_steps * step_s)} on {machine}"
-    note = "" if session.is_comparable else "; this machine is of another kind, and how long it takes shows after some steps"
+    note = "" if session.is_comparable else "; this machine is of another kind, and its speed is unknown before some steps"
     return f"{show_duration(n_steps * step_s)} on {machine}, {show_seconds(step_s)} a step{note}"
 
 

@@ -18,15 +18,15 @@ from .outputs import write_output
 PAGES, TRACES = (".html", ".htm"), (".json",)
 
 
-@click.command(short_help="Prove that a plan is right and what it claims true, or say what is wrong.")
+@click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--search", is_flag=True, help="Search again, too: the bound on all policies is what the search finds.")
+@click.option("--search", is_flag=True, help="Repeat the search too, to check the bound over all policies.")
 def check(plan_file: Path, search: bool) -> None:
-    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine; and that what it
-    claims is so: its blocks are the model's, its memory, times and bounds follow from the profile.
+    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine. Prove its claim: its
+    blocks are the model's, and its memory, times and bounds follow from the profile.
 
-    Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
-    is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
+    Exit code 0 and one line, which names unchecked parts, if it is right; 1 and the error if it is wrong; 2 if the file is no plan
+    or has no claim. A check takes a second or two; with --search, the time of `plan`.
     """
     from penstock.planner.check.claim import strangers
 

@@ -51,7 +51,7 @@ def run(
     time_scale: float | None,
     **flags: Any,
 ) -> None:
-    """Train with PLAN and compare what was predicted with what was measured.
+    """Train with PLAN and compare the prediction with measurements.
 
     Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
     --out, a folder that may be moved. SIGTERM, Ctrl-C and a closed terminal finish the step and save; a second signal ends at once.
@@ -64,7 +64,7 @@ def run(
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
-            raise click.UsageError(f"no checkpoint in {settings.out}, and {config} lies beside some; say --out {config.parent}")
+            raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {config.parent}")
         how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
         code = _run(settings, how, recalibrate, report)
     ctx.exit(code)
@@ -150,7 +150,7 @@ def _refuse_contradictions(settings: RunSettings, options: dict[str, Any], resum
     idle = ("evaluation.data", "evaluation.prompts")
     is_idle = resumes or any(name.startswith("checkpoint.") or name in idle for name in options)
     if settings.device == "emulated" and is_idle:
-        about = "--resume, --save-every and all else about checkpoints, --eval-data and --prompt"
-        raise click.UsageError(f"an emulated run saves nothing, of a stand-in's weights: leave out {about}, or --device emulated")
+        flags = "--resume, --save-every and other flags of checkpoints, --eval-data, --prompt"
+        raise click.UsageError(f"an emulated run trains a stand-in and saves nothing: leave out {flags}, or --device emulated")
     if time_scale is not None and settings.device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")

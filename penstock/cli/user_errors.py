@@ -1,4 +1,4 @@
-"""Exit codes of commands, and errors of one line for what a user can correct."""
+"""Exit codes of commands, and one-line messages for mistakes of a user."""
 
 import io
 import os

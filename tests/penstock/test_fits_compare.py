@@ -54,7 +54,7 @@ def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytes
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
-    assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
+    assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is planned with that\n"
     for more, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
         assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]

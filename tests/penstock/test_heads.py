@@ -86,7 +86,7 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
         train(
             home, plan_in(home, "--loss", "classify:3", model="out/checkpoint-2", name="three.json"), scratch=SCRATCH[1:], out="t"
         ),
-        *(2, "score.weight is (2, ", "the configuration says (3, "),
+        *(2, "score.weight is (2, ", "the configuration requires (3, "),
     )
 
 

@@ -361,8 +361,8 @@ def loud(logps, Weight):
         ("still", "has no gradient"),
         ("broken", "is not finite"),
         ("mixed", "depends on others"),
-        ("unnamed", "names not what it is of"),
-        ("inplace", "changes what it is given (targets)"),
+        ("unnamed", "has the parameters of no kind of loss"),
+        ("inplace", "changes its argument targets"),
         ("wide", "keep at most 64"),
         ("several", "takes **more"),
         ("loud", "asks for 'Weight'"),
@@ -385,10 +385,10 @@ def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
         write_lines(tea / "data" / "pairs.jsonl", [{"text": "tea for two " * 40}])
     plan = plan_in(tea, *own)
     assert json.loads(plan.read_text())["semantics"]["objective"]["name"] == f"own.py:{name}"
-    one_line(train(tea, plan), 2, "say which file it is in")
+    one_line(train(tea, plan), 2, "name its file")
     succeeded(train(tea, plan, *own, steps=2))
     (tea / "own.py").write_text(OWN.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
-    one_line(train(tea, plan, *own, out="other"), 2, "another text than the plan's")
+    one_line(train(tea, plan, *own, out="other"), 2, "another source than the plan's")
 
 
 def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
@@ -400,7 +400,7 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
         os.utime(path, (1, 1))
         loss = user_loss(function_in(f"{path}:f"))
         seen.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
-        with pytest.raises(PlanError, match="or is of something else"):
+        with pytest.raises(PlanError, match="or is of another kind"):
             planned_loss(replace(loss.objective, of=Of.TOKENS), f"{path}:f")
     assert [len({one[i] for one in seen}) for i in (0, 1)] == [3, 2]
     assert len(seen) == 3
