@@ -269,19 +269,19 @@ def stream(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
     *,
     every: int = 1,
-    **how: Any,
+    **options: Any,
 ) -> "Iterator[Turn]":
     """Train like `train`, under the control of a loop: `for turn in penstock.stream(plan, data, steps=100): ...`.
 
     After `every` steps all lanes are idle and the loop body runs; the next step waits for it, so that two steps cannot overlap.
-    The body may read `turn.metrics` and `turn.weights()`, evaluate, save, set `turn.lr` or stop. `how`: arguments of `train`.
+    The body may read `turn.metrics` and `turn.weights()`, evaluate, save, set `turn.lr` or stop. `options`: arguments of `train`.
     After `break` nothing more is saved; `turn.stop()` saves. Results are bitwise identical to `train`.
     On several GPUs torchrun starts the program: rank 0 runs the loop body, the programs of the other ranks end here.
     """
     if not isinstance(every, int) or every < 1:
         raise PlanError(f"every is {every}; give 1 step or more")
     try:
-        bound = signature(train).bind(plan, data, **how)
+        bound = signature(train).bind(plan, data, **options)
     except TypeError as error:
         raise PlanError(f"stream: {error}; it takes the arguments of train, and every") from None
     bound.apply_defaults()
@@ -313,7 +313,7 @@ def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterato
     run_settings = read_run(None, {**known, **settings, **fixed})
     session_options = {name: arguments[name] for name in ("resume", "time_scale", "stop", "loss")}
     with (
-        _as_rank(run_settings, file, batches, arguments["loss"]) as ranks,
+        _ranks_of_run(run_settings, file, batches, arguments["loss"]) as ranks,
         open_session(run_settings, file, data=batches, ranks=ranks, **session_options) as session,
     ):
         trainer = Trainer(session, arguments["on_step"], every=every)
@@ -322,7 +322,7 @@ def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterato
 
 
 @contextmanager
-def _as_rank(
+def _ranks_of_run(
     settings: "RunSettings", file: PlanFile, batches: "Given | None", loss: "Callable[..., Any] | None"
 ) -> "Iterator[Processes | None]":
     """Yield the ranks if torchrun started this program as rank 0, or None for a single rank. Other ranks follow, then exit here."""

@@ -26,7 +26,7 @@ from penstock.settings import DataSettings, RunSettings, settings_of
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
 MAX_ADVICE = 360  # characters of advice on unknown keys; beyond that, only their names are listed
 RUN_FILE, PLAN_FILE = "run.yaml", "run-plan.json"
-GONE = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # removed settings that older runs wrote
+REMOVED = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # removed settings that older runs wrote
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
@@ -56,10 +56,10 @@ class RunConfigError(PenstockError):
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     """Read the settings of a file, if `path` is given, and of flags by dotted name (`optimizer.lr`), which override it."""
-    values = {} if path is None else _with_data_in_full(_read(path))
+    values = {} if path is None else _with_expanded_data(_read(path))
     if path is not None and path.name == RUN_FILE and values.get("plan") == f"{values.get('out')}/{PLAN_FILE}":
         values |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # the run's folder may have been moved
-        for where, names in GONE.items():
+        for where, names in REMOVED.items():
             if isinstance(older := values.get(where), dict):
                 values[where] = {key: value for key, value in older.items() if key not in names}
     where = "the command line" if path is None else str(path)
@@ -82,7 +82,7 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
     try:
         settings = _RUN.validate_python(values)
     except ValidationError as error:
-        raise RunConfigError(_words(error, where, flags)) from None
+        raise RunConfigError(_problem(error, where, flags)) from None
     if settings.steps is not None and settings.epochs is not None:
         raise RunConfigError(f"{where}: steps and epochs are both given; give one of them")
     if settings.data.path is not None and settings.data.mix:
@@ -163,7 +163,7 @@ def _read(path: Path) -> dict[str, Any]:
     return content or {}
 
 
-def _with_data_in_full(values: dict[str, Any]) -> dict[str, Any]:
+def _with_expanded_data(values: dict[str, Any]) -> dict[str, Any]:
     """Expand `data` or `data.path` if it is a path or a list of paths, with or without weights."""
     data = values.get("data")
     if isinstance(data, str | list):
@@ -199,7 +199,7 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
             raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")
 
 
-def _words(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
+def _problem(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
     """Describe the unknown keys, or else the first wrong value, in one line."""
     errors = error.errors(include_url=False, include_context=False)
     unknown = {_place(e["loc"]): advice(_place(e["loc"])) for e in errors if e["type"] == "unexpected_keyword_argument"}

@@ -14,7 +14,7 @@ from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.timeline import Timeline
 
 MAX_FILE_BYTES = 2**30  # limit for a timeline or a log, because it is read into memory
-GIVE = "give the --out folder of a run"
+ADVICE = "give the --out folder of a run"
 
 
 def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
@@ -22,7 +22,7 @@ def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
     timeline_file, log_file = folder / "timeline.json", folder / "metrics.jsonl"
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"{folder}: {problem}; {GIVE}")
+        raise CheckpointError(f"{folder}: {problem}; {ADVICE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
     return LoggedRun(timeline, read_log(_lines(log_file)))
 
@@ -41,9 +41,9 @@ def read_timeline(path: Path, plan: Plan) -> Timeline:
     try:
         timeline = TypeAdapter(Timeline).validate_json(_read(path))
     except ValidationError:
-        raise CheckpointError(f"{path}: not the timeline of a run; {GIVE}") from None
+        raise CheckpointError(f"{path}: not the timeline of a run; {ADVICE}") from None
     if any(span.step < 0 or not 0 <= span.start_s <= span.end_s < 1e12 for span in timeline.spans):
-        raise CheckpointError(f"{path}: holds an impossible time or step; {GIVE}")
+        raise CheckpointError(f"{path}: holds an impossible time or step; {ADVICE}")
     if any(not 0 <= span.op < len(plan.ops) for span in timeline.spans):
         raise CheckpointError(f"{path}: the timeline of another plan; give the plan that the run performed")
     return timeline
@@ -58,4 +58,4 @@ def _read(path: Path) -> bytes:
     try:
         return read_whole(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {ADVICE}") from None

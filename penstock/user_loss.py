@@ -28,7 +28,7 @@ ARGUMENTS = {
     Of.PAIRS: ("chosen", "rejected", "n_chosen", "n_rejected"),
 }
 N_ROWS, N_VOCAB = 6, 61  # shape of the tiny call
-_TAKES = "; or ".join(f"{kind}: {', '.join(names)}" for kind, names in ARGUMENTS.items())
+_KINDS = "; or ".join(f"{kind}: {', '.join(names)}" for kind, names in ARGUMENTS.items())
 
 
 def function_in(text: str) -> Function:
@@ -69,7 +69,7 @@ def user_loss(function: Function, name: str | None = None) -> LossFunction:
     required = [p.name for p in parameters if p.default is p.empty]
     kinds = [kind for kind, names in ARGUMENTS.items() if names[0] in required]
     if len(kinds) != 1:
-        raise PlanError(f"loss: {called}({', '.join(required)[:80]}) has the parameters of no kind of loss: {_TAKES}")
+        raise PlanError(f"loss: {called}({', '.join(required)[:80]}) has the parameters of no kind of loss: {_KINDS}")
     kind = kinds[0]
     extras = tuple(dict.fromkeys(_extra(n, kind, called) for n in required if n not in ARGUMENTS[kind]))
     place = "python" if name is None else Path(name.rpartition(":")[0]).name
@@ -88,8 +88,8 @@ def planned_loss(objective: Objective, function: Function | str | None) -> LossF
         raise PlanError(f"the plan's loss is a function, {objective.name}: name its file with --loss {where}")
     loss = user_loss(function_in(function), function) if isinstance(function, str) else user_loss(function)
     if replace(loss.objective, name=objective.name) != objective:
-        how = "has another source than the plan's, refers to other constants, or is of another kind"
-        raise PlanError(f"the function {loss.objective.name} {how}; plan again with it")
+        problem = "has another source than the plan's, refers to other constants, or is of another kind"
+        raise PlanError(f"the function {loss.objective.name} {problem}; plan again with it")
     return LossFunction(objective, loss.function)
 
 

@@ -152,8 +152,8 @@ def sum_of(fields: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
-    how = "move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
-    return CheckpointError(f"{path}: {problem}; {how}")
+    advice = "move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
+    return CheckpointError(f"{path}: {problem}; {advice}")
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _json_bytes(fields: Mapping[str, Any]) -> bytes:
 
 # -- resuming: compare a state with the run that continues from it, and restore it ------------------------------------------
 
-_IN_WORDS = {
+_FIELD_NAMES = {
     "data_fingerprint": "set of data, or order of it",
     "model_fingerprint": "model (its config.json differs)",
     "frozen": "model: the weights that are not trained",
@@ -282,7 +282,7 @@ def _converted_in_words(*states: Mapping[str, Any]) -> str:
     return ", ".join(f"its {_PARTS[part]} is {become(part)}" for part in was)
 
 
-def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def _in_current_names(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return the semantics of a state in today's names, and True if the plan's arithmetic differs from that of the state.
 
     Plans before format 4 had no `lora_products`: an adapter's product was added to the frozen one after both were rounded. Their
@@ -306,7 +306,7 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
     for key, value in expected.items():
         saved = state.fields.get(key)
         if key == "semantics" and isinstance(saved, dict):
-            saved, has_other_bits = _in_todays_values(saved, value)
+            saved, has_other_bits = _in_current_names(saved, value)
             if has_other_bits:
                 notes.append("written with an earlier arithmetic of loss or adapters: results are no longer bitwise identical")
             was, now = ({name: values.get(name) for name in _STATE_FIELDS} for values in (saved, value))
@@ -314,14 +314,14 @@ def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = F
                 old, new = map(_state_in_words, (was, now))
                 rules = [str(values["optimizer"]).partition(":")[0] for values in (was, now)]
                 if not converts or rules == ["lion", "adamw"]:
-                    how = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
-                    raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {how}, {afresh}")
+                    advice = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
+                    raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {advice}, {afresh}")
                 notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")
                 saved, is_another_rule = value, rules[0] != rules[1]
         if key == "optimizer" and is_another_rule and isinstance(saved, dict):
             saved, value = ({k: v for k, v in values.items() if k not in _RULE_FIELDS} for values in (saved, value))
         if saved != value:
-            difference = f"{_IN_WORDS.get(key, key)}{_difference(saved, value)}"
+            difference = f"{_FIELD_NAMES.get(key, key)}{_difference(saved, value)}"
             raise CheckpointError(f"{state.path}: of another {difference}; resume as it began, {afresh}")
     return f"{state.path}: {'; '.join(notes)}" if notes else None
 

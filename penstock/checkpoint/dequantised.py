@@ -69,7 +69,7 @@ def fp8_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tupl
     codes, scales = stored[name], stored[f"{name}{_FP8_SCALES}"]
     is_fp8 = codes.dtype is torch.float8_e4m3fn and scales.dtype in _SCALE_DTYPES and codes.dim() >= 2
     if not is_fp8 or tuple(codes.shape) != shape or tuple(scales.shape) != layout(shape, "fp8").scales:
-        raise _odd(folder, name, "FP8 with a scale for each block of 128 x 128")
+        raise _wrong_format(folder, name, "FP8 with a scale for each block of 128 x 128")
     return codes, scales
 
 
@@ -78,7 +78,7 @@ def mxfp4_shape(folder: Path, stored: Mapping[str, Tensor], name: str) -> tuple[
     blocks, scales = stored[name + BLOCKS], stored[name + _SCALES]
     is_mxfp4 = blocks.dtype is scales.dtype is torch.uint8 and blocks.dim() == 4 and blocks.shape[-1] == MXFP4_BLOCK // 2
     if not is_mxfp4 or blocks.shape[:-1] != scales.shape or blocks.shape[1] % 2:
-        raise _odd(folder, name, "MXFP4 in blocks of 32")
+        raise _wrong_format(folder, name, "MXFP4 in blocks of 32")
     n_experts, n_out, n_blocks, _ = blocks.shape
     return n_experts, n_blocks * MXFP4_BLOCK, n_out
 
@@ -86,11 +86,11 @@ def mxfp4_shape(folder: Path, stored: Mapping[str, Tensor], name: str) -> tuple[
 def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the flat codes and the scales of a stack, in the order of `shape`. Files hold its transpose."""
     if mxfp4_shape(folder, stored, name) != shape:
-        raise _odd(folder, name, f"MXFP4 of {shape}")
+        raise _wrong_format(folder, name, f"MXFP4 of {shape}")
     n_experts, n_in, n_out = shape
     scales = stored[name + _SCALES].transpose(1, 2)
     if scales.numel() and int(scales.max()) == 255:
-        raise _odd(folder, name, "MXFP4 numbers: a scale of 255 is none")
+        raise _wrong_format(folder, name, "MXFP4 numbers: a scale of 255 is none")
     codes = torch.empty(n_experts, n_in // 2, 2, n_out // 2, dtype=torch.uint8)
     for expert_codes, bytes_OI in zip(codes, stored[name + BLOCKS].flatten(2), strict=True):
         first, second = bytes_OI[0::2], bytes_OI[1::2]  # rows of two outputs; a byte holds two inputs
@@ -99,5 +99,5 @@ def mxfp4_parts(folder: Path, stored: Mapping[str, Tensor], name: str, shape: tu
     return codes.view(-1), scales
 
 
-def _odd(folder: Path, name: str, form: str) -> CheckpointError:
+def _wrong_format(folder: Path, name: str, form: str) -> CheckpointError:
     return CheckpointError(f"{folder}: {name[:200]} is not in {form}; copy the model again, or give it in bf16")

@@ -80,9 +80,9 @@ def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
     """Return the format of a model's weights, from its configuration. CheckpointError for an unsupported quantisation method."""
     base = published_as(config)
     if base is None:
-        quantisation = config.get("quantization_config") or config.get("compression_config")
-        how = {key: quantisation[key] for key in _METHOD if key in quantisation} if isinstance(quantisation, dict) else quantisation
-        raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(how)[:120]}, which is not read; {_IN_BF16}")
+        fields = config.get("quantization_config") or config.get("compression_config")
+        method = {key: fields[key] for key in _METHOD if key in fields} if isinstance(fields, dict) else fields
+        raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(method)[:120]}, which is not read; {_IN_BF16}")
     return base
 
 
@@ -148,7 +148,7 @@ class _Published:
                 sizes = codes.numel(), block % NF4_BLOCK, tuple(scales.shape), scales.dtype
                 if sizes == (n // 2, 0, (-(-n // block),), torch.float32) and torch.equal(self._stored[f"{name}.quant_map"], NF4):
                     return codes, scales.repeat_interleave(block // NF4_BLOCK)[: n // NF4_BLOCK]
-        raise self._odd(name, shape)
+        raise self._wrong_format(name, shape)
 
     def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, quant_state: object) -> Tensor:
         """Return scales that are quantised too (double quantisation): table[8-bit code] times the block's scale, plus an offset."""
@@ -158,7 +158,7 @@ class _Published:
                 sizes = codes.dtype, tuple(table.shape), table.dtype, tuple(largest.shape), largest.dtype
                 if sizes == (torch.uint8, (256,), torch.float32, (-(-len(codes) // block),), torch.float32):
                     return table[codes.long()] * largest.repeat_interleave(block)[: len(codes)] + offset
-        raise self._odd(name, shape)
+        raise self._wrong_format(name, shape)
 
-    def _odd(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
+    def _wrong_format(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
         return CheckpointError(f"{self._folder}: {name} is no weight of {shape} packed in nf4; copy the model again")

@@ -54,7 +54,7 @@ class Saver:
         copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
         self._changed = self.snapshots.changed
-        self._stay = set[int]()  # steps that a later checkpoint does not replace
+        self._kept_steps = set[int]()  # steps that a later checkpoint does not replace
         self._logged: dict[int, Mapping[str, Any]] = {}  # `fields` by step to be saved
         self._written: Future[None] | None = None  # done when the thread has ended
         self._first = self._saved = first_step  # steps on disk: at the start, and the latest
@@ -96,7 +96,7 @@ class Saver:
             yield
             return
         with ThreadPoolExecutor(1, "saver") as thread:
-            thread.submit(_give_way).result()  # before the lanes change thread settings, which must persist
+            thread.submit(_lower_priority).result()  # before the lanes change thread settings, which must persist
             self._state.gate, self._written = self.snapshots, thread.submit(self._work)
             try:
                 yield
@@ -117,7 +117,7 @@ class Saver:
     def save(self, step: int, stays: bool = False) -> None:
         """Save the current state, unless it is on disk, without waiting for the thread. All lanes must be idle. `stays`: keep this
         checkpoint after the next one."""
-        self._stay |= {step} if stays else set()
+        self._kept_steps |= {step} if stays else set()
         if step == self._saved:
             return
         self.snapshots.ask_for(step)
@@ -187,7 +187,7 @@ class Saver:
             files.finish(snapshot.step, {**fields, "n_updates": snapshot.n_updates, **only_weights})
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
-        elif self._saved != self._first and not (self._is_scheduled(self._saved) or self._saved in self._stay):
+        elif self._saved != self._first and not (self._is_scheduled(self._saved) or self._saved in self._kept_steps):
             remove([self._folder / f"checkpoint-{self._saved}"])  # saved by time alone: a long run would fill the disk with these
         with self._changed:
             self._saved = snapshot.step
@@ -207,7 +207,7 @@ class Saver:
             outlines = _outlines(owned.values(), semantics.compute_dtype)
             file = f"model-{block + 1:05d}-of-{len(blocks):05d}.safetensors"
             files.write_weights(
-                file, self._plan.model.config, outlines, lambda name: self._looked().compute_weight(owned[name], copy)
+                file, self._plan.model.config, outlines, lambda name: self._live_state().compute_weight(owned[name], copy)
             )
         if trained and not self._settings.weights_only:
             kinds = sorted(semantics.saved_state.items(), key=lambda kind: -DTYPE[kind[1]].itemsize)
@@ -217,16 +217,16 @@ class Saver:
 
     def _pieces(self, p: Parameter, name: str, copy: Copy | None) -> Iterator[torch.Tensor]:
         """Yield the master or a moment of a parameter. A split master is in pieces, because a whole one would be a second copy."""
-        held, dtype = self._looked().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
+        held, dtype = self._live_state().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
         return (piece.to("cpu", dtype) for piece in ((held,) if isinstance(held, torch.Tensor) else held.pieces()))
 
-    def _looked(self) -> HostState:
+    def _live_state(self) -> HostState:
         """Return the state. Raise GivenUp if writing is no longer needed."""
         self.snapshots.look()
         return self._state
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread, so that lanes get scarce cores first."""
     with suppress(OSError, AttributeError):  # a system without thread priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.data.sampling import PackedSet
     from penstock.data.tokenizer import ModelTokenizer
 
-LONGEST = 2**32  # vocabulary size without a config.json
+ANY_VOCAB_SIZE = 2**32  # vocabulary size without a config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
     from penstock.runtime.plan import Semantics
 
     if folder is None or not (folder / "config.json").exists():
-        return LONGEST, True
+        return ANY_VOCAB_SIZE, True
     model = read_model(str(folder))
     semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     return int(outlines(model, semantics.attention, 1, 16)["vocab"]), supports_documents(model.config, semantics) is None

@@ -147,11 +147,11 @@ def plan(
     if output is not None:
         written = on_one_line(str(output))
         disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
-        run = f"penstock run {written} --data FOLDER{disk}{_needed(planned.plan.model)}"
+        run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
         click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 
-def _needed(model: Model) -> str:
+def _run_flags(model: Model) -> str:
     """Return the further flags of `run` for a model folder without weights or tokenizer."""
     if (repository := hub_name(model.name)) is not None and model.path is None:
         return f" --model {repository.partition('/')[2]}{download(model)}"

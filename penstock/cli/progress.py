@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from penstock.training.trainer import Metrics
 
 Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, formatter
-WORTH_A_PLAN = 0.1  # relative error of the step time above which another plan may be faster
-REMEMBERED_STEPS = 20  # last steps; their median time predicts the remaining time
+REPLAN_ERROR = 0.1  # relative error of the step time above which another plan may be faster
+MEDIAN_STEPS = 20  # last steps; their median time predicts the remaining time
 LONG_S = 30.0  # without a terminal, a stage of the preparation gets a line after this time
 
 
@@ -129,7 +129,7 @@ class Progress(Bar):
         self.session, self.n_done = session, session.first_step
         # An emulated run has the tokens of a stand-in model, and longer seconds
         self.speed_up = session.scale * session.plan.semantics.tokens_per_step / session.store.plan.semantics.tokens_per_step
-        self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self.times_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self.add_task("", total=session.n_steps, completed=session.first_step)
 
     def step(self, metrics: "Metrics") -> None:
@@ -219,7 +219,7 @@ def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
     from penstock.checkpoint.checkpoint import latest
 
     profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
-    if abs(error) > WORTH_A_PLAN:
+    if abs(error) > REPLAN_ERROR:
         yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
         if not recalibrates and run.device != "emulated":
             corrected = f"penstock run {plan} ... --recalibrate profile.json, then penstock plan ... --machine profile.json"

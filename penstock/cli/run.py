@@ -65,12 +65,12 @@ def run(
         _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
             raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {config.parent}")
-        how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
-        code = _run(settings, how, recalibrate, report)
+        session_options = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
+        code = _run(settings, session_options, recalibrate, report)
     ctx.exit(code)
 
 
-def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
+def _run(settings: RunSettings, session_options: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
     """Start the ranks of a run, or run as one rank. Return the exit code."""
     path = settings.plan or ""
     try:
@@ -94,7 +94,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
                 return follow(settings, file, device, ranks)
             if recalibrate is not None:
                 refuse_to_recalibrate(recalibrate, Path(path), checked(file, path).plan, device)
-            with open_session(settings, file, path, report=report, ranks=ranks, **how) as session:
+            with open_session(settings, file, path, report=report, ranks=ranks, **session_options) as session:
                 report.stop()
                 return _train(session, settings, file, recalibrate)
     except GoneError as error:
