@@ -63,7 +63,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 
 def above_0(maximum: float) -> Parsed:
-    """Return the parameter type of a number above 0, up to `most`."""
+    """Return the parameter type of a number above 0, up to `maximum`."""
 
     def parse(text: str) -> float:
         if not 0 < (number := float(text)) <= maximum:

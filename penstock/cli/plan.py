@@ -1,4 +1,4 @@
-"""`penstock plan`: search the fastest schedule of a model on a machine, print it as text or JSON, and write the plan file."""
+"""`penstock plan`: search for the fastest schedule of a model on a machine, print it as text or JSON, and write its file."""
 
 import json
 import os
