@@ -30,7 +30,7 @@ class Conversion:
     """Conversion of the weights of one model."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        # fp32, because transformers temporarily sets the default dtype of the process to the model's, and lanes may be running
+        # fp32, because transformers sets the default dtype of the process to the model's meanwhile, and lanes may be running
         self._model: Any = meta_model(config, Semantics(1, 1, 1, compute_dtype="fp32", attention="eager"))
         mapping = get_model_conversion_mapping(self._model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
