@@ -256,7 +256,7 @@ def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
     tensors, _ = gathered([of_fp8(name, (224, 128)) for name in EXPERT_NAMES[:2]])
     folder, shapes = published(tmp_path / "model", tensors), {GATE_UP: (1, 448, 128)}
     said = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))
-    assert "gate_proj.weight ends within a block" in said
+    assert "gate_proj.weight does not end at a block boundary" in said
 
 
 # -- published in mxfp4 -----------------------------------------------------------------------------------------------
