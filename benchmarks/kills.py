@@ -28,7 +28,7 @@ from typing import Any
 
 import penstock
 from benchmarks.small import write_chats
-from penstock.checkpoint.checkpoint import load_state, whole
+from penstock.checkpoint.checkpoint import complete_checkpoints, load_state
 from penstock.runtime.errors import CheckpointError
 
 from .killing import EVALUATE_EVERY, LOOK_S, PHASES, Aim, Pace, Process, lines, phases
@@ -83,7 +83,7 @@ def sums(folder: Path) -> dict[str, str]:
 
 def left_by(out: Path) -> Left:
     """What must not depend on what befell a run: the last checkpoint's bytes, and what was logged that no clock was asked for."""
-    checkpoints = whole(out)
+    checkpoints = complete_checkpoints(out)
     left: Left = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
     left["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -103,7 +103,7 @@ def differences(found: Left, expected: Left) -> list[str]:
 def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
     """The step that who goes on must go on from, how many checkpoints look whole, and what is wrong with them: each must be, to the
     last byte, the one that an undisturbed run wrote."""
-    wrong, last, found = list[str](), 0, whole(out)
+    wrong, last, found = list[str](), 0, complete_checkpoints(out)
     for step, path in found:
         try:
             load_state(path)
@@ -211,7 +211,7 @@ def undisturbed(home: Path, command: Command, plan: Path, n_steps: int) -> Usual
     evaluations_s = [said["eval_s"] for said in lines(out / "metrics.jsonl") if "eval_s" in said]
     written_s = [times_s[-1] - times_s[0] for times_s in seen_s.values()]
     pace = Pace(n_steps, ended_s - process.started_s, median(written_s or [0.0]), median(evaluations_s or [0.0]))
-    return Usual(left_by(out), {path.name: sums(path) for _, path in whole(out)}, pace)
+    return Usual(left_by(out), {path.name: sums(path) for _, path in complete_checkpoints(out)}, pace)
 
 
 # -- the trial ------------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import click
 
 from benchmarks.published.ops import OpLedger, validate_ops
 from benchmarks.published.validate import Ledger, validate_file
-from penstock.cli.one_line import OneLine
+from penstock.cli.user_errors import OneLineErrors
 
 
-@click.command(cls=OneLine)
+@click.command(cls=OneLineErrors)
 @click.argument("measured", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of words.")
 def validate(measured: str, as_json: bool) -> None:

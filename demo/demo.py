@@ -1,8 +1,8 @@
-"""Demo: plan, fine-tune a small model on two cores, kill, resume, compare bits, report.
+"""Demo: plan, fine-tune a small model on two cores, kill, resume, compare files bitwise, report.
 
-Measures this machine, plans a byte-level model on it with half of the memory its training state needs, teaches it the Zen of
-Python by question and answer, and compares the clock with the plan. The same run is then begun again, killed half-way and resumed:
-both end in the same bits. It asks about two machines that you need not own, and ends on what the model says, before and after.
+Measures this machine and plans a byte-level model on it with half of the memory of its training state. Teaches it the Zen of
+Python by question and answer, and compares measured times with the plan. Repeats the run, kills it half-way and resumes it: results
+are bitwise identical. Plans for two larger machines, and prints answers of the model before and after training.
 """
 
 import hashlib
@@ -24,16 +24,16 @@ from typing import Any
 
 import penstock
 
-HERE = Path(__file__).resolve().parent
-OUT = HERE / "out"
+FOLDER = Path(__file__).resolve().parent
+OUT = FOLDER / "out"
 MODEL = OUT / "qwen3-small"
 N_STEPS, SAVE_EVERY, KILL_AFTER = 80, 20, 45
-SHOWN_EVERY = 10  # one step of this number is printed
+SHOWN_EVERY = 10  # steps per printed step
 SEQ_LEN, BATCH_SIZE = 256, 4
-DTYPES = ("bf16", "fp32")  # to compute in, the first where both are as fast
-ASKED = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
-SHOWN_APART = 9  # one question of this number is shown with what the model says
-Pairs = list[tuple[str, str]]  # a question and its answer
+DTYPES = ("bf16", "fp32")  # compute dtypes, the preferred one first
+PHRASINGS = ("What comes after '{}'", "Go on: {}", "Which line is next? {}")
+SHOWN_APART = 9  # questions per printed question
+Pairs = list[tuple[str, str]]  # (question, answer)
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -52,18 +52,18 @@ CONFIG = {
     "attention_bias": False,
     "attention_dropout": 0.0,
 }
-STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 moments, bf16 gradient; in fp32 as many
+STATE_BYTES_PER_PARAM = 2 + 4 + 8 + 2  # bf16 weight, fp32 master, two fp32 moments, bf16 gradient; the same total in fp32
 TRAINING = {
     "optimizer.schedule.kind": "cosine",
     "optimizer.schedule.warmup_steps": 10,
     "optimizer.weight_decay": 0.1,
     "checkpoint.every": SAVE_EVERY,
 }
-OF_ALL_RUNS = {"tokenizer": "bytes", "evaluation.data": str(OUT / "held-out.jsonl"), "evaluation.max_new_tokens": 70}
+COMMON_SETTINGS = {"tokenizer": "bytes", "evaluation.data": str(OUT / "held-out.jsonl"), "evaluation.max_new_tokens": 70}
 
 
 def call(function: Callable[..., Any], *values: object, **options: object) -> Any:
-    """Call a function of the Python face, shown as a program would write it; stop the demo when it fails."""
+    """Print and make a call of the Python interface. Stop the demo if it fails."""
     words = [*map(_shown, values), *(f"{name}={_shown(value)}" for name, value in options.items())]
     print(f"\n>>> penstock.{function.__name__}({', '.join(words)})", flush=True)
     try:
@@ -73,10 +73,10 @@ def call(function: Callable[..., Any], *values: object, **options: object) -> An
 
 
 def _shown(value: object) -> str:
-    """A value as it is written, or where that would be a page, the name of what it is."""
+    """Format an argument; a long value is replaced by its type or name."""
     match value:
         case Path():
-            return repr(str(value.relative_to(HERE)))
+            return repr(str(value.relative_to(FOLDER)))
         case str() | bool() | int() | float():
             return repr(value)
         case dict():
@@ -84,12 +84,12 @@ def _shown(value: object) -> str:
     return getattr(value, "__name__", type(value).__name__).lower()
 
 
-def train(plan: Path, out: Path, resume: bool = False, **other: Any) -> Any:
-    """The run that is made three times: whole, killed, and resumed; and, as said otherwise, once before it has learned anything."""
-    asked = {"evaluation.prompts": [question for question, _ in questions()[0][::SHOWN_APART]]}
+def train(plan: Path, out: Path, resume: bool = False, **changes: Any) -> Any:
+    """Train: the full run, the killed run and the resumed run are equal. `other` changes the run of the untrained model."""
+    prompts = {"evaluation.prompts": [question for question, _ in questions()[0][::SHOWN_APART]]}
     always = {"resume": resume, "from_scratch": True, "on_step": progress}
-    options = {"steps": N_STEPS, "lr": 1e-3, "settings": TRAINING} | always | other
-    options["settings"] = OF_ALL_RUNS | asked | options["settings"]
+    options = {"steps": N_STEPS, "lr": 1e-3, "settings": TRAINING} | always | changes
+    options["settings"] = COMMON_SETTINGS | prompts | options["settings"]
     return call(penstock.train, plan, OUT / "chats.jsonl", out=out, **options)
 
 
@@ -104,7 +104,7 @@ def progress(metrics: Any) -> None:
 
 
 def compare(planned: Any, trained: Any) -> None:
-    """Predicted and measured, for a step and for the lanes that share it."""
+    """Print predicted and measured times of a step and of each lane."""
     prediction, (_, *settled) = penstock.predict(planned), trained.metrics
     busy_s = prediction.busy_s(planned.plan)
     rows = {"step": (prediction.step_s, median(m.step_s for m in settled))}
@@ -117,7 +117,7 @@ def compare(planned: Any, trained: Any) -> None:
 
 
 def train_killed(plan: Path, out: Path) -> None:
-    """Train in another process, and kill it as soon as its log holds KILL_AFTER steps."""
+    """Train in another process, and kill it once its log holds KILL_AFTER steps."""
     process, log = multiprocessing.get_context("spawn").Process(target=train, args=(plan, out)), out / "metrics.jsonl"
     process.start()
     while process.is_alive() and (not log.exists() or len(losses(log)) < KILL_AFTER):
@@ -130,54 +130,54 @@ def train_killed(plan: Path, out: Path) -> None:
 
 
 def losses(log: Path) -> list[float]:
-    """The training losses in a metrics.jsonl; its last line may be half written."""
+    """Return the training losses in a metrics.jsonl. Its last line may be half written."""
     lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return [fields["loss"] for line in lines if "loss" in (fields := json.loads(line))]
 
 
 @cache
 def questions() -> tuple[Pairs, Pairs]:
-    """Which line of the Zen of Python follows which, asked in several words; and for each line words that are kept from it."""
-    with redirect_stdout(io.StringIO()) as said:
+    """Return (training, held-out) questions for the next line of the Zen of Python. Each line has one held-out wording."""
+    with redirect_stdout(io.StringIO()) as output:
         import this  # noqa: F401
-    _, *lines = filter(None, said.getvalue().splitlines())
+    _, *lines = filter(None, output.getvalue().splitlines())
     learned: Pairs = []
-    kept: Pairs = []
+    held_out: Pairs = []
     for number, (line, following) in enumerate(pairwise(lines)):
-        for way, words in enumerate(ASKED):
-            (kept if way == number % len(ASKED) else learned).append((words.format(line), following))
-    return learned, kept
+        for way, words in enumerate(PHRASINGS):
+            (held_out if way == number % len(PHRASINGS) else learned).append((words.format(line), following))
+    return learned, held_out
 
 
 def write_chats(file: Path, pairs: Pairs) -> None:
-    """One conversation a line, in the `messages` format."""
-    chats = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in pairs]
+    """Write one conversation per line, in the `messages` format."""
+    chats = [[{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in pairs]
     file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
 
 
-def show_what_was_learned(before: Path, after: Path) -> None:
-    """What the model says to some of the questions, as each run's last samples have it."""
-    told = [{s["prompt"]: s["text"] for s in map(json.loads, (run / "samples.jsonl").open())} for run in (before, after)]
-    print("\nWhat the model says, before and after:")
+def show_what_was_learned(untrained: Path, trained: Path) -> None:
+    """Print answers to some questions from the last samples of both runs."""
+    answers = [{s["prompt"]: s["text"] for s in map(json.loads, (run / "samples.jsonl").open())} for run in (untrained, trained)]
+    print("\nAnswers of the model, before and after training:")
     for question, answer in questions()[0][::SHOWN_APART]:
-        first, last = (" ".join(ascii(said[question])[1:-1].split()) for said in told)
-        print(f"  {question}\n    before: {first[:70]}\n    after:  {last}{'' if told[1][question] == answer else '  (wrong)'}")
+        first, last = (" ".join(ascii(samples[question])[1:-1].split()) for samples in answers)
+        print(f"  {question}\n    before: {first[:70]}\n    after:  {last}{'' if answers[1][question] == answer else '  (wrong)'}")
 
 
 def sums(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every file: weights, masters, moments, position in the data."""
+    """Return the SHA-256 of every file: weights, masters, moments, position in the data."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(checkpoint.iterdir())}
 
 
 def n_params() -> int:
-    """Parameters of the demo's model, as the planner counts them."""
+    """Return the planner's parameter count of the demo's model."""
     from penstock.planner.model.workload import build_workload, read_model
 
     return build_workload(read_model(str(MODEL)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
 
 
 def faster_dtype(profile: Any) -> str:
-    """The dtype to compute in: a processor without instructions for bf16 is many times slower with it than with fp32."""
+    """Return the faster compute dtype. A processor without bf16 instructions is many times slower in bf16 than in fp32."""
     rates = {
         dtype: profile.matmul_rate(dtype, SEQ_LEN, CONFIG["hidden_size"], CONFIG["intermediate_size"]).value for dtype in DTYPES
     }
@@ -205,13 +205,13 @@ def main() -> None:
     print(planned)
     plan = planned.save(OUT / "plan.json")
     print(call(penstock.check, plan))
-    print("\nOne step that changes next to nothing: what does the model say before it has learned?")
+    print("\nOne step at a learning rate near zero: answers of the model before training")
     untrained, run = OUT / "untrained", OUT / "run"
     train(plan, untrained, steps=1, lr=1e-9, settings={})
     trained = train(plan, run)
     compare(planned, trained)
-    found = losses(run / "metrics.jsonl")
-    print(f"\nloss {found[0]:.3f} at the first step, {found[-1]:.3f} at the last (guessing bytes blindly is 5.77)")
+    run_losses = losses(run / "metrics.jsonl")
+    print(f"\nloss {run_losses[0]:.3f} at the first step, {run_losses[-1]:.3f} at the last (guessing bytes blindly is 5.77)")
     (OUT / "report.html").write_text(trained.page(), encoding="utf-8")
 
     print("\nThe same run, killed in the middle and resumed:", flush=True)
@@ -219,7 +219,7 @@ def main() -> None:
     train_killed(plan, killed)
     train(plan, killed, resume=True)
     last = f"checkpoint-{N_STEPS}"
-    is_same = sums(run / last) == sums(killed / last) and found == losses(killed / "metrics.jsonl")
+    is_same = sums(run / last) == sums(killed / last) and run_losses == losses(killed / "metrics.jsonl")
     if not is_same:
         sys.exit("the demo stopped: the resumed run is NOT the unbroken one")
     print(f"\nThe resumed run is bit-identical to the unbroken one: every loss, and every file of {last}.")
@@ -228,7 +228,7 @@ def main() -> None:
     print(call(penstock.plan, "gpt-oss-120b", "h200-pcie5", host_memory_bytes=1_500 * 10**9, master_dtype="bf16"))
     print(call(penstock.plan, "qwen2.5-32b", "rtx4090-server"))
     show_what_was_learned(untrained, run)
-    print("\nThe checkpoints, the logs and the report lie in demo/out: open demo/out/report.html in a browser.")
+    print("\nThe checkpoints, the logs and the report are in demo/out: open demo/out/report.html in a browser.")
 
 
 if __name__ == "__main__":

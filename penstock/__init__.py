@@ -2,11 +2,11 @@
 
     import penstock
 
-    found = penstock.plan("my-model", "rtx4090-server", seq_len=4096, batch_size=16)  # a folder, as `hf download` leaves it
-    print(found)
-    penstock.train(found, "chats.jsonl", steps=100, lr=1e-5, out="run")
+    planned = penstock.plan("my-model", "rtx4090-server", seq_len=4096, batch_size=16)  # a folder written by `hf download`
+    print(planned)
+    penstock.train(planned, "chats.jsonl", steps=100, lr=1e-5, out="run")
 
-Heavy libraries are imported when they are needed: torch by training, scipy by planning.
+Heavy libraries are imported on first use: torch by training, scipy by planning.
 """
 
 from importlib import import_module
@@ -37,11 +37,11 @@ __all__ += ["check", "forward", "plan", "predict", "probe", "stream", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name from its module when it is first used."""
+    """Import a name from its module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

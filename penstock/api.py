@@ -1,6 +1,6 @@
-"""The functions of `penstock`: probe, plan, check, predict and train, for programs and notebooks; the commands call them.
+"""Functions of `penstock` for programs and notebooks: probe, plan, check, predict, train, stream and forward.
 
-What takes long to import is imported where it is used: the search, the simulator, reports and torch.
+Modules that import slowly are imported inside functions: the search, the simulator, reports and torch.
 """
 
 import json
@@ -32,8 +32,8 @@ from penstock.runtime.plan.train import training
 from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import on_one_line
 
-from .caches import keep_outlines
-from .ranks import GoneError, is_rank, joined, take_own_part
+from .caches import cache_layer_traces
+from .ranks import GoneError, assign_device_and_cores, is_rank, joined
 from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
@@ -55,10 +55,10 @@ def probe(
     gpu: int = 0,
     name: str = "this-machine",
     disk: str | Path | None = None,
-    report: Callable[[str, float], None] = lambda what, fraction: None,
+    report: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Profile:
-    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 if `quick`; `report` is told how far it is.
-    `disk`: a folder on a disk that frozen weights are to be read from, which is measured, too."""
+    """Measure the profile of this machine: 90 seconds (a GPU: four minutes), or 20 with `quick`.
+    `report(stage, fraction)` is called with the progress. `disk`: a folder on a disk for frozen weights, which is measured too."""
     from penstock.hwprofiles.probe import cpu, cuda, measurements
     from penstock.hwprofiles.probe.disk import with_disk
     from penstock.hwprofiles.probe.probe import probed
@@ -66,9 +66,9 @@ def probe(
 
     is_cpu = device == "cpu" or (device == "auto" and not has_cuda())
     effort = measurements.CPU if is_cpu else measurements.GPU
-    found = cpu.CpuDevice() if is_cpu else cuda.CudaDevice(gpu)
-    profile = probed(found, effort.quick() if quick else effort, report, name)
-    return profile if disk is None else with_disk(profile, found, Path(disk), report)
+    target = cpu.CpuDevice() if is_cpu else cuda.CudaDevice(gpu)
+    profile = probed(target, effort.quick() if quick else effort, report, name)
+    return profile if disk is None else with_disk(profile, target, Path(disk), report)
 
 
 def plan(
@@ -93,133 +93,133 @@ def plan(
     loss: "str | Callable[..., Any] | None" = None,
     **semantics: Any,
 ) -> Planned:
-    """Search the fastest schedule of `model` on `machine`; of several `gpus`, on each of `hosts`, each one's part of a step.
+    """Search for the fastest schedule of `model` on `machine`. With several GPUs: the schedule of each rank.
 
     `model`: a shipped name, or a folder or config.json in Hugging Face form; `machine`: a shipped name, a profile's file, or a
-    Profile. `policy`: a Policy, its fields, or the name of another system's, in place of a search. `semantics`: further fields of
-    Semantics, as `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, but for those that `kernels` and
-    `deterministic` decide; None, or not given: the fastest. `clipped_fraction`: share of steps whose gradient is clipped, if known.
-    `network_gbit`: Gbit/s of each host, if not the profile's; `disk_read_bytes_per_s`: of a disk that frozen layers are read
-    from; the other two: for what masters on it would take. `loss`: as `--loss` takes it, or a function of one's own
-    (docs/losses.md). DoesNotFitError names the smallest changes that would fit.
+    Profile. `policy`: a Policy, its fields, or the name of another system, instead of a search. `semantics`: further fields of
+    Semantics, for example `micro_batch=2`, `optimizer="adamw:moments=bf16"` or `train="lora:r=16"`, except those decided by
+    `kernels` and `deterministic`; None or absent: the fastest. `clipped_fraction`: known share of steps with a clipped gradient.
+    `network_gbit`: Gbit/s of each host, instead of the profile's. `disk_read_bytes_per_s`: read rate of a disk for frozen layers.
+    The other two disk rates estimate master weights on that disk. `loss`: a value of `--loss`, or a function (docs/losses.md).
+    DoesNotFitError names the smallest changes that would fit.
     """
     from penstock.planner.search.micro_batch import SIZES, shared_step
     from penstock.planner.search.search import search_machine
 
-    keep_outlines()
+    cache_layer_traces()
     if clipped_fraction is not None and not 0 <= clipped_fraction <= 1:
         raise PlanError(f"clipped_fraction is {clipped_fraction}; it is a share of the steps, from 0 to 1")
-    asked_for = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
-    asked_for = asked_for.with_disk(disk_read_bytes_per_s, disk_write_bytes_per_s, disk_endurance_bytes)
-    profile = part_of(asked_for, gpus, hosts, network_gbit)
+    requested = _profile(machine).with_memory(device_memory_bytes, host_memory_bytes)
+    requested = requested.with_disk(disk_read_bytes_per_s, disk_write_bytes_per_s, disk_endurance_bytes)
+    profile = part_of(requested, gpus, hosts, network_gbit)
     described = read_model(str(model))
-    given = {name: value for name, value in semantics.items() if value is not None}
-    given |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
-    asked = _semantics(given, described, profile, kernels, deterministic)
+    fields = {name: value for name, value in semantics.items() if value is not None}
+    fields |= {"seq_len": seq_len, "batch_size": batch_size, "clip_norm": clip_norm, "objective": _objective(loss)}
+    step = _semantics(fields, described, profile, kernels, deterministic)
     if gpus * hosts > 1:
-        asked = shared_step(asked, gpus * hosts, "sum_groups" in given)
+        step = shared_step(step, gpus * hosts, "sum_groups" in fields)
     may_cut = host_memory_bytes is None and device_memory_bytes is None
-    free = (SIZES - given.keys()) | ({CUT} if may_cut else set())
-    return Planned(*search_machine(described, asked, profile, _policy(policy), free, clipped_fraction))
+    free = (SIZES - fields.keys()) | ({CUT} if may_cut else set())
+    return Planned(*search_machine(described, step, profile, _policy(policy), free, clipped_fraction))
 
 
 def _profile(machine: str | Path | Profile) -> Profile:
     return machine if isinstance(machine, Profile) else read_profile(str(machine))
 
 
-def _semantics(given: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
-    """The semantics of a step, with defaults and kernels that suit the model and the machine."""
+def _semantics(raw: Mapping[str, Any], model: Model, profile: Profile, kernels: Kernel | None, deterministic: bool) -> Semantics:
+    """Return the semantics of a step, with defaults and kernels for the model and the machine."""
     from penstock.planner.search.micro_batch import LOSS_TILE
 
-    if decided := sorted(given.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
+    if decided := sorted(raw.keys() & {*FUSED, "attention_kernel", "library_kernels"}):
         raise PlanError(f"semantics: {decided[0]}: decided by `kernels` and `deterministic`; give kernels='eager' or 'fused'")
     if kernels not in (None, *get_args(Kernel)):
         raise PlanError(f"no kernels {kernels!r}; give one of {', '.join(get_args(Kernel))}, or None for the machine's fastest")
-    objective = given["objective"]
+    objective = raw["objective"]
     fields = {
         "micro_batch": objective.rows_each,
         "loss_tile_tokens": LOSS_TILE["eager"],
         "attention": supported_attention(model)[0],
-        **given,
+        **raw,
     }
-    fields |= training(given.get("train"), given.get("base"), given.get("gradient_dtype"))
-    fields |= optimizing(given.get("optimizer"), given.get("master_dtype"))
+    fields |= training(raw.get("train"), raw.get("base"), raw.get("gradient_dtype"))
+    fields |= optimizing(raw.get("optimizer"), raw.get("master_dtype"))
     del fields["objective"]
     named = replace(_validated(Semantics, fields, "semantics"), objective=objective)
-    asked = with_kernels(model, named, profile, kernels, deterministic)
-    if asked.micro_batch > asked.batch_size:
-        raise PlanError(f"a micro-batch of {asked.micro_batch} is more than the batch of {asked.batch_size}; choose at most that")
-    refuse_half_pairs(asked)
-    return asked
+    semantics = with_kernels(model, named, profile, kernels, deterministic)
+    if (n := semantics.micro_batch) > semantics.batch_size:
+        raise PlanError(f"a micro-batch of {n} is more than the batch of {semantics.batch_size}; choose at most that")
+    refuse_half_pairs(semantics)
+    return semantics
 
 
 def _objective(loss: "str | Callable[..., Any] | None") -> Objective:
-    """What a step minimises: a loss that has a name, or a function, which is looked at."""
+    """Return the objective of a named loss, or of a function, which is checked on a tiny call."""
     match loss:
         case None:
             return CROSS_ENTROPY
         case str() if ".py:" not in loss:
             return parse_objective(loss)
-    from penstock.own_loss import function_in, own_loss
+    from penstock.user_loss import function_in, user_loss
 
-    return (own_loss(function_in(loss), loss) if isinstance(loss, str) else own_loss(loss)).objective
+    return (user_loss(function_in(loss), loss) if isinstance(loss, str) else user_loss(loss)).objective
 
 
-def _policy(asked: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
-    """The policy asked for, or the name of another system's; None to search one."""
+def _policy(policy: Policy | Mapping[str, Any] | str | None) -> Policy | str | None:
+    """Return a policy, the name of a baseline system, or None to search."""
     from penstock.planner.search.space import BASELINES
 
-    if isinstance(asked, str) and asked not in BASELINES:
-        near = get_close_matches(asked, ["search", *BASELINES], n=1)
+    if isinstance(policy, str) and policy not in BASELINES:
+        near = get_close_matches(policy, ["search", *BASELINES], n=1)
         meant = f"did you mean {near[0]}?" if near else f"give search, {', '.join(BASELINES)}, a file or a Policy"
-        raise PlanError(f"no policy or file {asked!r}; {meant}")
-    if asked is None or isinstance(asked, str):
-        return asked
-    return _validated(Policy, asked.to_json() if isinstance(asked, Policy) else asked, "policy")
+        raise PlanError(f"no policy or file {policy!r}; {meant}")
+    if policy is None or isinstance(policy, str):
+        return policy
+    return _validated(Policy, policy.to_json() if isinstance(policy, Policy) else policy, "policy")
 
 
-def _validated(kind: type[Fields], fields: Mapping[str, Any], what: str) -> Fields:
-    """Fields from a program or a file, validated; PlanError names the first that is wrong."""
+def _validated(kind: type[Fields], fields: Mapping[str, Any], label: str) -> Fields:
+    """Validate fields from a program or a file. PlanError names the first wrong one."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(fields))
     except ValidationError as error:
         first = error.errors()[0]
         place = on_one_line("".join(f"{part}: " for part in first["loc"]), 120)
         problem = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise PlanError(f"{what}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
+        raise PlanError(f"{label}: {place}{problem}, found {reprlib.repr(first['input'])}") from None
 
 
 def check(plan: Planned | PlanFile | Plan | str | Path, search: bool = False) -> str:
-    """Prove a plan right, and true what its file claims; the words say what was not checked. WrongPlanError says what is wrong.
+    """Check a plan and the claim of its file. Return a summary that names the unchecked parts. WrongPlanError names a fault.
 
-    `search`: search again, too, which takes as long as `plan` did. A plan without a claim is proven right, no more.
+    `search`: repeat the search too, which takes the time of `plan`. Without a claim, only the plan itself is checked.
     """
     return proven(*_file_of(plan), search)
 
 
 def proven(where: str, file: PlanFile, search: bool) -> str:
-    """What `check` says of a file that was read; other PenstockErrors than WrongPlanError for a damaged claim or profile."""
+    """Return the summary of `check` for a file that was read. A damaged claim or profile raises another PenstockError."""
     from penstock.planner.check.claim import check_claim, check_origin, check_search
 
     plan, claim = file.plan, None if file.claim is None else claimed(file.claim, where)
     Profile.from_json(plan.profile, f"{where}: profile")
     try:
         prove(plan)
-        left = check_origin(plan, claim)
+        unchecked = check_origin(plan, claim)
         if claim is None:
-            return f"{summary(plan)}; nothing is claimed of it"
-        left += check_search(plan, claim) if search else check_claim(plan, claim)
+            return f"{summary(plan)}; without a claim"
+        unchecked += check_search(plan, claim) if search else check_claim(plan, claim)
     except PlanError as error:
         raise WrongPlanError(f"{where}: {error}") from None
     if not search:
-        left.append("the bounds over policies and sizes and n_simulated, for which --search searches again")
+        unchecked.append("the bounds over policies and sizes, and n_simulated (--search repeats the search)")
     if (often := claim.certificate.clipped_fraction) and plan.policy.speculate_blocks:
-        left.append(f"that {often:.1%} of steps are clipped, as was said")
-    return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(left)}" if left else ", search and all")
+        unchecked.append(f"the given share of clipped steps, {often:.1%}")
+    return f"{summary(plan)}; claim recomputed" + (f"; not checked: {'; '.join(unchecked)}" if unchecked else ", search and all")
 
 
 def predict(plan: Planned | PlanFile | Plan | str | Path, machine: str | Path | Profile | None = None) -> "Prediction":
-    """Simulate a step of the plan, op by op, on its machine or another: `step_s`, `timeline`."""
+    """Simulate a step of the plan, op by op, on its machine or another. The result has `step_s` and `timeline`."""
     from penstock.planner.predict.cost import costs, region_of
     from penstock.planner.predict.simulate import simulate
 
@@ -244,24 +244,24 @@ def train(
     stop: "Stop | None" = None,
     loss: "Callable[..., Any] | None" = None,
 ) -> Trained:
-    """Train with a plan, and save checkpoints; the bits are those of `penstock run`, or of a loop of one's own over `stream`.
+    """Train with a plan and save checkpoints. The result is bitwise identical to `penstock run` and to a loop over `stream`.
 
     `data`: a folder or file, as for `--data`; a list of them, or of entries of `data.mix`; or an object with `batch(step)`.
-    `settings`: all other settings of a run by dotted names, as `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model` is
-    needed unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an emulated
-    machine. `on_step` is called after every step; `stop.request()`, there or in another thread, makes the step in progress the
-    last, and saves. `loss`: the function of a plan whose loss is one's own.
+    `settings`: other settings of a run by dotted name, for example `{"model": "Qwen3-8B", "optimizer.weight_decay": 0.1}`; `model`
+    is required unless the plan's folder has weights, or `from_scratch` starts from random ones. `time_scale`: slowdown of an
+    emulated machine. `on_step` is called after every step. `stop.request()`, in `on_step` or in another thread, ends training after
+    the current step and saves. `loss`: the function of a plan with a user-defined loss.
     """
-    given, made = dict(locals()), list["Metrics"]()
+    arguments, history = dict(locals()), list["Metrics"]()
 
     def step(metrics: "Metrics") -> None:
-        made.append(metrics)
+        history.append(metrics)
         on_step(metrics)
 
-    with _trainer(given | {"on_step": step}) as trainer:
+    with _trainer(arguments | {"on_step": step}) as trainer:
         timeline, _ = trainer.train()
     session = trainer.session
-    return Trained(Path(out), made[-1].step if made else session.first_step, tuple(made), timeline, session.late_fraction)
+    return Trained(Path(out), history[-1].step if history else session.first_step, tuple(history), timeline, session.late_fraction)
 
 
 def stream(
@@ -269,62 +269,63 @@ def stream(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches",
     *,
     every: int = 1,
-    **how: Any,
+    **options: Any,
 ) -> "Iterator[Turn]":
-    """Train as `train` does, in a loop of one's own: `for turn in penstock.stream(plan, data, steps=100): ...`.
+    """Train like `train`, under the control of a loop: `for turn in penstock.stream(plan, data, steps=100): ...`.
 
-    After `every` steps all lanes come to rest, which costs what of two steps would overlap, and the loop has its turn: it looks at
-    `turn.metrics` and `turn.weights()`, evaluates, saves, sets `turn.lr`, stops. Until it is over the next step waits. `how`: what
-    `train` takes. A loop that is left by `break` saves nothing more; `turn.stop()` does. The bits are those of `train`.
-    On several GPUs torchrun starts the program: the first rank has the turns, the programs of the others end here.
+    After `every` steps all lanes are idle and the loop body runs; the next step waits for it, so that two steps cannot overlap.
+    The body may read `turn.metrics` and `turn.weights()`, evaluate, save, set `turn.lr` or stop. `options`: arguments of `train`.
+    After `break` nothing more is saved; `turn.stop()` saves. Results are bitwise identical to `train`.
+    On several GPUs torchrun starts the program: rank 0 runs the loop body, the programs of the other ranks end here.
     """
     if not isinstance(every, int) or every < 1:
-        raise PlanError(f"every is {every}; a loop has its turn after 1 step, or more")
+        raise PlanError(f"every is {every}; give 1 step or more")
     try:
-        given = signature(train).bind(plan, data, **how)
+        bound = signature(train).bind(plan, data, **options)
     except TypeError as error:
-        raise PlanError(f"stream: {error}; it takes what train takes, and every") from None
-    given.apply_defaults()
-    with _trainer(given.arguments, every) as trainer:
+        raise PlanError(f"stream: {error}; it takes the arguments of train, and every") from None
+    bound.apply_defaults()
+    with _trainer(bound.arguments, every) as trainer:
         yield from trainer.turns()
 
 
 @contextmanager
-def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
-    """What trains, of a session that is open until the context ends. `given`: the arguments of `train`, by name."""
+def _trainer(arguments: Mapping[str, Any], every: int | None = None) -> "Iterator[Trainer]":
+    """Open a session and yield its trainer. `arguments`: those of `train`, by name."""
     from penstock.training.run_folder import write_settings
     from penstock.training.session import open_session
     from penstock.training.trainer import Trainer
 
-    keep_outlines()
-    _, file = _file_of(given["plan"])
-    settings = given["settings"] or {}
-    arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
-    if given_twice := [name for name in settings if name in arguments]:
-        raise PlanError(f"settings: {given_twice[0]} is an argument of train; give it as one")
+    cache_layer_traces()
+    _, file = _file_of(arguments["plan"])
+    settings = arguments["settings"] or {}
+    named_arguments = ("data.path", "data.mix", "out", "device", "plan", "steps", "optimizer.lr", "from_scratch")
+    if duplicates := [name for name in settings if name in named_arguments]:
+        raise PlanError(f"settings: {duplicates[0]} is an argument of train; give it as one")
     if every is not None and settings.get("checkpoint.background"):
-        raise PlanError("settings: checkpoint.background is not there in a loop, which saves in its turns; leave it out")
-    named, batches = _data(given["data"], file.plan)
-    known = {**named, "out": str(given["out"]), "device": given["device"], "from_scratch": given["from_scratch"]}
-    known |= {name: given[of] for name, of in (("steps", "steps"), ("optimizer.lr", "lr")) if given[of] is not None}
-    # A loop that an error has left would leave a thread behind that waits for what to save
-    fixed = {"plan": str(Path(given["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
-    asked = read_run(None, {**known, **settings, **fixed})
-    of_session = {name: given[name] for name in ("resume", "time_scale", "stop", "loss")}
+        raise PlanError("settings: checkpoint.background has no effect in a loop, which saves between steps; leave it out")
+    named, batches = _data(arguments["data"], file.plan)
+    known = {**named, "out": str(arguments["out"]), "device": arguments["device"], "from_scratch": arguments["from_scratch"]}
+    optional = {"steps": arguments["steps"], "optimizer.lr": arguments["lr"]}
+    known |= {name: value for name, value in optional.items() if value is not None}
+    # No background thread: an error in the loop body would leave it waiting
+    fixed = {"plan": str(Path(arguments["out"]) / PLAN_FILE)} | ({} if every is None else {"checkpoint.background": False})
+    run_settings = read_run(None, {**known, **settings, **fixed})
+    session_options = {name: arguments[name] for name in ("resume", "time_scale", "stop", "loss")}
     with (
-        _as_rank(asked, file, batches, given["loss"]) as ranks,
-        open_session(asked, file, data=batches, ranks=ranks, **of_session) as session,
+        _ranks_of_run(run_settings, file, batches, arguments["loss"]) as ranks,
+        open_session(run_settings, file, data=batches, ranks=ranks, **session_options) as session,
     ):
-        trainer = Trainer(session, given["on_step"], every=every)
-        write_settings(asked, file)
+        trainer = Trainer(session, arguments["on_step"], every=every)
+        write_settings(run_settings, file)
         yield trainer
 
 
 @contextmanager
-def _as_rank(
+def _ranks_of_run(
     settings: "RunSettings", file: PlanFile, batches: "Given | None", loss: "Callable[..., Any] | None"
 ) -> "Iterator[Processes | None]":
-    """All ranks, of a program that torchrun has started as the first of them. The program of each other one ends here."""
+    """Yield the ranks if torchrun started this program as rank 0, or None for a single rank. Other ranks follow, then exit here."""
     if not is_rank():
         yield None
         return
@@ -333,35 +334,35 @@ def _as_rank(
 
     rank = os.environ.get("RANK", "0")
     try:
-        take_own_part(settings.device)
+        assign_device_and_cores(settings.device)
         with joined(settings, file.plan, device := device_of(settings.device)) as ranks:
             if ranks is not None and ranks.rank > 0:
                 raise SystemExit(follow(settings, file, device, ranks, batches, loss))
             yield ranks
     except (GoneError, RanksError):
         if rank != "0":
-            raise SystemExit(1) from None  # rank 0 says why
+            raise SystemExit(1) from None  # rank 0 prints the error
         raise
     finally:
-        os.environ["WORLD_SIZE"] = "1"  # the others have gone
+        os.environ["WORLD_SIZE"] = "1"  # the other ranks have ended
 
 
 def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out: str | Path, **settings: Any) -> Path:
-    """Write the log-probabilities that the plan's model gives to each answer of `data`, or of a loss `distill` its likeliest
-    tokens, as `penstock forward` does, into the file `out`, which `train` takes as its setting `reference`. `settings`: others of a
-    run, as `model="Qwen3-8B"`."""
+    """Write the log-probability of each answer in `data` under the plan's model to `out`, like `penstock forward`. For a loss
+    `distill`: its most likely tokens at each position. The setting `reference` of `train` names this file. `settings`: other
+    settings of a run, for example `model="Qwen3-8B"`."""
     from penstock.training.session import write_forward
 
     where, file = _file_of(plan)
-    asked = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
-    write_forward(asked, file, where, Path(out))
+    run_settings = read_run(None, {**settings, "data.path": str(data), "out": f"{out}.work", "plan": where})
+    write_forward(run_settings, file, where, Path(out))
     return Path(out)
 
 
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
 ) -> "tuple[dict[str, Any], Given | None]":
-    """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
+    """Return the settings that name the data, and the program's batches, checked against the plan's shape, or None."""
     match data:
         case str() | Path():
             return {"data.path": str(data)}, None
@@ -369,19 +370,19 @@ def _data(
             return {"data.mix": [dict(part) if isinstance(part, Mapping) else {"path": str(part)} for part in data]}, None
     kind = type(data).__qualname__
     if not callable(getattr(data, "batch", None)):
-        raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
+        raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or an object with one")
     from penstock.data.given import Given
     from penstock.runtime.layers.apart import supports_documents
 
-    of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    given = Given(
-        cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of), of.objective
-    )
-    return {"data.path": given.fingerprint}, given
+    semantics, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
+    reason, objective = supports_documents(plan.model.config, semantics), semantics.objective
+    n_rows = semantics.whole.batch_size
+    batches = Given(cast("Batches", data), semantics.seq_len, n_rows, vocab_size, reason, objective)
+    return {"data.path": batches.fingerprint}, batches
 
 
 def _file_of(plan: Planned | PlanFile | Plan | str | Path) -> tuple[str, PlanFile]:
-    """A plan with its claim, and its name in messages."""
+    """Return a name for messages, and the plan file with its claim."""
     match plan:
         case Planned():
             return "the plan", plan.file

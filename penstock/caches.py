@@ -1,4 +1,4 @@
-"""Folder of a user's caches, shared by processes: tokens, and outlines of models."""
+"""Cache folder of a user, shared by processes: tokenized data and layer traces."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ from penstock.planner.model import trace_cache
 
 
 def cache_folder() -> Path:
-    """$PENSTOCK_CACHE, or ~/.cache/penstock. RuntimeError for a user without a home."""
+    """Return $PENSTOCK_CACHE, or `penstock` in $XDG_CACHE_HOME or ~/.cache. RuntimeError for a user without a home directory."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("PENSTOCK_CACHE") or f"{caches}/penstock").expanduser()
 
 
-def keep_outlines() -> None:
-    """Of models that are planned from here on, for other processes too."""
+def cache_layer_traces() -> None:
+    """Store the layer traces of models that are planned from here on, for other processes too."""
     try:
         trace_cache.folder.set(cache_folder() / "outlines")
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""The ranks of a run: started on this host, and joined into one run.
+"""Ranks of a run: start them on this host, and join them into one run.
 
-Every rank is this program, started by `torchrun` or by `penstock run`. Rank 0 puts the run together as if it were alone and leads
-it; the others read the same plan and settings, compare them with rank 0's, and follow. An error of all ranks is printed by rank 0.
+Every rank is this program, started by `torchrun` or by `penstock run`. Rank 0 assembles the run and leads it. The others read the
+same plan and settings, compare them with rank 0's, and follow. An error of all ranks is printed by rank 0.
 """
 
 import ctypes
@@ -38,38 +38,38 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl: the signal to this process when 
 
 
 class GoneError(PenstockError):
-    """The end of a following rank for an error that rank 0 prints."""
+    """Raised on a follower rank for an error that rank 0 prints."""
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one of several."""
+    """True if this process was started as one of several ranks."""
     return _number("WORLD_SIZE", 1) > 1
 
 
 def _number(name: str, default: int) -> int:
-    """An environment variable of the launcher."""
+    """Return an environment variable of the launcher as a number."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
         raise PlanError(f"{name} is {text[:20]!r} in the environment, no number; start ranks with `penstock run` or torchrun")
     return int(text)
 
 
-# -- starting them -------------------------------------------------------------------------------------------------------------
+# -- start ---------------------------------------------------------------------------------------------------------------------
 
 
 def refuse_several_hosts(plan: Plan) -> None:
-    """PlanError with the torchrun command that starts a plan's ranks on several hosts."""
+    """Raise PlanError, with the torchrun command to use, for a plan with several hosts."""
     if (n_hosts := Profile.from_json(plan.profile).n_hosts) > 1:
-        each = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
-        raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{each} FIRST_HOST:29500 -m penstock run ...`")
+        cmd = f"torchrun --nnodes {n_hosts} --nproc-per-node {plan.semantics.ranks // n_hosts} --rdzv-backend c10d --rdzv-endpoint"
+        raise PlanError(f"the plan is for {n_hosts} hosts: start it on each of them, `{cmd} FIRST_HOST:29500 -m penstock run ...`")
 
 
 def start(n: int, arguments: Sequence[str]) -> int:
-    """Start `n` ranks on this host, each with the command's own arguments; the exit code of the first to fail, or rank 0's.
+    """Start `n` ranks on this host with the command's arguments. Return the exit code of rank 0 or of the first that failed.
 
-    They meet in a store of this process, as torchrun's ranks do. Signals go to rank 0 alone, which ends the run after its step; and
-    once a rank has failed, the others have GRACE_S to end by themselves. Torchrun's launcher keeps neither promise: it answers
-    SIGTERM with code 1, kills a rank that takes 30 s to save, and sends SIGTERM to all, rank 0 too, as soon as one has failed.
+    Ranks rendezvous in a store of this process, as under torchrun. Signals are sent to rank 0 alone, which ends the run after its
+    step. Once a rank has failed, the others have GRACE_S to end by themselves. torchrun's launcher does neither: it exits with code
+    1 on SIGTERM, kills a rank that takes 30 s to save, and sends SIGTERM to every rank, rank 0 too, when one has failed.
     """
     from penstock.runtime.machines.processes import meeting_place
 
@@ -91,7 +91,7 @@ def start(n: int, arguments: Sequence[str]) -> int:
         for process in ranks:
             process.kill()
             process.wait()
-    del store  # until here: ranks lose each other without it
+    del store  # the ranks need it until here
     if (killed := next((rank for rank, code in failed.items() if code < 0), None)) is not None:
         number = -failed[killed]
         print(f"error: rank {killed} was ended by {signal.Signals(number).name}; go on with --resume", file=sys.stderr)
@@ -100,7 +100,7 @@ def start(n: int, arguments: Sequence[str]) -> int:
 
 
 def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
-    """Wait for all ranks, not for long once one has failed: the exit codes of those that failed, the first to fail first."""
+    """Wait for all ranks, at most GRACE_S once one has failed. Return the exit codes of failed ranks, the first to fail first."""
     until_s, codes = math.inf, dict[int, int]()
     while True:
         codes |= {rank: code for rank, process in enumerate(ranks) if (code := process.poll())}
@@ -111,61 +111,61 @@ def _failed(ranks: "Sequence[subprocess.Popen[bytes]]") -> dict[int, int]:
         time.sleep(LOOK_S)
 
 
-# -- being one -----------------------------------------------------------------------------------------------------------------
+# -- join ----------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def joined(settings: RunSettings, plan: Plan, device: str) -> "Iterator[Processes | None]":
-    """All ranks of a run that has several, once they have found that they have the same plan, settings and versions."""
-    n, here = plan.semantics.ranks, _number("WORLD_SIZE", 1)
-    if here == 1 and (n == 1 or device == "emulated"):
+    """Yield all ranks once they have checked that plan, settings and versions are equal. Yield None for a single rank."""
+    n, size = plan.semantics.ranks, _number("WORLD_SIZE", 1)
+    if size == 1 and (n == 1 or device == "emulated"):
         yield None
         return
     from penstock.runtime.machines.processes import met
 
     by_memory = Profile.from_json(plan.profile).meets_on_host
-    with met(device, _number("LOCAL_WORLD_SIZE", here), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
-        _compare(ranks, settings, plan)  # before one rank alone refuses something: the others would wait for it
-        if here != n or device == "emulated":
-            _refuse(PlanError(f"the plan is for {n} GPUs, and {here} ranks were started: plan with --gpus {here}, or start {n}"))
+    with met(device, _number("LOCAL_WORLD_SIZE", size), _number("LOCAL_RANK", _number("RANK", 0)), by_memory) as ranks:
+        _compare(ranks, settings, plan)  # before any other check, as the others would wait for a rank that raises alone
+        if size != n or device == "emulated":
+            _refuse(PlanError(f"the plan is for {n} GPUs, and {size} ranks were started: plan with --gpus {size}, or start {n}"))
         yield ranks
 
 
-def take_own_part(asked_device: str) -> None:
-    """Give this rank a GPU of its own, before CUDA is initialized, and a share of the host's cores, unless its cores are pinned.
+def assign_device_and_cores(asked_device: str) -> None:
+    """Assign a GPU to this rank, before CUDA is initialized, and a share of the host's cores unless its cores are pinned.
 
-    A rank that `start` has started gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
+    A rank launched by `start` gets SIGTERM when that process ends. PlanError: fewer GPUs than ranks.
     """
     if STARTED_HERE in os.environ:
-        with suppress(AttributeError, OSError):  # Linux has it
+        with suppress(AttributeError, OSError):  # Linux only
             ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGTERM))
     rank, n = _number("LOCAL_RANK", _number("RANK", 0)), _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
     if asked_device in ("auto", "cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(n)))).split(",")
         if len(visible) < n and any(visible):
-            _refuse(PlanError(f"CUDA_VISIBLE_DEVICES names {len(visible)} devices, and there are {n} ranks; give each of them one"))
+            _refuse(PlanError(f"CUDA_VISIBLE_DEVICES names {len(visible)} devices for {n} ranks; give one to each"))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[rank] if any(visible) else ""
     cores = sorted(os.sched_getaffinity(0))
     if (len(cores) == os.cpu_count() or STARTED_HERE in os.environ) and len(cores) >= n:
-        each = len(cores) // n
-        os.sched_setaffinity(0, cores[rank * each : (rank + 1) * each])
+        n_cores = len(cores) // n
+        os.sched_setaffinity(0, cores[rank * n_cores : (rank + 1) * n_cores])
 
 
 def _compare(ranks: "Processes", settings: RunSettings, plan: Plan) -> None:
-    """PlanError, on all ranks, that names what differs on one rank from rank 0."""
+    """Raise PlanError on all ranks if one differs from rank 0 in version, plan or settings."""
     texts = {
         "version": f"{version_in_words()}, torch {metadata.version('torch')}",
         "plan": str(plan),
         "settings": json.dumps(asdict(settings), sort_keys=True, default=str),
     }
-    mine = {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
-    first, *others = ranks.gathered(mine)
-    for rank, said in enumerate(others, start=1):
-        for what in mine:
-            if said.get(what) != first.get(what):
-                _refuse(PlanError(f"rank {rank} has another {what} than rank 0; start all ranks alike"))
+    mine = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    first, *digests = ranks.gathered(mine)
+    for rank, digest in enumerate(digests, start=1):
+        for name in mine:
+            if digest.get(name) != first.get(name):
+                _refuse(PlanError(f"rank {rank} has another {name} than rank 0; start all ranks with the same command"))
 
 
 def _refuse(error: PenstockError) -> NoReturn:
-    """Raise on every rank an error that all find, which rank 0 prints."""
+    """Raise an error that every rank finds. Rank 0 prints it."""
     raise error if int(os.environ.get("RANK", "0")) == 0 else GoneError(str(error))

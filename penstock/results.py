@@ -1,4 +1,4 @@
-"""Plans and runs as a program has them, and as a notebook shows them."""
+"""Results of planning and training, with HTML views for notebooks."""
 
 from dataclasses import dataclass
 from html import escape
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from .training.trainer import Metrics
 
-PAGE_PIXELS = 900  # of a report in a notebook
+PAGE_PIXELS = 900  # height of a report in a notebook
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with its prediction and certificate. Prints as `penstock plan` does; a notebook shows its report."""
+    """A plan with its prediction and certificate. `print` shows the output of `penstock plan`; a notebook shows the report."""
 
     answer: "SearchResult"
     profile: Profile
@@ -37,7 +37,7 @@ class Planned:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step."""
+        """Predicted seconds per step."""
         return self.answer.step_s
 
     @property
@@ -46,7 +46,7 @@ class Planned:
 
     @property
     def certificate(self) -> Certificate:
-        """The bounds on any schedule's step, and the plan's gap to them."""
+        """Lower bounds on the step time of any schedule, and the plan's gap to them."""
         return self.answer.certificate
 
     @property
@@ -75,18 +75,18 @@ class Trained:
     """The folder, metrics and timeline of a run."""
 
     folder: Path  # metrics.jsonl, timeline.json, checkpoint-N/
-    n_done: int  # steps in all, resumed ones included
-    metrics: "tuple[Metrics, ...]"  # of the steps made now
-    timeline: Timeline  # of the last of them, op by op; of an emulated run on the clock of the plan's machine
-    late_fraction: float = 0.0  # of the ops of an emulated run: those that took this computer longer than the machine
+    n_done: int  # total steps, including those before a resume
+    metrics: "tuple[Metrics, ...]"  # one for each step of this call
+    timeline: Timeline  # ops of the last step; an emulated run has times of the plan's machine
+    late_fraction: float = 0.0  # emulated run: share of ops that took longer on this computer than on the plan's machine
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the last checkpoint, which transformers loads."""
+        """Folder of the last checkpoint. transformers loads it."""
         return self.folder / f"checkpoint-{self.n_done}"
 
     def page(self) -> str:
-        """The page of `penstock report`, predicted and measured: one HTML file that needs no network."""
+        """Return the page of `penstock report`, predicted and measured: one HTML file that needs no network."""
         from .run_files import read_logged_run
 
         file = PlanFile.read(self.folder / PLAN_FILE)

@@ -1,7 +1,7 @@
-"""The settings of a run from a YAML or TOML file and from flags, and help for what is not understood.
+"""Settings of a run, read from a YAML or TOML file and from flags, with advice for unknown keys.
 
-Flags override the file. Relative paths are relative to the working directory, as on the command line. A run writes its settings,
-as understood, to RUN_FILE in its folder, beside its plan, and `read_run` reads them back, wherever the folder is by then.
+Flags override the file. Relative paths are relative to the working directory, also in the file. A run writes its validated settings
+to RUN_FILE in its folder, next to its plan. `read_run` reads them back, even if the folder was moved.
 """
 
 import difflib
@@ -24,9 +24,9 @@ from penstock.runtime.units import on_one_line
 from penstock.settings import DataSettings, RunSettings, settings_of
 
 MAX_CONFIG_BYTES = 64 * 2**10  # far above any list of settings and prompts
-MAX_ADVICE = 360  # characters about unknown keys; of many, only their names are listed
+MAX_ADVICE = 360  # characters of advice on unknown keys; beyond that, only their names are listed
 RUN_FILE, PLAN_FILE = "run.yaml", "run-plan.json"
-GONE = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # settings in the folders of older runs
+REMOVED = {"data": ("workers",), "evaluation": ("temperature", "top_p")}  # removed settings that older runs wrote
 WRITTEN_BY_A_RUN = "# As a run of Penstock understood its settings.\n"
 
 _RUN = TypeAdapter(RunSettings)
@@ -34,14 +34,14 @@ _RUN = TypeAdapter(RunSettings)
 _TABLES = tomllib.loads(resources.files("penstock").joinpath("other_trainers.toml").read_text("utf-8"))
 
 
-def _by_their_name(table: str) -> dict[str, str]:
-    return {theirs: ours for ours, names in _TABLES[table].items() for theirs in names}
+def _by_alias(table: str) -> dict[str, str]:
+    return {alias: setting for setting, names in _TABLES[table].items() for alias in names}
 
 
-ALSO_KNOWN_AS = _by_their_name("settings")  # ours, by what other trainers call a setting
-PLAN_FLAGS = _by_their_name("plan_flags")
+ALSO_KNOWN_AS = _by_alias("settings")  # other trainer's name of a setting: our name
+PLAN_FLAGS = _by_alias("plan_flags")
 _PATHS = ("model", "adapter", "packed", "path", "data")
-_OF_THE_PLAN = PLAN_FLAGS | _by_their_name("decided_by_plan")
+_PLAN_KEYS = PLAN_FLAGS | _by_alias("decided_by_plan")
 _EXPECTED = {
     "tuple_type": "should be a list",
     "dataclass_type": "should hold keys of its own",
@@ -51,38 +51,38 @@ _EXPECTED = {
 
 
 class RunConfigError(PenstockError):
-    """Settings of a run that cannot be right."""
+    """Invalid settings of a run."""
 
 
 def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
-    """The settings of a file, if there is one, and of flags by dotted names (`optimizer.lr`), which override it."""
-    given = {} if path is None else _with_data_in_full(_read(path))
-    if path is not None and path.name == RUN_FILE and given.get("plan") == f"{given.get('out')}/{PLAN_FILE}":
-        given |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # a run's folder, which may have been moved
-        for where, names in GONE.items():
-            if isinstance(older := given.get(where), dict):
-                given[where] = {key: value for key, value in older.items() if key not in names}
+    """Read the settings of a file, if `path` is given, and of flags by dotted name (`optimizer.lr`), which override it."""
+    values = {} if path is None else _with_expanded_data(_read(path))
+    if path is not None and path.name == RUN_FILE and values.get("plan") == f"{values.get('out')}/{PLAN_FILE}":
+        values |= {"out": str(path.parent), "plan": str(path.parent / PLAN_FILE)}  # the run's folder may have been moved
+        for where, names in REMOVED.items():
+            if isinstance(older := values.get(where), dict):
+                values[where] = {key: value for key, value in older.items() if key not in names}
     where = "the command line" if path is None else str(path)
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if one in flags and other not in flags:
-            given.pop(other, None)  # alternatives
+    for chosen, alternative in (("steps", "epochs"), ("epochs", "steps")):
+        if chosen in flags and alternative not in flags:
+            values.pop(alternative, None)  # alternatives
     for name, value in flags.items():
         *sections, key = name.split(".")
-        section = given
+        section = values
         for part in sections:
             section[part] = section = {} if section.get(part) is None else section[part]
             if not isinstance(section, dict):
-                break  # which validation refuses
+                break  # validation rejects it
         else:
             section[key] = str(value) if isinstance(value, Path) else value
-    given = _without_nulls(given)
-    data = given.get("data", {})
+    values = _without_nulls(values)
+    data = values.get("data", {})
     if isinstance(data, dict) and not (data.get("path") or data.get("mix")):
         raise RunConfigError("no data to train on: give --data, or data.path in the file of --config")
     try:
-        settings = _RUN.validate_python(given)
+        settings = _RUN.validate_python(values)
     except ValidationError as error:
-        raise RunConfigError(_words(error, where, flags)) from None
+        raise RunConfigError(_problem(error, where, flags)) from None
     if settings.steps is not None and settings.epochs is not None:
         raise RunConfigError(f"{where}: steps and epochs are both given; give one of them")
     if settings.data.path is not None and settings.data.mix:
@@ -92,24 +92,24 @@ def read_run(path: Path | None, flags: Mapping[str, Any]) -> RunSettings:
 
 
 def located(settings: RunSettings) -> RunSettings:
-    """The same, with paths from the root where there is such a file or folder: a program's own batches are none."""
+    """Return the settings with absolute paths. A name without a file or folder, such as a fingerprint, is unchanged."""
 
     def from_root(fields: dict[str, Any]) -> dict[str, Any]:
-        at = [key for key in _PATHS if isinstance(fields.get(key), str) and os.path.exists(fields[key])]
-        return fields | {key: os.path.abspath(fields[key]) for key in at}
+        keys = [key for key in _PATHS if isinstance(fields.get(key), str) and os.path.exists(fields[key])]
+        return fields | {key: os.path.abspath(fields[key]) for key in keys}
 
     return _RUN.validate_python(json.loads(_RUN.dump_json(settings), object_hook=from_root))
 
 
 def run_text(settings: RunSettings) -> str:
-    """Every setting as YAML, which `read_run` reads back."""
+    """Return the settings as YAML for `read_run`."""
     import yaml
 
     return WRITTEN_BY_A_RUN + str(yaml.safe_dump(_RUN.dump_python(settings, mode="json"), sort_keys=False, width=120))
 
 
 def part_of(text: str) -> dict[str, Any]:
-    """A data set of `--data`: `a.jsonl:0.7`, or a path alone, which may have a colon in its name."""
+    """Parse a data set of `--data`: `a.jsonl:0.7`, or a path alone, which may contain a colon."""
     path, _, weight = text.rpartition(":")
     if path and not os.path.exists(text):
         with suppress(ValueError):
@@ -118,31 +118,31 @@ def part_of(text: str) -> dict[str, Any]:
 
 
 def data_named(paths: Iterable[Any]) -> dict[str, Any]:
-    """`path` of one data set, or `mix` of several, or of one with a share."""
+    """Return `path` for one data set without a weight, else `mix`."""
     parts = [part_of(path) if isinstance(path, str) else path for path in paths]
     is_one = len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"path"}
     return {"path": parts[0]["path"], "mix": ()} if is_one else {"path": None, "mix": parts}
 
 
 def advice(place: str) -> str:
-    """What may have been meant by a key that does not exist."""
+    """Suggest a key for one that does not exist."""
     section, _, key = place.rpartition(".")
     if absent := next((words for names, words in _TABLES["absent"].items() if re.fullmatch(names, key)), None):
         return str(absent)
-    if key in _OF_THE_PLAN:
-        return f"it is the plan's: say {_OF_THE_PLAN[key]} to `penstock plan`"
+    if key in _PLAN_KEYS:
+        return f"it belongs to the plan: give {_PLAN_KEYS[key]} to `penstock plan`"
     names = [name for name, _ in settings_of()]
-    here = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
+    siblings = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == section}
     anywhere = {name.rpartition(".")[2]: name for name in reversed(names)} | ALSO_KNOWN_AS
-    whole = {name: name for name in names}
-    for asked, among, cutoff in ((key, here, 0.75), (key, anywhere, 0.75), (place, whole, 0.6), (key, here, 0.4)):
-        if found := difflib.get_close_matches(asked, among, 1, cutoff):
-            return f"did you mean {among[found[0]]}?"
+    full_names = {name: name for name in names}
+    for text, candidates, cutoff in ((key, siblings, 0.75), (key, anywhere, 0.75), (place, full_names, 0.6), (key, siblings, 0.4)):
+        if matches := difflib.get_close_matches(text, candidates, 1, cutoff):
+            return f"did you mean {candidates[matches[0]]}?"
     return f"there are {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The keys and values of a file; RunConfigError says where it is wrong."""
+    """Return the keys and values of a file. RunConfigError names the line of a syntax error."""
     import yaml
 
     language = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML"}.get(path.suffix.lower())
@@ -150,38 +150,38 @@ def _read(path: Path) -> dict[str, Any]:
         raise RunConfigError(f"{path}: neither YAML nor TOML by its name; name it .yaml or .toml")
     try:
         text = read_whole(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
-        found = yaml.safe_load(text) if language == "YAML" else tomllib.loads(text)
+        content = yaml.safe_load(text) if language == "YAML" else tomllib.loads(text)
     except OSError as error:
         raise RunConfigError(f"{path}: cannot be read ({error.strerror}); give the file of a run") from None
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f":{error.problem_mark.line + 1}"
-        raise RunConfigError(f"{path}{line}: not YAML ({error.problem}); mend it there") from None
+        raise RunConfigError(f"{path}{line}: not YAML ({error.problem}); correct it there") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise RunConfigError(f"{path}: not {language} ({' '.join(str(error).split())[:120]}); mend it there") from None
-    if not isinstance(found, dict | None):
+        raise RunConfigError(f"{path}: not {language} ({' '.join(str(error).split())[:120]}); correct it there") from None
+    if not isinstance(content, dict | None):
         raise RunConfigError(f"{path}: no keys and values; begin for example with `data:` and, indented, `path: FOLDER`")
-    return found or {}
+    return content or {}
 
 
-def _with_data_in_full(given: dict[str, Any]) -> dict[str, Any]:
-    """The same, where `data` or `data.path` is a path or a list of them, each with a weight or without."""
-    data = given.get("data")
+def _with_expanded_data(values: dict[str, Any]) -> dict[str, Any]:
+    """Expand `data` or `data.path` if it is a path or a list of paths, with or without weights."""
+    data = values.get("data")
     if isinstance(data, str | list):
         data = {"path": data}
     if isinstance(data, dict) and isinstance(data.get("path"), list):
         if "mix" in data:
-            raise RunConfigError("data.path is a list, and data.mix is there too; name all sets in one of them")
+            raise RunConfigError("data.path is a list, and data.mix is given too; name all sets in one of them")
         data = data | data_named(data["path"])
-    return given | {"data": data} if "data" in given else given
+    return values | {"data": data} if "data" in values else values
 
 
-def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
-    """The same without keys that are null, as a section is whose keys are all commented out."""
-    return {key: _without_nulls(v) if isinstance(v, dict) else v for key, v in given.items() if v is not None}
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """Drop keys that are null, for example a section with all keys commented out."""
+    return {key: _without_nulls(v) if isinstance(v, dict) else v for key, v in values.items() if v is not None}
 
 
 def _refuse_idle(where: str, settings: RunSettings) -> None:
-    """RunConfigError for a setting that would do nothing: it is a misunderstanding."""
+    """Raise RunConfigError for a setting without effect, because it is a misunderstanding."""
     data, evaluation, saving = settings.data, settings.evaluation, settings.checkpoint
     buffered = data.shuffle_buffer != DataSettings().shuffle_buffer
     has_data, schedule = evaluation.data is not None, settings.optimizer.schedule
@@ -199,21 +199,22 @@ def _refuse_idle(where: str, settings: RunSettings) -> None:
             raise RunConfigError(f"{where}: {key} does nothing without {needs}; drop it, or add that")
 
 
-def _words(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
-    """All keys that do not exist, or else the first wrong value, in one line."""
+def _problem(error: ValidationError, where: str, flags: Mapping[str, Any]) -> str:
+    """Describe the unknown keys, or else the first wrong value, in one line."""
     errors = error.errors(include_url=False, include_context=False)
     unknown = {_place(e["loc"]): advice(_place(e["loc"])) for e in errors if e["type"] == "unexpected_keyword_argument"}
     if unknown:
-        each = "; ".join(f"{place}: no such key; {words}" for place, words in unknown.items())
-        if len(unknown) > 1 and len(each) > MAX_ADVICE:
-            each = on_one_line(f"{len(unknown)} keys that do not exist: {', '.join(unknown)}", MAX_ADVICE)
-        return f"{where}: {each}"
+        listing = "; ".join(f"{place}: no such key; {words}" for place, words in unknown.items())
+        if len(unknown) > 1 and len(listing) > MAX_ADVICE:
+            listing = on_one_line(f"{len(unknown)} keys that do not exist: {', '.join(unknown)}", MAX_ADVICE)
+        return f"{where}: {listing}"
     first = errors[0]
     name = re.split(r"\.\d+", _place(first["loc"]))[0]
-    flag = next((of.metadata["flag"].name for key, of in settings_of() if key == name and name in flags and of.metadata), None)
+    flags_used = (field.metadata["flag"].name for key, field in settings_of() if key == name and name in flags and field.metadata)
+    flag = next(flags_used, None)
     expected = _EXPECTED.get(first["type"]) or first["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    said = flag or f"{'the command line' if name in flags else where}: {_place(first['loc']) or 'the settings'}"
-    return f"{said}: {expected[:200]}, found {reprlib.repr(first['input'])}"
+    subject = flag or f"{'the command line' if name in flags else where}: {_place(first['loc']) or 'the settings'}"
+    return f"{subject}: {expected[:200]}, found {reprlib.repr(first['input'])}"
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Files of a run's folder: its timeline and its log."""
+"""Files in the folder of a run: its timeline and its log."""
 
 import os
 from dataclasses import replace
@@ -13,44 +13,44 @@ from penstock.runtime.files import read_whole
 from penstock.runtime.plan import Plan, PlanFile
 from penstock.runtime.plan.timeline import Timeline
 
-MAX_FILE_BYTES = 2**30  # of a timeline or a log, which is read whole
-GIVE = "give the --out folder of a run"
+MAX_FILE_BYTES = 2**30  # limit for a timeline or a log, because it is read into memory
+ADVICE = "give the --out folder of a run"
 
 
 def read_logged_run(folder: Path, plan: Plan) -> LoggedRun:
-    """All that can be drawn of a run of the plan. CheckpointError where there is nothing, or something else."""
+    """Read the timeline and the log of a run of the plan. CheckpointError if both are missing or one is invalid."""
     timeline_file, log_file = folder / "timeline.json", folder / "metrics.jsonl"
     if not (os.path.lexists(timeline_file) or os.path.lexists(log_file)):
         problem = "holds no timeline.json and no metrics.jsonl" if folder.is_dir() else "no such folder"
-        raise CheckpointError(f"{folder}: {problem}; {GIVE}")
+        raise CheckpointError(f"{folder}: {problem}; {ADVICE}")
     timeline = read_timeline(timeline_file, plan) if os.path.lexists(timeline_file) else None
     return LoggedRun(timeline, read_log(_lines(log_file)))
 
 
 def refuse_another_plan(folder: Path, plan: Plan) -> None:
-    """CheckpointError for a run whose folder holds another plan; the machine that it was predicted for may be another."""
-    own = folder / PLAN_FILE
-    if os.path.lexists(own):
-        performed = PlanFile.read(own).plan
+    """Raise CheckpointError if the folder holds a run of another plan. Profile, model path and model name may differ."""
+    plan_file = folder / PLAN_FILE
+    if os.path.lexists(plan_file):
+        performed = PlanFile.read(plan_file).plan
         if replace(performed, profile=plan.profile, model=replace(plan.model, config=performed.model.config)) != plan:
-            raise CheckpointError(f"{folder}: a run of another plan; give the plan that it performed, {own}")
+            raise CheckpointError(f"{folder}: a run of another plan; give the plan that it performed, {plan_file}")
 
 
 def read_timeline(path: Path, plan: Plan) -> Timeline:
-    """The timeline of a run of the plan. CheckpointError for one that is damaged, or has ops that the plan has not."""
+    """Read the timeline of a run of the plan. CheckpointError if it is damaged or has ops outside the plan."""
     try:
         timeline = TypeAdapter(Timeline).validate_json(_read(path))
     except ValidationError:
-        raise CheckpointError(f"{path}: not the timeline of a run; {GIVE}") from None
+        raise CheckpointError(f"{path}: not the timeline of a run; {ADVICE}") from None
     if any(span.step < 0 or not 0 <= span.start_s <= span.end_s < 1e12 for span in timeline.spans):
-        raise CheckpointError(f"{path}: holds an impossible time or step; {GIVE}")
+        raise CheckpointError(f"{path}: holds an impossible time or step; {ADVICE}")
     if any(not 0 <= span.op < len(plan.ops) for span in timeline.spans):
         raise CheckpointError(f"{path}: the timeline of another plan; give the plan that the run performed")
     return timeline
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The lines of a log; none where there is no such file. A pipe or a device is refused."""
+    """Return the lines of a log, or none if the file does not exist. A pipe or a device is rejected."""
     return _read(path).splitlines(keepends=True) if os.path.lexists(path) else []
 
 
@@ -58,4 +58,4 @@ def _read(path: Path) -> bytes:
     try:
         return read_whole(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {GIVE}") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {ADVICE}") from None

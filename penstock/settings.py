@@ -1,8 +1,8 @@
-"""Settings of a training run: everything but its plan, each with its default and, where it has one, its flag.
+"""Settings of a training run, apart from its plan, with their defaults and flags.
 
-`run_config.py` reads them from a YAML or TOML file and from flags; `cli/options.py` makes the flags and their help of them.
+`run_config.py` reads them from a YAML or TOML file and from flags; `cli/options.py` generates the flags and their help from them.
 """
-# ruff: noqa: RUF009 (`flagged` gives a field, as `field` does)
+# ruff: noqa: RUF009 (`flagged` returns a field, like `field`)
 
 from collections.abc import Iterator
 from dataclasses import Field as DataclassField
@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The command-line flag of a setting, and what `--help` cannot read off the setting's type and default."""
+    """Command-line flag of a setting, with the parts of `--help` that do not follow from the setting's type and default."""
 
     name: str
     help: str
@@ -28,24 +28,24 @@ class Flag:
     repeats: bool = False
 
 
-def flagged(default: Value, *of_flag: Any, **more: Any) -> Value:
-    """A setting with this default, and a `Flag` of these."""
-    return field(default=default, metadata={"flag": Flag(*of_flag, **more)})
+def flagged(default: Value, *arguments: Any, **options: Any) -> Value:
+    """Declare a setting with this default, and a `Flag` with these arguments."""
+    return field(default=default, metadata={"flag": Flag(*arguments, **options)})
 
 
-# Lenient, so that the text of a flag, and a number as YAML 1.1 reads it (`1e-5` is text there), are taken for what they say.
+# Not strict: numbers may be text, from a flag or from YAML 1.1, which reads `1e-5` as text.
 LENIENT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-LION = {"lr_fraction": 0.3, "beta2": 0.99}  # beside AdamW's (arXiv 2302.06675: a rate 3 to 10 times smaller)
-ADAPTERS_LR = 1e-4  # of LoRA: that of QLoRA (arXiv 2305.14314) for 33B and 65B; for 7B and 13B it takes 2e-4
+LION = {"lr_fraction": 0.3, "beta2": 0.99}  # changes relative to AdamW (arXiv 2302.06675: a rate 3 to 10 times smaller)
+ADAPTERS_LR = 1e-4  # LoRA; QLoRA (arXiv 2305.14314) uses it for 33B and 65B, and 2e-4 for 7B and 13B
 Fraction = Annotated[float, Field(ge=0, le=1)]
-_Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # that a loss asks for
+_Rows = Literal["preference", "unpaired-preference", "rollouts", "labelled"]  # formats required by losses
 Format = Literal["auto", "text", "messages", "alpaca", "sharegpt", "prompt-completion", "question-answer", _Rows]
 
 
 @dataclass(frozen=True, slots=True)
 class DataPart:
-    """One of several data sets. None: as `data` has it."""
+    """One of several data sets. None: the value of `data`."""
 
     path: Text
     weight: Annotated[float, Field(gt=0, le=1)] | None = None  # share of the samples; None for all sets: each sample once an epoch
@@ -57,39 +57,39 @@ class DataPart:
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """Training data, and how sequences are made of it."""
+    """Training data, and its packing into sequences."""
 
     path: Text | None = flagged(
         None,
         "--data",
-        "A folder of files, or one file: text, JSONL, JSON, CSV or Parquet; of several, each with its share of the samples.",
+        "A folder of files, or one file: text, JSONL, JSON, CSV or Parquet; for several, give the share of each.",
         metavar="PATH[:WEIGHT]",
         repeats=True,
     )  # None: `mix` names the data
-    format: Format = flagged("auto", "--format", "What a row holds.", "by its columns")
-    mix: tuple[DataPart, ...] = ()  # several sets, each read and packed by itself
-    split: Text | None = flagged(None, "--split", "Of a folder's splits, those that begin so.", "train, where there are splits")
+    format: Format = flagged("auto", "--format", "Format of a row.", "by its columns")
+    mix: tuple[DataPart, ...] = ()  # several sets, read and packed separately
+    split: Text | None = flagged(None, "--split", "Splits of a folder with names that begin so.", "train, if it has splits")
     columns: dict[Text, Text] | None = flagged(
-        None, "--columns", "The file's name of a column, as prompt=question.", metavar="NAME=COLUMN", repeats=True
+        None, "--columns", "Name of a column in the file, as prompt=question.", metavar="NAME=COLUMN", repeats=True
     )
-    # joined: cut from one long row of tokens, attention sees across documents; documents: packed whole, each attends to itself
-    # alone; one: a sequence each, padded; auto: joined for text, documents for chats where attention can be kept apart
-    bad_rows: Fraction = flagged(0.0, "--bad-rows", "Share of rows that may be bad, as 1%, and are left out.", "0: stop", "SHARE")
+    # joined: documents are concatenated and cut, and attention crosses them; documents: packed whole, isolated in attention;
+    # one: one padded document per sequence; auto: joined for text, documents for chats if the model supports isolation
+    bad_rows: Fraction = flagged(0.0, "--bad-rows", "Share of invalid rows, as 1%, that are left out.", "0: stop", "SHARE")
     packing: Literal["auto", "joined", "documents", "one"] = flagged(
-        "auto", "--packing", "How documents share a sequence: joined and cut, whole and each by itself, or one in each."
+        "auto", "--packing", "Packing of documents: joined and cut, whole and isolated, or one per sequence."
     )
     too_long: Literal["cut", "split", "skip", "refuse"] = "cut"  # a document longer than a sequence; `joined` always splits
     unsupervised: Literal["refuse", "skip"] = "skip"  # a sample without a supervised token; skipped ones are counted
-    shuffle: bool = True  # the order of sequences, another in each epoch
+    shuffle: bool = True  # random order of sequences, different in each epoch
     streaming: bool = flagged(False, "--streaming", "Read data as it is needed; give --steps.")
     shuffle_buffer: Count = 10_000  # samples, when streaming
     __pydantic_config__ = LENIENT
 
     @property
     def parts(self) -> tuple["DataSettings", ...]:
-        """Each data set with settings of its own."""
-        own = [{k: v for k, v in asdict(part).items() if k != "weight" and v is not None} for part in self.mix]
-        return tuple(replace(self, mix=(), **fields) for fields in own) or (self,)
+        """Settings of each data set."""
+        overrides = [{k: v for k, v in asdict(part).items() if k != "weight" and v is not None} for part in self.mix]
+        return tuple(replace(self, mix=(), **fields) for fields in overrides) or (self,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +100,17 @@ class ScheduleSettings:
         "constant", "--schedule", "Learning rate after the warm-up."
     )
     warmup_steps: Natural = flagged(0, "--warmup-steps", "Steps of linear warm-up.")
-    decay_steps: Natural | None = None  # of warmup-stable-decay; None: a tenth of the run
-    min_lr_fraction: Fraction = 0.0  # of `lr`, where cosine and warmup-stable-decay end
+    decay_steps: Natural | None = None  # for warmup-stable-decay; None: a tenth of the run
+    min_lr_fraction: Fraction = 0.0  # final rate of cosine and warmup-stable-decay, as a fraction of `lr`
     __pydantic_config__ = LENIENT
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings(AdamW):
-    """The plan's optimizer over a run."""
+    """Hyperparameters and schedule of the plan's optimizer."""
 
-    lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; of adapters 0.0001; of Lion 0.3 of it")  # type: ignore[assignment]
-    beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; of Lion 0.99
+    lr: Above0 | None = flagged(None, "--lr", "Learning rate.", "1e-05; adapters: 0.0001; Lion: 0.3 of it")  # type: ignore[assignment]
+    beta2: Beta | None = None  # type: ignore[assignment]  # None: 0.999; Lion: 0.99
     weight_decay: AtLeast0 = flagged(0.0, "--weight-decay", "Weight decay of matrices.")
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     __pydantic_config__ = LENIENT
@@ -118,12 +118,12 @@ class OptimizerSettings(AdamW):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSettings:
-    """When checkpoints are saved, and which of them are kept."""
+    """Times and retention of checkpoints."""
 
     every: Count | None = flagged(None, "--save-every", "Steps between checkpoints.", "by time, and at the end")
     keep: Count | None = flagged(None, "--keep", "Keep only the last N checkpoints.", "all", "N")
-    background: bool = True  # write while training goes on
-    copy_bytes: Natural | None = None  # host memory for copy-on-write of blocks; None: what the plan leaves free
+    background: bool = True  # write during training
+    copy_bytes: Natural | None = None  # host memory for copy-on-write of blocks; None: half of the memory that the plan leaves free
     minutes: AtLeast0 = flagged(60.0, "--save-minutes", "Longest time between checkpoints; 0: no limit.")
     weights_only: bool = flagged(
         False, "--weights-only", "Save the model alone, 2 bytes a parameter, without the state to resume from."
@@ -137,28 +137,28 @@ class EvaluationSettings:
 
     data: Text | None = flagged(None, "--eval-data", "Held-out data, for its loss and perplexity.", metavar="PATH")
     every: Count | None = flagged(None, "--eval-every", "Steps between evaluations.", "only at the end")
-    split: Text | None = None  # of a folder; None: the splits that begin with val, dev, eval or test, where there are
+    split: Text | None = None  # split of a folder; None: those that begin with val, dev, eval or test
     max_sequences: Count = 256
     prompts: tuple[Text, ...] = flagged((), "--prompt", "Generate from this prompt at each evaluation.", repeats=True)
     max_new_tokens: Count = 64
-    first: bool = True  # the held-out loss before the first step, too
+    first: bool = True  # evaluate before the first step too
     base: bool = flagged(False, "--eval-base", "Evaluate the base model without its adapter, too.")
     __pydantic_config__ = LENIENT
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """A training run, but for its plan."""
+    """Settings of a training run, apart from its plan."""
 
     data: DataSettings
     plan: Text | None = None
     model: Text | None = flagged(None, "--model", "Folder with weights and tokenizer.", "the plan's model", "FOLDER")
     from_scratch: bool = flagged(False, "--from-scratch", "Start from random weights instead of a checkpoint.")
     adapter: Text | None = flagged(
-        None, "--adapter", "Folder of a LoRA adapter, as PEFT saves it, to go on from.", "a new one", "FOLDER"
+        None, "--adapter", "Folder of a LoRA adapter in PEFT's format to continue from.", "a new one", "FOLDER"
     )
     packed: Text | None = flagged(
-        None, "--packed", "Folder that keeps quantized base weights, for other runs too.", "in --out", "FOLDER"
+        None, "--packed", "Cache folder for quantized base weights, shared by runs.", "in --out", "FOLDER"
     )
     disk: Text | None = flagged(
         None,
@@ -169,26 +169,25 @@ class RunSettings:
     reference: Text | None = flagged(
         None,
         "--reference",
-        "Where a loss takes its reference from: the model as the run begins with it, without an adapter, or a file of `penstock "
-        "forward`.",
+        "Reference of a loss: the run's initial model without an adapter, or a file of `penstock forward`.",
         "base",
         "base|FILE",
     )
-    loss: Text | None = flagged(None, "--loss", "The function of a plan whose loss is your own.", metavar="FILE.py:FUNCTION")
+    loss: Text | None = flagged(None, "--loss", "The function of a plan with your own loss.", metavar="FILE.py:FUNCTION")
     tokenizer: Literal["model", "bytes"] = flagged("model", "--tokenizer", "The model's own, or UTF-8 bytes.")
     out: Text = flagged("penstock-run", "--out", "Folder of checkpoints and logs.", metavar="FOLDER")
-    steps: Count | None = flagged(None, "--steps", "Steps in all, resumed ones included.", "once through the data")
-    epochs: Above0 | None = flagged(None, "--epochs", "Instead of --steps: times through the data.")
+    steps: Count | None = flagged(None, "--steps", "Total steps, including those before a resume.", "once through the data")
+    epochs: Above0 | None = flagged(None, "--epochs", "Instead of --steps: passes through the data.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flagged(0, "--seed", "Seed of random weights, dropout and the order of the data.")
     device: Literal["auto", "cuda", "cpu", "emulated"] = flagged(
         "auto",
         "--device",
-        "What performs the plan: a GPU if there is one, else this CPU (auto), or the plan's machine, emulated on a tiny model.",
+        "Device for the plan: a GPU if available, else this CPU (auto), or the plan's machine, emulated on a tiny model.",
     )
     deterministic: bool = flagged(
         False,
         "--deterministic",
-        "With a GPU, and a plan made with --deterministic: bits that do not depend on the plan. Some kernels are slower.",
+        "With a GPU, and a plan made with --deterministic: results that do not depend on the plan. Some kernels are slower.",
     )
     stop_if_lost: bool = flagged(False, "--stop-if-lost", "Exit code 4: loss not finite or ten times the first, or gradients of 0.")
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -199,9 +198,9 @@ class RunSettings:
 
 
 def settings_of(kind: Any = RunSettings, section: str = "") -> Iterator[tuple[str, DataclassField[Any]]]:
-    """Every setting by its dotted name (`optimizer.lr`), section by section. Those that have a flag have it in their metadata."""
-    for each in fields(kind):
-        if is_dataclass(each.type):
-            yield from settings_of(each.type, f"{section}{each.name}.")
+    """Yield each setting with its dotted name (`optimizer.lr`), section by section. The metadata holds its flag, if any."""
+    for setting in fields(kind):
+        if is_dataclass(setting.type):
+            yield from settings_of(setting.type, f"{section}{setting.name}.")
         else:
-            yield section + each.name, each
+            yield section + setting.name, setting

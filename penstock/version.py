@@ -1,4 +1,4 @@
-"""The version of Penstock."""
+"""Version of Penstock."""
 
 from importlib import metadata
 
@@ -9,5 +9,5 @@ except metadata.PackageNotFoundError:
 
 
 def version_in_words() -> str:
-    """`penstock 1.2`, or that the version is unknown."""
+    """Return `penstock 1.2`, or a text that the version is unknown."""
     return f"penstock {__version__}"

@@ -67,7 +67,7 @@ def unread_names(config: dict[str, Any]) -> list[str]:
     from penstock.checkpoint.conversion import Conversion
 
     of = Conversion(config)
-    weights = {name: tensor for name, tensor in of.own.items() if tensor.requires_grad}
+    weights = {name: tensor for name, tensor in of.weights.items() if tensor.requires_grad}
     read = of.sources(stored for name, tensor in weights.items() for stored, _ in of.published(name, tensor))
     return [name for name in weights if name not in read]
 

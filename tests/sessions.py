@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.checkpoint.checkpoint import State, identity, latest, load_state, put_back, refuse_another, whole
+from penstock.checkpoint.checkpoint import State, complete_checkpoints, identity, latest, load_state, put_back, refuse_another
 from penstock.runtime.machines.torch_machine import CpuMachine
 from penstock.runtime.plan import Policy
 from penstock.settings import CheckpointSettings, DataSettings, RunSettings
@@ -69,11 +69,11 @@ def lines(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """The files of all checkpoints in a folder, which must be whole."""
-    for _, path in whole(folder):
+    for _, path in complete_checkpoints(folder):
         load_state(path)
     return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in folder.glob("checkpoint-*/*")}
 
 
 def steps_of(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder."""
-    return [step for step, _ in whole(folder)]
+    return [step for step, _ in complete_checkpoints(folder)]

@@ -1,1 +1,1 @@
-"""Checkpoints in Hugging Face form: atomic, written in the background, resumed to the bit."""
+"""Checkpoints in Hugging Face form: atomic, written in the background, with bitwise identical resume."""

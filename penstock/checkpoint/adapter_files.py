@@ -1,9 +1,9 @@
 """LoRA adapters in PEFT's files, `adapter_config.json` and `adapter_model.safetensors`.
 
-Tensors have our names after the prefix `base_model.model.`: the factors A (rank, in) and B (out, rank) of each projection, in fp32;
-of a layer's E experts those of two stacks, A (E rank, in) and B (out, rank E). A head of the run's own, which scores sequences, is
-there besides, as PEFT's `modules_to_save` has it.
-Adapters of the same projections in every layer are read, with one rank and one alpha; other options of PEFT are refused by name.
+Tensors have our names after the prefix `base_model.model.`. A projection has the fp32 factors A (rank, in) and B (out, rank). A
+layer with E experts has those of two stacks, A (E rank, in) and B (out, rank E). A trained head that scores sequences is stored
+like PEFT's `modules_to_save`. An adapter is read if it has the same projections in every layer, one rank and one alpha; other
+options of PEFT are rejected by name.
 """
 
 import dataclasses
@@ -25,48 +25,48 @@ from .model_files import read_json
 from .tensor_files import Shapes, Shards
 
 if TYPE_CHECKING:
-    from peft import LoraConfig  # 57 MB, imported where an adapter is
+    from peft import LoraConfig  # 57 MB, imported only for an adapter
 
 CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 MAX_CONFIG_BYTES = 16 * 2**20
 PREFIX = "base_model.model."
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # in which factors and models are stored
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of stored factors and models
 
-# Wherever a layer has it, but not of experts one by one, as files name them: their folders are numbers
+# A target at any depth of a layer, except experts stored separately: their path contains a number
 _WEIGHT = re.compile(rf"((?:[a-z_]+\.)+layers\.[0-9]+(?:\.[a-zA-Z_]\w*)*\.(?:{'|'.join(TARGETS)}))\.weight")
-# Layers of a vision-language model's text: modules of its towers may have the names of targets, too
+# Text layers of a vision-language model, because modules of its towers may have the names of targets too
 _OF_TEXT = re.compile(r"((?:[a-z_]+\.)+language_model\.(?:[a-z_]+\.)*layers)\.")
 
-_STACKS = ("gate_up_proj", "down_proj")  # of a layer's experts, as `target_parameters` names them
+_STACKS = ("gate_up_proj", "down_proj")  # weights of a layer's experts in `target_parameters`
 _HEAD, _HEADS = SCORE.removesuffix(".weight"), ("classifier", SCORE.removesuffix(".weight"))  # PEFT names both
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "target_parameters", "use_rslora")
-_SAID = ("r", "lora_alpha", "target_modules")  # of these: PEFT's defaults would be another adapter
+_REQUIRED = ("r", "lora_alpha", "target_modules")  # required, because PEFT's defaults would be another adapter
 # Options that do not change the computation. Every other option of PEFT must be off, or have its default.
 _IDLE = ("base_model_name_or_path", "inference_mode", "auto_mapping", "eva_config", "loftq_config", "peft_version", "revision")
 _OFF: tuple[Any, ...] = (None, False, "", [], {})
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM", "SEQ_CLS"),
-    # Beginnings that leave the base's weights as they are; not so pissa, olora, corda, loftq and lora_ga.
+    # Initializations that do not change the base weights, unlike pissa, olora, corda, loftq and lora_ga.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
 }
 _INSTEAD = "train one without it, or merge it into its model with PEFT's merge_and_unload"
 
 
 def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
-    """`adapter_config.json` of an adapter with factors of these names, of the model `base`.
+    """Return `adapter_config.json` for an adapter of the model `base` with factors of these names.
 
-    Its targets are those that have factors: of a model with experts PEFT takes other names for those of experts.
+    Its targets are the modules with factors. PEFT lists experts apart from modules, in `target_parameters`.
     """
     from peft import LoraConfig
 
     modules, has_head = {name.rpartition(".lora_")[0] for name in factors if name != SCORE}, SCORE in factors
     of_text = {layers[1] for module in modules if (layers := _OF_TEXT.match(module))}
-    found = {_target(module.removesuffix(".base_layer")) for module in modules}
-    experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and where a layer has them
-    assert found <= {*lora.targets}, "an adapter has factors of its targets alone"
+    adapted = {_target(module.removesuffix(".base_layer")) for module in modules}
+    experts = next((".".join(m.split(".")[-2:]) for m in modules if _target(m) == EXPERTS), None)  # and their path in a layer
+    assert adapted <= {*lora.targets}, "an adapter has factors of its targets alone"
     config = LoraConfig(
         task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
         modules_to_save=[_HEAD] if has_head else None,
@@ -76,22 +76,22 @@ def config_bytes(lora: Lora, factors: Iterable[str], base: str | None) -> bytes:
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
-        target_modules=_pattern(of_text.pop(), found - {EXPERTS}) if of_text else [*found - {EXPERTS}],
+        target_modules=_pattern(of_text.pop(), adapted - {EXPERTS}) if of_text else [*adapted - {EXPERTS}],
         target_parameters=None if experts is None else [f"{experts}.{stack}" for stack in _STACKS],
     )
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in dataclasses.asdict(config).items()}
-    del fields["runtime_config"]  # of a process, not of an adapter
+    del fields["runtime_config"]  # describes a process, not an adapter
     return (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _pattern(layers: str, targets: Iterable[str]) -> str:
-    """What PEFT finds these modules of these layers alone by."""
+    """Return the regular expression by which PEFT finds these modules in these layers only."""
     return rf"{re.escape(layers)}\.\d+\.(?:self_attn|mlp)\.(?:{'|'.join(sorted(targets))})"
 
 
 def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tensor]]:
-    """The adapter in a folder, and its factors by our names in fp32. CheckpointError where it is damaged, has options that
-    are not computed here, or does not adapt the same projections in every layer of the model of `parameters`."""
+    """Read the adapter in a folder, and its fp32 factors by our names. CheckpointError if it is damaged, has unsupported options,
+    or does not adapt the same projections in every layer of the model with these `parameters`."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     path = folder / TENSOR_FILE
@@ -107,12 +107,12 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
         targets |= {EXPERTS} if _adapts_experts(folder, config, stacks) else set()
         sizes = {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout, "rslora": config.use_rslora}
         lora = checked_lora(**sizes, targets=[*targets])
-    except (PlanError, TypeError, re.error) as error:  # the last two: target_modules that are no names and no pattern
+    except (PlanError, TypeError, re.error) as error:  # the last two: target_modules is neither names nor a pattern
         raise CheckpointError(f"{folder / CONFIG_FILE}: {on_one_line(str(error), 160)}; copy it again") from None
     expected = dict[str, tuple[int, ...]]()
     if PREFIX + SCORE in stored:
         if SCORE not in parameters:
-            raise CheckpointError(f"{folder}: has a head that scores sequences, which is not taken here; {_INSTEAD}")
+            raise CheckpointError(f"{folder}: has a head that scores sequences, which is not supported here; {_INSTEAD}")
         expected[PREFIX + SCORE] = parameters[SCORE]
     for module, (n_out, n_in) in weights.items():
         if _target(module) in targets:
@@ -138,29 +138,29 @@ def read_adapter(folder: Path, parameters: Shapes) -> tuple[Lora, dict[str, Tens
 
 
 def head_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of the head that scores sequences, by its name; none where an adapter has no such head."""
+    """Return {name: shape} of the head that scores sequences, or {} if the adapter has none."""
     stored = Shards([path] if (path := folder / TENSOR_FILE).is_file() else [])
     return {SCORE: tuple(stored.outline(PREFIX + SCORE).shape)} if PREFIX + SCORE in stored else {}
 
 
 def stack_factors(stack: str) -> str:
-    """What the names of the factors of a stack of experts begin with: PEFT nests those of the two stacks."""
+    """Return the name prefix of the factors of a stack of experts. PEFT nests the two stacks of a layer."""
     module, _, last = stack.rpartition(".")
     return module if last == "down_proj" else f"{module}.base_layer"
 
 
 def _adapts_experts(folder: Path, config: "LoraConfig", stacks: Iterable[str]) -> bool:
-    """Whether the adapter is of experts, too: of both stacks of every layer; CheckpointError if of others."""
-    said = config.target_parameters or []
-    found = {name: [t for t in said if f".{name}".endswith(f".{t}")] for name in stacks}
-    if said and ({t for each in found.values() for t in each} != {*said} or not all(found.values())):
-        problem = f"target_parameters is {json.dumps(said)[:120]}, not computed here, but {' and '.join(_STACKS)} of its experts"
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem} of a model that has them; {_INSTEAD}")
-    return bool(said)
+    """True if the adapter covers the experts: both stacks of every layer. CheckpointError if it covers other parameters."""
+    parameters = config.target_parameters or []
+    matches = {name: [t for t in parameters if f".{name}".endswith(f".{t}")] for name in stacks}
+    if parameters and ({t for names in matches.values() for t in names} != {*parameters} or not all(matches.values())):
+        problem = f"target_parameters is {json.dumps(parameters)[:120]}, not supported: only {' and '.join(_STACKS)} of experts"
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {problem}; {_INSTEAD}")
+    return bool(parameters)
 
 
 def _read_config(folder: Path) -> "LoraConfig":
-    """The configuration; CheckpointError for options that are not computed here."""
+    """Read the configuration. CheckpointError for unsupported options."""
     from peft import LoraConfig
 
     path = folder / CONFIG_FILE
@@ -170,9 +170,9 @@ def _read_config(folder: Path) -> "LoraConfig":
         del fields["modules_to_save"]
     for key, value in {"peft_type": None, **fields}.items():
         if key not in (*_READ, *_IDLE) and value not in _ALLOWED.get(key, (*_OFF, defaults.get(key))):
-            raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not computed here; {_INSTEAD}")
-    said = [key for key in _SAID if key != "target_modules" or not fields.get("target_parameters")]
-    if lacking := [key for key in said if fields.get(key) is None]:
+            raise CheckpointError(f"{path}: {on_one_line(key, 80)} is {json.dumps(value)[:60]}, not supported; {_INSTEAD}")
+    required = [key for key in _REQUIRED if key != "target_modules" or not fields.get("target_parameters")]
+    if lacking := [key for key in required if fields.get(key) is None]:
         raise CheckpointError(f"{path}: {lacking[0]}: missing; copy it again")
     return LoraConfig(**{key: fields[key] for key in _READ if key in fields})
 

@@ -3,9 +3,9 @@
     config.json, model*.safetensors (+ index)   the model in Hugging Face form; or an adapter in PEFT's (`adapter_*`)
     tokenizer files                             copied from the model's folder
     optimizer-*.safetensors                     masters and moments
-    trainer_state.json                          step, what resuming compares, size and SHA-256 of every other file
+    trainer_state.json                          step, identity of the run, size and SHA-256 of every other file
 
-Weights and state are a file for each block. All are written in a folder of another name, so that a folder of this name is whole.
+Weights and state have one file per block. Files are written to a temporary folder, which is renamed when it is complete.
 """
 
 import hashlib
@@ -41,8 +41,8 @@ STATE_FILE = "trainer_state.json"
 NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 
 
-def whole(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the checkpoints in a folder, in the order of their steps."""
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, path) of the complete checkpoints in a folder, sorted by step."""
     try:
         steps = [(int(m[1]), path) for path in folder.iterdir() if (m := NAME.fullmatch(path.name))]
     except FileNotFoundError:
@@ -53,14 +53,14 @@ def whole(folder: Path) -> list[tuple[int, Path]]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in a folder; None where there is none."""
-    found = whole(folder)
-    return found[-1][1] if found else None
+    """Return the checkpoint of the highest step in a folder, or None."""
+    checkpoints = complete_checkpoints(folder)
+    return checkpoints[-1][1] if checkpoints else None
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A checkpoint whose files were compared with its manifest. `fields` is the `state` that was saved."""
+    """A checkpoint with verified files. `fields` is the saved `state`."""
 
     path: Path
     step: int
@@ -76,7 +76,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """What is read of a state file."""
+    """Validated fields of a state file."""
 
     step: Annotated[int, Field(strict=True, ge=0)]
     state: dict[str, Any]
@@ -87,13 +87,13 @@ _MANIFEST = TypeAdapter(_Manifest)
 
 
 def load_state(checkpoint: Path) -> State:
-    """The training state in a checkpoint, every file compared with its size and SHA-256; CheckpointError names what differs."""
+    """Read the training state of a checkpoint, and verify size and SHA-256 of every file. CheckpointError names a damaged file."""
     path = checkpoint / STATE_FILE
     if not path.exists() and has_weights(checkpoint):
         raise CheckpointError(f"{checkpoint}: a model, not the state of a run (no {STATE_FILE}); train from it with --model")
     manifest = _manifest(path, read_json(path))
     if (named := NAME.fullmatch(checkpoint.name)) and int(named[1]) != manifest.step:
-        raise _damaged(path, f"the state of step {manifest.step}, in a folder of another's name")
+        raise _damaged(path, f"the state of step {manifest.step}, in a folder named for another step")
     if manifest.state.get("weights_only"):
         raise CheckpointError(
             f"{checkpoint}: the model's weights alone (--weights-only), with nothing to resume a run from: train from them with "
@@ -105,26 +105,26 @@ def load_state(checkpoint: Path) -> State:
 
 
 def refuse_another_base(adapter: Path, digest: Callable[[], str]) -> None:
-    """CheckpointError unless an adapter that a run saved has the bytes that were saved, and was trained on the weights of this
-    digest. One that was made elsewhere says neither."""
+    """Raise CheckpointError if an adapter that a run saved is damaged, or was trained on weights with another digest. An adapter
+    made elsewhere is not checked."""
     path = adapter / STATE_FILE
     if not path.exists() or "format_version" not in (fields := read_json(path)):
         return
-    manifest, own = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
-    _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in own})
+    manifest, adapter_files = _manifest(path, fields), (CONFIG_FILE, TENSOR_FILE)
+    _refuse_changed(adapter, {name: saved for name, saved in manifest.files.items() if name in adapter_files})
     if "frozen" in manifest.state and manifest.state["frozen"] != digest():
-        advice = f"give that one, or a folder of {' and '.join(own)} alone, for any base"
-        raise CheckpointError(f"{adapter}: trained on another base model, whose weights differ from these; {advice}")
+        advice = f"give that one, or a folder of {' and '.join(adapter_files)} alone, for any base"
+        raise CheckpointError(f"{adapter}: trained on another base model: its weights differ from these; {advice}")
 
 
 def _manifest(path: Path, fields: Mapping[str, Any]) -> _Manifest:
-    """What a state file says, which its own SHA-256 vouches for."""
+    """Validate the fields of a state file, and its own SHA-256."""
     if "format_version" not in fields:  # Hugging Face's trainer writes a file of this name too
-        raise CheckpointError(f"{path}: of another program's run; train from its weights with --model")
+        raise CheckpointError(f"{path}: written by another program; train from its weights with --model")
     if fields["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version is not {FORMAT_VERSION}; resume with the version that wrote it")
     if fields.get("sha256") != sum_of(fields):
-        raise _damaged(path, "its content is not what was saved (SHA-256)")
+        raise _damaged(path, "its content has changed (SHA-256)")
     try:
         return _MANIFEST.validate_python(fields)
     except ValidationError as error:
@@ -140,51 +140,51 @@ def _refuse_changed(checkpoint: Path, files: Mapping[str, _File]) -> None:
                 raise _damaged(path, f"not {expected.n_bytes} bytes long as when it was saved")
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != expected.sha256:
-                    raise _damaged(path, "its content is not what was saved (SHA-256)")
+                    raise _damaged(path, "its content has changed (SHA-256)")
         except OSError as error:
             raise _damaged(path, f"cannot be read ({error.strerror})") from None
 
 
 def sum_of(fields: Mapping[str, Any]) -> str:
-    """SHA-256 of the fields of a state file, without the field that holds it."""
+    """Return the SHA-256 of the fields of a state file, except `sha256`."""
     rest = {key: value for key, value in fields.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(path: Path, problem: str) -> CheckpointError:
-    how = "move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
-    return CheckpointError(f"{path}: {problem}; {how}")
+    advice = "move its folder elsewhere, and take the checkpoint before it, as a run with --resume does"
+    return CheckpointError(f"{path}: {problem}; {advice}")
 
 
-# -- writing one --------------------------------------------------------------------------------------------------------------
+# -- writing ------------------------------------------------------------------------------------------------------------------
 
 
 class CheckpointWriter:
-    """The files of a checkpoint, written into a folder. Blocks may come in any order; no byte depends on it."""
+    """Writer of the files of a checkpoint. Blocks may arrive in any order; the bytes do not depend on it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, dict[str, Any]] = {}  # by file: size and SHA-256
-        self._file_of: dict[str, str] = {}  # by published name of a weight
-        self._n_bytes = 0  # of all weights
-        self.adapter: dict[str, Tensor] = {}  # factors by our names, until `write_adapter`: small beside the state
+        self._file_of: dict[str, str] = {}  # file, by published name of a weight
+        self._n_bytes = 0  # total size of weights
+        self.adapter: dict[str, Tensor] = {}  # factors by our names, collected for `write_adapter`; much smaller than the state
 
     def write_tensors(self, file: str, outlines: Mapping[str, Tensor], contents: Iterable[Tensor]) -> None:
-        """As `tensor_files.write_tensors`."""
+        """Write a file with `tensor_files.write_tensors` and record its size and SHA-256."""
         self._files[file] = write_tensors(self._folder / file, outlines, contents)
 
     def write_weights(
         self, file: str, config: Mapping[str, Any], outlines: Mapping[str, Tensor], weight_of: Callable[[str], Tensor]
     ) -> None:
-        """Weights of a module, of one dtype, under published names; held is one at a time, with a copy cut into experts."""
+        """Write weights of one dtype under published names. One weight is in memory at a time, with its copy as single experts."""
         published = dict(pair for name, outline in outlines.items() for pair in publish(config, name, outline))
-        each = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
-        self.write_tensors(file, published, chain.from_iterable(each))
+        pairs = (map(itemgetter(1), publish(config, name, weight_of(name))) for name in outlines)
+        self.write_tensors(file, published, chain.from_iterable(pairs))
         self._file_of |= dict.fromkeys(published, file)
         self._n_bytes += sum(outline.nbytes for outline in published.values())
 
     def copy_towers(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """What a vision-language model's folder holds besides its decoder of text, unchanged, one tensor at a time."""
+        """Copy the tensors outside the text decoder of a vision-language model, unchanged, one at a time."""
         stored, names = towers(folder, config)
         outlines = {name: torch.empty_like(stored[name], device="meta") for name in names}
         outlines = dict(sorted(outlines.items(), key=lambda item: -item[1].itemsize))
@@ -193,26 +193,26 @@ class CheckpointWriter:
         self._n_bytes += sum(outline.nbytes for outline in outlines.values())
 
     def write_config(self, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """The configuration of a model whose weights are written in `dtype`, and the index of their files."""
+        """Write the configuration of a model with weights in `dtype`, and the index of the weight files."""
         index = {"metadata": {"total_size": self._n_bytes}, "weight_map": dict(sorted(self._file_of.items()))}
         self._write(INDEX_FILE, _json_bytes(index))
         unquantised = {key: value for key, value in config.items() if key not in ("torch_dtype", "quantization_config")}
         self._write("config.json", _json_bytes(unquantised | {"dtype": str(dtype).removeprefix("torch.")}))
 
     def write_adapter(self, lora: Lora, base: str | None) -> None:
-        """The factors in `adapter`, in PEFT's files; its configuration names the model `base`."""
+        """Write the factors in `adapter` as PEFT's files. The configuration names the model `base`."""
         factors = dict(sorted(self.adapter.items()))
         self.write_tensors(TENSOR_FILE, {PREFIX + name: factor for name, factor in factors.items()}, factors.values())
         self._write(CONFIG_FILE, config_bytes(lora, factors, base))
 
     def copy_tokenizer(self, folder: Path) -> None:
-        """The tokenizer's files of a model's folder, those that it has."""
+        """Copy the tokenizer files that exist in a model's folder."""
         for file in TOKENIZER_FILES:
             if (folder / file).is_file():
                 self._write(file, (folder / file).read_bytes())
 
     def finish(self, step: int, state: Mapping[str, Any]) -> None:
-        """The manifest; `state` has the other fields that resuming needs."""
+        """Write the manifest. `state`: further fields for resuming."""
         fields = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": dict(sorted(self._files.items()))}
         self._write(STATE_FILE, _json_bytes(fields | {"sha256": sum_of(fields)}))
 
@@ -224,9 +224,9 @@ def _json_bytes(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=1) + "\n").encode()
 
 
-# -- resuming: a state put back, after it was compared with the run that goes on from it ------------------------------------
+# -- resuming: compare a state with the run that continues from it, and restore it ------------------------------------------
 
-_IN_WORDS = {
+_FIELD_NAMES = {
     "data_fingerprint": "set of data, or order of it",
     "model_fingerprint": "model (its config.json differs)",
     "frozen": "model: the weights that are not trained",
@@ -234,15 +234,15 @@ _IN_WORDS = {
     "optimizer": "optimizer or schedule",
 }
 
-# Fields that a state lacks which was saved before there was a choice have their defaults.
+# Fields that are absent from older states have their defaults.
 _DEFAULTS = {field.name: field.default for field in fields(Semantics) if field.default is not MISSING}
 _SEMANTICS_BEFORE = {name: asdict(value) if isinstance(value, Train | Objective) else value for name, value in _DEFAULTS.items()}
 
 
 def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any], frozen: str | None = None) -> dict[str, Any]:
-    """Fields that a resumed run must share with the run that saved the state, as JSON; the plan may be another one.
+    """Return, as JSON, the fields that must be equal in a state and in a run that resumes from it. The plan may differ.
 
-    `optimizer`: its settings; `frozen`: a digest of weights that are not trained, and not in the state.
+    `optimizer`: its settings; `frozen`: digest of the frozen weights, which are not in the state.
     """
     return _as_json(
         ({} if frozen is None else {"frozen": frozen})
@@ -256,21 +256,22 @@ def identity(plan: Plan, data: RunData, seed: int, optimizer: Mapping[str, Any],
     )
 
 
-_OF_STATE = ("optimizer", "master_dtype", "weight_rounding")  # of the semantics: what is kept, and how it is updated
+_STATE_FIELDS = ("optimizer", "master_dtype", "weight_rounding")  # fields of the semantics: format of the state, and its rounding
 
 
-_OF_RULE = ("lr", "beta1", "beta2", "eps")  # of its settings, what no other rule has a use for
+_RULE_FIELDS = ("lr", "beta1", "beta2", "eps")  # fields of the optimizer's settings that are specific to its rule
 _PARTS = {"master": "master", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
-def _kept_in_words(of: Mapping[str, Any]) -> str:
-    rounding = f" rounded {'half up' if of['weight_rounding'] == 'half_up' else 'stochastically'}"
-    return f"{of['optimizer']} with {of['master_dtype']} masters{rounding if of['master_dtype'] in ('bf16', 'split24') else ''}"
+def _state_in_words(semantics: Mapping[str, Any]) -> str:
+    dtype = semantics["master_dtype"]
+    rounding = f" rounded {'half up' if semantics['weight_rounding'] == 'half_up' else 'stochastically'}"
+    return f"{semantics['optimizer']} with {dtype} masters{rounding if dtype in ('bf16', 'split24') else ''}"
 
 
 def _converted_in_words(*states: Mapping[str, Any]) -> str:
-    """What becomes of each part of a state, of which the second is made of the first."""
-    was, now = ({"master": of["master_dtype"], **Optimizer(of["optimizer"]).moments} for of in states)
+    """Describe the conversion of each part of the first optimizer state to the second."""
+    was, now = ({"master": state["master_dtype"], **Optimizer(state["optimizer"]).moments} for state in states)
 
     def become(part: str) -> str:
         if part not in now:
@@ -281,55 +282,55 @@ def _converted_in_words(*states: Mapping[str, Any]) -> str:
     return ", ".join(f"its {_PARTS[part]} is {become(part)}" for part in was)
 
 
-def _in_todays_values(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Semantics of a state by the names of today; True if the plan computes other bits than the step that saved them.
+def _in_current_names(saved: Mapping[str, Any], planned: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the semantics of a state in today's names, and True if the plan's arithmetic differs from that of the state.
 
-    Before plans of format 4 there was no `lora_products`: an adapter's product was added to the frozen one after both were rounded,
-    and the loss in few passes was `fused`, which took softmax in fp32 and rounded the output matrix's gradient for each tile.
+    Plans before format 4 had no `lora_products`: an adapter's product was added to the frozen one after both were rounded. Their
+    loss `fused`, now `online`, computed softmax in fp32 and rounded the gradient of the output matrix for each tile.
     """
-    found, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
-    train = found["train"]
+    current, is_older = {**_as_json(_SEMANTICS_BEFORE), **saved}, "lora_products" not in saved
+    train = current["train"]
     has_adapters = isinstance(train, dict) and isinstance(train.get("lora"), dict)
     if has_adapters:
-        found["train"] = train | {"lora": {"rslora": False} | train["lora"]}
-    is_renamed = is_older and (found["loss"], planned.get("loss")) == ("fused", "online")
-    return found | ({"loss": "online"} if is_renamed else {}), is_older and (has_adapters or is_renamed)
+        current["train"] = train | {"lora": {"rslora": False} | train["lora"]}
+    is_renamed = is_older and (current["loss"], planned.get("loss")) == ("fused", "online")
+    return current | ({"loss": "online"} if is_renamed else {}), is_older and (has_adapters or is_renamed)
 
 
 def refuse_another(state: State, expected: Mapping[str, Any], converts: bool = False) -> str | None:
-    """CheckpointError that names the first thing that a state does not share with this run. `converts`: its optimizer may be
-    another, whose state is rounded to what this one keeps, of another rule it has other hyperparameters. Returns a line on what the
-    run does not share with the one that saved the state, or None."""
+    """Raise CheckpointError with the first difference between a state and this run. Return a line on permitted differences, or
+    None. `converts`: permit another optimizer. Its state is rounded to this run's dtypes, and another rule has other
+    hyperparameters."""
     notes, is_another_rule = list[str](), False
     afresh = f"or start a new run from its weights, with --model {state.path} and another --out"
     for key, value in expected.items():
-        found = state.fields.get(key)
-        if key == "semantics" and isinstance(found, dict):
-            found, has_other_bits = _in_todays_values(found, value)
+        saved = state.fields.get(key)
+        if key == "semantics" and isinstance(saved, dict):
+            saved, has_other_bits = _in_current_names(saved, value)
             if has_other_bits:
-                notes.append("written with an earlier arithmetic of loss or adapters: the bits of the run change from here")
-            was, now = ({name: of.get(name) for name in _OF_STATE} for of in (found, value))
-            if was != now and (found | now) == value and was["optimizer"] in [*Optimizer]:
-                old, new = map(_kept_in_words, (was, now))
-                rules = [str(of["optimizer"]).partition(":")[0] for of in (was, now)]
+                notes.append("written with an earlier arithmetic of loss or adapters: results are no longer bitwise identical")
+            was, now = ({name: values.get(name) for name in _STATE_FIELDS} for values in (saved, value))
+            if was != now and (saved | now) == value and was["optimizer"] in [*Optimizer]:
+                old, new = map(_state_in_words, (was, now))
+                rules = [str(values["optimizer"]).partition(":")[0] for values in (was, now)]
                 if not converts or rules == ["lion", "adamw"]:
-                    how = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
-                    raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {how}, {afresh}")
+                    advice = "Lion keeps no second moment" if converts else f"convert it, with --resume-from {state.path.name}"
+                    raise CheckpointError(f"{state.path}: the state of {old}, not of {new}; {advice}, {afresh}")
                 notes.append(f"the state of {old} becomes that of {new}: {_converted_in_words(was, now)}")
-                found, is_another_rule = value, rules[0] != rules[1]
-        if key == "optimizer" and is_another_rule and isinstance(found, dict):
-            found, value = ({name: said for name, said in of.items() if name not in _OF_RULE} for of in (found, value))
-        if found != value:
-            what = f"{_IN_WORDS.get(key, key)}{_difference(found, value)}"
-            raise CheckpointError(f"{state.path}: of another {what}; resume as it began, {afresh}")
+                saved, is_another_rule = value, rules[0] != rules[1]
+        if key == "optimizer" and is_another_rule and isinstance(saved, dict):
+            saved, value = ({k: v for k, v in values.items() if k not in _RULE_FIELDS} for values in (saved, value))
+        if saved != value:
+            difference = f"{_FIELD_NAMES.get(key, key)}{_difference(saved, value)}"
+            raise CheckpointError(f"{state.path}: of another {difference}; resume as it began, {afresh}")
     return f"{state.path}: {'; '.join(notes)}" if notes else None
 
 
 def put_back(state: State, host: HostState, data: RunData) -> None:
-    """Put masters, moments and the data's position back; CheckpointError where something is missing or malformed."""
+    """Restore masters, moments and the position in the data. CheckpointError if one is missing or malformed."""
     n_updates, position = state.fields.get("n_updates"), state.fields.get("data_position")
     if type(n_updates) is not int or not 0 <= n_updates <= state.step or not isinstance(position, dict):
-        raise _damaged(state.path, "its n_updates or data_position is not what a run saves")
+        raise _damaged(state.path, "its n_updates or data_position is invalid")
     if not data.resume(state.step, position):
         problem = f"its data position {str(position)[:80]} is not one of step {state.step}"
         raise CheckpointError(f"{state.path}: {problem}; resume with the data it began with")
@@ -353,15 +354,15 @@ def _stored(state: State, kind: str, p: Parameter) -> Tensor:
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """The value as it is when it has been written and read."""
-    found: dict[str, Any] = json.loads(json.dumps(value))
-    return found
+    """Return the value after a JSON round trip."""
+    result: dict[str, Any] = json.loads(json.dumps(value))
+    return result
 
 
-def _difference(was: Any, now: Any, at: str = "") -> str:
-    """The first value that differs, in words; empty where there is nothing to compare."""
+def _difference(was: Any, now: Any, path: str = "") -> str:
+    """Describe the first value that differs; empty for values that are not dicts."""
     if isinstance(was, dict) and isinstance(now, dict):
-        for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # n_steps follows from a schedule
+        for key in sorted({*was, *now}, key=lambda key: (key == "n_steps", key)):  # n_steps last: it depends on the schedule
             if was.get(key) != now.get(key):
-                return _difference(was.get(key), now.get(key), f"{at}.{key}" if at else str(key))
-    return f": {at} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if at else ""
+                return _difference(was.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+    return f": {path} was {json.dumps(was)[:80]}, is {json.dumps(now)[:80]}" if path else ""

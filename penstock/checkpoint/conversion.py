@@ -1,7 +1,7 @@
-"""Names and forms of a model's tensors in its files, where they are other than its modules': by transformers' own table.
+"""Conversion between a model's weights and the tensors of its files, with transformers' table.
 
-Published files may hold one tensor an expert where the modules hold a stack, other names, or parts of a fused product. What is
-converted is one weight of a module at a time.
+Published files may hold one tensor per expert while the module holds a stack, use other names, or split a fused projection. One
+weight of a module is converted at a time.
 """
 
 import json
@@ -27,59 +27,60 @@ from penstock.runtime.plan import Semantics
 
 
 class Conversion:
-    """How the weights of one model are named in files."""
+    """Conversion of the weights of one model."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """`config`: that of the model (config.json)."""
-        # In fp32: transformers makes a model's precision the process's default meanwhile, and lanes may be at work
+        # fp32, because transformers sets the default dtype of the process to the model's meanwhile, and lanes may be running
         self._model: Any = meta_model(config, Semantics(1, 1, 1, compute_dtype="fp32", attention="eager"))
         mapping = get_model_conversion_mapping(self._model)
-        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        self.own, self._prefix = self._model.state_dict(keep_vars=True), f"{self._model.base_model_prefix}."
-        # Whether experts' stacks are (experts, inputs, outputs), and not (experts, outputs, inputs)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self.weights, self._prefix = self._model.state_dict(keep_vars=True), f"{self._model.base_model_prefix}."
+        # True: stacks of experts are (experts, inputs, outputs); False: (experts, outputs, inputs)
         self.is_transposed = any(getattr(part, "is_transposed", False) for part in self._model.modules())
 
-    def of_head(self, stored: Iterable[str]) -> set[str]:
-        """The tensors of files that are no part of what a model for sequence classification has below its head."""
-        return {n for target, of in self.sources(stored).items() if not target.startswith(self._prefix) for n, _ in of}
+    def head_names(self, stored: Iterable[str]) -> set[str]:
+        """Return the names of file tensors outside the base model, which a sequence classifier replaces by its head."""
+        outside = (sources for target, sources in self.sources(stored).items() if not target.startswith(self._prefix))
+        return {name for sources in outside for name, _ in sources}
 
     def published(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """A module's weight under the names, and in the forms, of its files; of experts, one after the other."""
-        found: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
-        return sorted(found.items(), key=lambda item: dot_natural_key(item[0]))
+        """Convert a module's weight to (name, tensor) pairs of files. Experts are in order."""
+        tensors: dict[str, Tensor] = revert_weight_conversion(self._model, {name: tensor})
+        return sorted(tensors.items(), key=lambda item: dot_natural_key(item[0]))
 
     def sources(self, stored: Iterable[str]) -> dict[str, list[tuple[str, str | None]]]:
-        """Of each weight of the modules the tensors of files that make it up, each with the pattern that converts it."""
-        found: dict[str, list[tuple[str, str | None]]] = {}
+        """Map each module weight to its file tensors, each with the pattern that converts it, or None."""
+        sources: dict[str, list[tuple[str, str | None]]] = {}
         for name in sorted(stored, key=dot_natural_key):
-            target, pattern = rename_source_key(name, self._renamings, self._converters, self._model.base_model_prefix, self.own)
-            if target not in self.own and name in self.own:  # what has a module's own name keeps it
+            rules = self._renamings, self._converters
+            target, pattern = rename_source_key(name, *rules, self._model.base_model_prefix, self.weights)
+            if target not in self.weights and name in self.weights:  # a tensor with the name of a module weight keeps it
                 target, pattern = name, None
-            found.setdefault(target, []).append((name, pattern))
-        return found
+            sources.setdefault(target, []).append((name, pattern))
+        return sources
 
     def read(self, target: str, sources: list[tuple[str, str | None]], get: Callable[[str], Tensor]) -> Tensor:
-        """A module's weight, of the tensors of files; `get` reads one."""
-        by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        """Build a module's weight from file tensors. `get` reads one."""
+        by_pattern = {pattern: converter for converter in self._converters for pattern in converter.source_patterns}
         first, pattern = sources[0]
-        made: Any = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(first, target)
-        for name, of in sources:
-            made.add_tensor(target, name, of or name, get(name))
+        conversion: Any = deepcopy(by_pattern[pattern]) if pattern is not None else WeightRenaming(first, target)
+        for name, source_pattern in sources:
+            conversion.add_tensor(target, name, source_pattern or name, get(name))
         try:
-            found: dict[str, Any] = made.convert(target, model=self._model, config=self._model.config)
-        except RuntimeError as error:  # torch's, of tensors that do not fit together
+            converted: dict[str, Any] = conversion.convert(target, model=self._model, config=self._model.config)
+        except RuntimeError as error:  # raised by torch for mismatched shapes
             raise CheckpointError(
                 f"{target[:200]} cannot be made of its tensors ({str(error)[:120]}); copy the model again"
             ) from None
-        if target not in found:
-            raise CheckpointError(f"transformers makes {', '.join(found)[:200]} of {first[:200]}, not {target[:200]}")
-        tensor: Tensor = found[target][0] if isinstance(found[target], list) else found[target]
+        if target not in converted:
+            raise CheckpointError(f"transformers makes {', '.join(converted)[:200]} of {first[:200]}, not {target[:200]}")
+        tensor: Tensor = converted[target][0] if isinstance(converted[target], list) else converted[target]
         return tensor
 
 
 def conversion_of(config: Mapping[str, Any]) -> Conversion:
-    """That of a model's configuration, made once."""
+    """Return the cached conversion of a model's configuration."""
     return _conversion_of(json.dumps(config, sort_keys=True))
 
 
@@ -89,8 +90,8 @@ def _conversion_of(config: str) -> Conversion:
 
 
 def scoring_config(config: Mapping[str, Any], n_labels: int, pad_id: int | None) -> dict[str, Any]:
-    """What the configuration of a model for sequence classification says besides; the last token is the last but `pad_id`."""
+    """Return further config.json fields of a sequence classifier. It scores the last token that is not `pad_id`."""
     names, model_type = [f"LABEL_{i}" for i in range(n_labels)], str(config.get("model_type"))
-    of_ids = {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {name: i for i, name in enumerate(names)}}
-    of_pad = {} if pad_id is None else {"pad_token_id": pad_id}
-    return {"architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]], **of_ids, **of_pad}
+    labels = {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {name: i for i, name in enumerate(names)}}
+    padding = {} if pad_id is None else {"pad_token_id": pad_id}
+    return {"architectures": [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[model_type]], **labels, **padding}

@@ -1,4 +1,4 @@
-"""Folders on disk, written whole or not at all."""
+"""Atomic writes of folders on disk."""
 
 import errno
 import os
@@ -14,20 +14,20 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def writing(path: Path, what: str = "written") -> Iterator[None]:
-    """CheckpointError where the disk refuses."""
+def writing(path: Path, action: str = "written") -> Iterator[None]:
+    """Convert an OSError to a CheckpointError with advice."""
     try:
         yield
     except OSError as error:
         way_out = "make room, then start again (a run with --resume)" if error.errno in _FULL else "choose another --out"
-        raise CheckpointError(f"{path}: cannot be {what} ({error.strerror}); {way_out}") from None
+        raise CheckpointError(f"{path}: cannot be {action} ({error.strerror}); {way_out}") from None
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Where to write a folder's files: `folder.partial`, synced and renamed at the end.
+    """Yield `folder.partial`, to be filled with files. It is synced and renamed to `folder` at the end.
 
-    CheckpointError where `folder` holds something already, or where the disk refuses; after an error of any kind nothing is left.
+    CheckpointError if `folder` is not empty, or for an error of the disk. After any error, the partial folder is removed.
     """
     target = Path(os.path.realpath(folder))
     partial = target.with_name(target.name + ".partial")
@@ -35,10 +35,10 @@ def new_folder(folder: Path) -> Iterator[Path]:
         try:
             if target.exists() and any(target.iterdir()):
                 raise CheckpointError(f"{folder}: is not empty; choose another --out")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while writing
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             partial.mkdir(parents=True)
             yield partial
-            sync(partial)  # the names; each file was synced when it was closed
+            sync(partial)  # file names; the content of each file is already synced
             partial.rename(target)
             sync(target.parent)
         except BaseException:

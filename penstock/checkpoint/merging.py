@@ -1,7 +1,7 @@
-"""Merging a LoRA adapter into its base model, shard by shard.
+"""Merge a LoRA adapter into its base model, shard by shard.
 
-W + alpha/rank B A in fp32 for each target, rounded once to the dtype in which W is stored; other tensors are copied. One tensor of
-the model is in memory at a time.
+Each target becomes W + alpha/rank B A, computed in fp32 and rounded once to the stored dtype of W. Other tensors are copied. One
+tensor of the model is in memory at a time.
 """
 
 import json
@@ -29,7 +29,7 @@ from .disk import new_folder
 from .model_files import INDEX_FILE, TOKENIZER_FILES, publish, read_json, refuse_quantised, weight_files, weights_digest
 from .tensor_files import Shards, write_new, write_tensors
 
-PIECE_BYTES = 4 * 2**20  # of a weight in fp32, computed at a time: what fits caches is faster
+PIECE_BYTES = 4 * 2**20  # fp32 bytes of a weight that are computed at a time; faster if they fit the CPU's caches
 
 
 def merge(
@@ -39,33 +39,35 @@ def merge(
     on_tensor: Callable[[str, int, int], None] = lambda *_: None,
     pad_id: Callable[[], int | None] = lambda: None,
 ) -> str:
-    """Write the model in `base` with the adapter to `out`, whole or not at all: the same files of the same tensors and dtypes, the
-    same configuration and tokenizer; what it holds, in words. `on_tensor(name, bytes written, bytes of all)` is called after each.
-    A head that scores sequences takes the place of the model's own; `pad_id`, asked then, is of what is no last token there.
-    CheckpointError."""
+    """Write the model in `base`, merged with the adapter, to `out`, atomically. Return a summary.
+
+    Files, tensors, dtypes, configuration and tokenizer equal those of `base`. `on_tensor(name, bytes written, total bytes)` is
+    called after each tensor. A head that scores sequences replaces the model's head; then `pad_id()` returns its padding token."""
     if base.resolve() in (out.resolve(), *out.resolve().parents):
         raise CheckpointError(f"{out}: is in the model's own folder {base}; choose another --out")
     config = read_json(base / "config.json")
-    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # of which experts alone are packed
+    if not (is_mxfp4 := published_as(config) == "mxfp4"):  # packs experts only
         refuse_quantised(base, config, ())
     stacks = _stacks(config, adapter)
-    stays = is_mxfp4 and not stacks  # packed; experts with an adapter are bf16 from here on
-    whole = Shards(weight_files(base))  # of all files at once: the scales of a packed weight may lie in another than its codes
-    stored = whole if stays else Dequantised(base, whole)
-    shards = _outlines(base, stored, (*FLOATS, torch.uint8) if stays else FLOATS)
+    keeps_packed = is_mxfp4 and not stacks  # True: experts are copied packed; experts with an adapter become bf16
+    files = Shards(weight_files(base))  # one mapping of every file, because codes and scales of a weight may be in different files
+    stored = files if keeps_packed else Dequantised(base, files)
+    shards = _outlines(base, stored, (*FLOATS, torch.uint8) if keeps_packed else FLOATS)
     if heads := head_of(adapter):
         _put_head(shards, config, heads)
     outlines = {name: outline for shard in shards.values() for name, outline in shard.items()}
-    of_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
-    own = _own_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
-    lora, factors = read_adapter(adapter, {name: tuple(outlines[of].shape) for of, name in own.items()} | stacks | heads)
+    head_config = scoring_config(config, heads[SCORE][0], pad_id()) if heads else {}
+    module_names = _module_names(config, outlines) if has_towers(config) else {name: name for name in outlines}
+    shapes = {name: tuple(outlines[file_name].shape) for file_name, name in module_names.items()}
+    lora, factors = read_adapter(adapter, shapes | stacks | heads)
     refuse_another_base(adapter, lambda: weights_digest(base))
     n_bytes, n_done_bytes = sum(outline.nbytes for outline in outlines.values()), 0
     if missing := sorted((pieces := _pieces(config, stacks)).keys() - outlines.keys()):
-        raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter is of; give the weights of this model")
+        raise CheckpointError(f"{base}: no tensor {missing[0][:200]}, which the adapter changes; give the weights of this model")
     for stack, (_, *sides) in stacks.items():
         if len(factors[f"{stack_factors(stack)}.lora_B.weight"]) != sides[conversion_of(config).is_transposed]:
-            raise CheckpointError(f"{adapter}: takes the outputs of {stack} for inputs, as older PEFT does; merge it with that")
+            problem = f"treats the outputs of {stack} as inputs, like older versions of PEFT"
+            raise CheckpointError(f"{adapter}: {problem}; merge it with such a version")
 
     def merged(source: Path) -> Iterator[Tensor]:
         nonlocal n_done_bytes
@@ -74,7 +76,7 @@ def merge(
                 yield _finite(adapter, name, factors[name].to(outline.dtype))
             elif name in pieces:
                 yield from _merged_experts(adapter, stored, factors, name, lora, pieces[name])
-            elif f"{(module := own.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
+            elif f"{(module := module_names.get(name, '').removesuffix('.weight'))}.lora_A.weight" in factors:
                 yield from _merged(adapter, stored, factors, name, module, lora.scale)
             else:
                 yield stored[name]
@@ -87,102 +89,104 @@ def merge(
             raise CheckpointError(f"{out}: {sizes}; make room, or choose another --out")
         for source, shard in shards.items():
             write_tensors(folder / source.name, shard, merged(source))
-        # The last is that without which nothing loads a folder that is not whole
+        # config.json last: without it nothing loads an incomplete folder
         for name in (INDEX_FILE, *TOKENIZER_FILES, "config.json"):
             if (base / name).is_file():
-                changes = (is_mxfp4 and not stays) or heads
-                content = _changed(base / name, shards, n_bytes, of_config, stays) if changes else (base / name).read_bytes()
+                changes = (is_mxfp4 and not keeps_packed) or heads
+                path = base / name
+                content = _changed(path, shards, n_bytes, head_config, keeps_packed) if changes else path.read_bytes()
                 write_new(folder / name, [content])
-    more = ", and a head that scores sequences" if heads else ""
+    suffix = ", and a head that scores sequences" if heads else ""
     n_adapted = (len(factors) - len(heads)) // 2
-    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{more}"
+    return f"{len(outlines)} tensors, {show_bytes(n_bytes)}, {n_adapted} of them with an adapter of rank {lora.rank}{suffix}"
 
 
 def _put_head(shards: dict[Path, dict[str, Tensor]], config: Mapping[str, Any], heads: Mapping[str, tuple[int, ...]]) -> None:
-    """Outline the head in the place of what a model has after its last layer's norm, in the last file."""
-    dropped = conversion_of(config).of_head([name for shard in shards.values() for name in shard])
+    """Replace the tensors of a model's head by those of the adapter's head, in the last file (in place)."""
+    dropped = conversion_of(config).head_names([name for shard in shards.values() for name in shard])
     for file, shard in shards.items():
         shards[file] = {name: outline for name, outline in shard.items() if name not in dropped}
     last = next(reversed(shards))
     dtype = next(outline.dtype for shard in shards.values() for outline in shard.values())
-    found = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in heads.items()}
-    shards[last] = dict(sorted({**shards[last], **found}.items(), key=lambda item: -item[1].dtype.itemsize))
+    head = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in heads.items()}
+    shards[last] = dict(sorted({**shards[last], **head}.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def _outlines(base: Path, stored: Shards | Dequantised, dtypes: Container[torch.dtype]) -> dict[Path, dict[str, Tensor]]:
-    """The tensors of each file on the meta device, wide dtypes first, as they are written; one unpacked is where its codes are."""
+    """Return the tensors of each output file on the meta device, wide dtypes first. A dequantised tensor is in its codes' file."""
     outlines: dict[Path, dict[str, Tensor]] = {}
     for file in weight_files(base):
         names = (name if name in stored else name.removesuffix(BLOCKS) for name in Shards([file]))
-        found = {name: stored.outline(name) for name in names if name in stored}
-        for name, outline in found.items():
+        tensors = {name: stored.outline(name) for name in names if name in stored}
+        for name, outline in tensors.items():
             if outline.dtype not in dtypes:
                 raise CheckpointError(f"{file}: {name[:200]!r} is {outline.dtype}; give a model in fp32, bf16 or fp16")
-            if any(name in other for other in outlines.values()):
+            if any(name in shard for shard in outlines.values()):
                 raise CheckpointError(f"{file}: {name[:200]!r} is in another file too; copy the model again")
-        outlines[file] = dict(sorted(found.items(), key=lambda item: -item[1].dtype.itemsize))
+        outlines[file] = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     return outlines
 
 
-def _own_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
-    """What a vision-language model's decoder of text calls the tensors of its files that are whole weights of it."""
-    of = conversion_of(config)
-    return {s[0][0]: name for name, s in of.sources(stored).items() if name in of.own and len(s) == 1 and s[0][1] is None}
+def _module_names(config: Mapping[str, Any], stored: Iterable[str]) -> dict[str, str]:
+    """Map file tensors that are unconverted weights of a vision-language model's text decoder to their module names."""
+    conversion = conversion_of(config)
+    sources = {name: s for name, s in conversion.sources(stored).items() if name in conversion.weights}
+    return {s[0][0]: name for name, s in sources.items() if len(s) == 1 and s[0][1] is None}
 
 
 def _changed(
-    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, of_config: Mapping[str, Any], stays_packed: bool
+    path: Path, shards: Mapping[Path, Mapping[str, Tensor]], n_bytes: int, head_config: Mapping[str, Any], keeps_packed: bool
 ) -> bytes:
-    """The content of a model's file, where its experts are bf16 and were packed, or it has a head of its own."""
+    """Return the content of a metadata file of a model with dequantised experts or with a new head."""
     if path.name == INDEX_FILE:
         weight_map = {name: file.name for file, shard in shards.items() for name in shard}
         return json.dumps({"metadata": {"total_size": n_bytes}, "weight_map": weight_map}, indent=2).encode()
     if path.name != "config.json":
         return path.read_bytes()
-    said = {key: value for key, value in read_json(path).items() if stays_packed or key != "quantization_config"}
-    return json.dumps(said | dict(of_config), indent=2).encode()
+    config = {key: value for key, value in read_json(path).items() if keeps_packed or key != "quantization_config"}
+    return json.dumps(config | dict(head_config), indent=2).encode()
 
 
 def _stacks(config: Mapping[str, Any], adapter: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the stacks of experts that a model's modules have, by name; none where the adapter is of none."""
+    """Return {name: shape} of the stacks of experts in a model's modules, or {} for an adapter without experts."""
     if not (adapter / CONFIG_FILE).is_file() or not read_json(adapter / CONFIG_FILE, MAX_CONFIG_BYTES).get("target_parameters"):
         return {}
-    return {name: tuple(weight.shape) for name, weight in conversion_of(config).own.items() if STACK.search(name)}
+    return {name: tuple(weight.shape) for name, weight in conversion_of(config).weights.items() if STACK.search(name)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What a stored tensor has of a stack of experts."""
+    """The part of a stack of experts that a stored tensor holds."""
 
     stack: str
-    swaps: bool  # whether its matrices have inputs before outputs
-    outputs: Tensor  # of each matrix in it, as they are counted through all experts
+    swaps: bool  # True: its matrices are (inputs, outputs)
+    outputs: Tensor  # output numbers of each matrix, counted through all experts
 
 
 def _pieces(config: Mapping[str, Any], stacks: Mapping[str, tuple[int, ...]]) -> dict[str, _Piece]:
-    """The stored tensors that are of stacks of experts, by name."""
-    found = {}
+    """Return, by name, the stored tensors that hold parts of stacks of experts."""
+    pieces = {}
     for stack, (n_experts, *sides) in stacks.items():
         n_out = sides[swaps := conversion_of(config).is_transposed]
         numbers = torch.arange(n_experts * n_out, dtype=torch.int32).view(n_experts, -1)
-        # Of two inputs instead of all, for what is converted may be a copy
+        # Two inputs suffice, and a conversion may copy
         for name, piece in publish(config, stack, torch.stack((numbers, numbers), 1 if swaps else 2)):
             matrices = piece if piece.dim() > 2 else piece[None]
             for is_turned, ids in ((False, matrices[..., 0]), (True, matrices[..., 0, :])):
                 if bool((ids // n_out == ids[:, :1] // n_out).all() and (ids.diff() > 0).all()):
-                    found[name] = _Piece(stack, is_turned, ids.long())
-            if name not in found:
-                raise CheckpointError(f"{name}: experts stored so are not merged with adapters; merge with PEFT's merge_and_unload")
-    return found
+                    pieces[name] = _Piece(stack, is_turned, ids.long())
+            if name not in pieces:
+                raise CheckpointError(f"{name}: experts in this layout are not supported; merge with PEFT's merge_and_unload")
+    return pieces
 
 
-# o rows of a weight, i columns, r rank of its adapter
+# o rows of a weight, i columns, r rank of its adapter, e expert
 
 
 def _merged(
     adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, module: str, scale: float
 ) -> Iterator[Tensor]:
-    """A weight, by its name in files, with its module's adapter, some rows at a time."""
+    """Yield the weight `name` of the files, merged with its module's adapter, some rows at a time."""
     weight_oi, a_ri, b_or = stored[name], factors[f"{module}.lora_A.weight"], factors[f"{module}.lora_B.weight"]
     n_rows = max(1, PIECE_BYTES // (weight_oi.shape[1] * torch.float32.itemsize))
     for rows_oi, rows_or in zip(weight_oi.split(n_rows), b_or.split(n_rows), strict=True):
@@ -193,9 +197,9 @@ def _merged(
 def _merged_experts(
     adapter: Path, stored: Mapping[str, Tensor], factors: Mapping[str, Tensor], name: str, lora: Lora, piece: _Piece
 ) -> Iterator[Tensor]:
-    """A tensor of experts with their adapters, one expert at a time."""
-    weight, of = stored[name], stack_factors(piece.stack)
-    a, b = factors[f"{of}.lora_A.weight"], factors[f"{of}.lora_B.weight"]
+    """Yield a tensor of experts, merged with their adapters, one expert at a time."""
+    weight, prefix = stored[name], stack_factors(piece.stack)
+    a, b = factors[f"{prefix}.lora_A.weight"], factors[f"{prefix}.lora_B.weight"]
     n_out, n_experts = b.shape[0], b.shape[1] // lora.rank
     a_eri, b_ore = a.view(n_experts, lora.rank, -1), b.view(n_out, lora.rank, n_experts)
     for matrix, rows in zip(weight.view(-1, *weight.shape[-2:]), piece.outputs, strict=True):
@@ -206,5 +210,5 @@ def _merged_experts(
 
 def _finite(adapter: Path, name: str, merged: Tensor) -> Tensor:
     if not all(end.isfinite() for end in merged.aminmax()):
-        raise CheckpointError(f"{adapter}: with it {name} is not finite in {merged.dtype}; train the adapter again")
+        raise CheckpointError(f"{adapter}: merged with it, {name} is not finite in {merged.dtype}; train the adapter again")
     return merged

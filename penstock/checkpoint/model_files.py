@@ -1,6 +1,6 @@
-"""Models in Hugging Face form: `config.json` and safetensors shards under the names that are published for the model type.
+"""Models in Hugging Face form: `config.json` and safetensors shards with the published tensor names of the model type.
 
-Nothing is unpickled, and no name in a file leads out of its folder.
+Nothing is unpickled, and no file name in an index points outside its folder.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ from .dequantised import Dequantised
 from .tensor_files import Shapes, Shards
 
 MAX_JSON_BYTES = 256 * 2**20
-END_BYTES = 4096  # of a tensor's first and last bytes in a digest: a page of the file
-FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$"  # of the same folder
+END_BYTES = 4096  # bytes of each end of a tensor in a digest: one page of the file
+FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$"  # a file in the same folder
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -35,15 +35,15 @@ TOKENIZER_FILES = (
 _UNREAD = "scales are not read; convert the model to bf16 first, or give the one that was published in bf16"
 _OF_QUANTISED = re.compile(r"scale|qweight|qzeros|g_idx|_blocks$")
 
-# In transformers' modules an expert weight is one tensor for all experts; published files of these types have one for each:
-# {type: (folder of the experts, gate, up, down)}. Of others, transformers itself is asked (`conversion.py`).
+# transformers' modules stack the weights of all experts; published files of these types hold one tensor per expert:
+# {type: (path of the experts, gate, up, down)}. Other types use transformers' table (`conversion.py`).
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 _AS_MODULES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "ernie4_5", "smollm3", "internlm3", "gpt_oss")
 
 
 def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A module's weight under its published names; as views, where its experts are stored one by one."""
+    """Yield a module's weight under its published names, as views if experts are stored separately."""
     model_type = str(config.get("model_type"))
     layer, dot, last = name.rpartition(".mlp.")
     if name == SCORE or model_type in _AS_MODULES or (model_type in _EXPERTS and not dot):
@@ -63,23 +63,21 @@ def publish(config: Mapping[str, Any], name: str, tensor: Tensor) -> Iterator[tu
 
 
 def has_tensor(folder: Path, name: str) -> bool:
-    """Whether a model's folder holds a tensor of that name."""
     return name in Shards(weight_files(folder))
 
 
 def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each named weight of a model folder, one at a time, in the dtype it is stored in; in bf16 what is in FP8 or
-    MXFP4 there.
+    """Yield (name, tensor) of each named weight of a model folder, in its stored dtype, or in bf16 for FP8 and MXFP4.
 
-    Names are those of the module's `named_parameters()`; experts stored one by one are stacked. CheckpointError names a tensor
-    that is missing, or of another shape, or of another dtype than other experts.
+    Names are those of the module's `named_parameters()`; experts stored separately are stacked. CheckpointError names a tensor
+    that is missing, has another shape, or has another dtype than other experts.
     """
     stored = Dequantised(folder, Shards(weight_files(folder)))
 
     def shaped(name: str, tensor: Tensor, shape: Iterable[int]) -> Tensor:
         if tuple(tensor.shape) != tuple(shape):
-            found = f"{name} is {tuple(tensor.shape)}, the configuration says {tuple(shape)}"
-            raise CheckpointError(f"{folder}: {found}; give this model's weights")
+            problem = f"{name} is {tuple(tensor.shape)}, the configuration requires {tuple(shape)}"
+            raise CheckpointError(f"{folder}: {problem}; give this model's weights")
         return tensor
 
     known = str(config.get("model_type")) in (*_AS_MODULES, *_EXPERTS)
@@ -87,40 +85,40 @@ def load_weights(folder: Path, config: Mapping[str, Any], names: Iterable[str], 
     for name in names:
         if not known and sources.get(name, [(name, None)]) != [(name, None)]:
             try:
-                whole = conversion_of(config).read(name, sources[name], stored.__getitem__)
+                weight = conversion_of(config).read(name, sources[name], stored.__getitem__)
             except CheckpointError as error:
                 pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
                 missing = next((piece for piece, _ in pieces if piece not in stored), None)
                 raise CheckpointError(f"{folder}: {error if missing is None else f'no tensor {missing}; copy it again'}") from None
-            yield name, shaped(name, whole, shapes[name])
+            yield name, shaped(name, weight, shapes[name])
         elif name in stored or not known:
             yield name, shaped(name, stored[name], shapes[name])
-        else:  # a name that files call otherwise, or experts: each is copied to its place as it is read
+        else:  # renamed in files, or separate experts: copy each piece to its place
             pieces = publish(config, name, torch.empty(shapes[name], device="meta"))
-            whole = torch.empty(shapes[name], dtype=stored[next(pieces)[0]].dtype)
-            for piece, place in publish(config, name, whole):
-                if (tensor := shaped(piece, stored[piece], place.shape)).dtype != whole.dtype:
+            weight = torch.empty(shapes[name], dtype=stored[next(pieces)[0]].dtype)
+            for piece, place in publish(config, name, weight):
+                if (tensor := shaped(piece, stored[piece], place.shape)).dtype != weight.dtype:
                     raise CheckpointError(f"{folder}: {piece} has another dtype than expert 0's; copy the model again")
                 place.copy_(tensor)
-            yield name, whole
+            yield name, weight
 
 
 def towers(folder: Path, config: Mapping[str, Any]) -> tuple[Shards, list[str]]:
-    """The tensors in a vision-language model's folder, and the names of those that are no weight of its decoder of text."""
-    stored, of = Shards(weight_files(folder)), conversion_of(config)
-    others = [name for target, sources in of.sources(stored).items() if target not in of.own for name, _ in sources]
-    return stored, sorted(others)
+    """Return the tensors of a vision-language model's folder, and the names of those outside its text decoder."""
+    stored, conversion = Shards(weight_files(folder)), conversion_of(config)
+    outside = (sources for target, sources in conversion.sources(stored).items() if target not in conversion.weights)
+    return stored, sorted(name for sources in outside for name, _ in sources)
 
 
 def towers_bytes(folder: Path, config: Mapping[str, Any]) -> int:
-    """Bytes of these tensors, as they are stored."""
+    """Return the stored bytes of the tensors outside the text decoder."""
     stored, names = towers(folder, config)
     return sum(stored[name].nbytes for name in names)
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[str], dequantises: bool = False) -> None:
-    """CheckpointError for weights that mean nothing without scales; none is read. `names` are those of the module's parameters;
-    `dequantises`: FP8 and MXFP4 are read as what they stand for."""
+    """Raise CheckpointError for weights that need scales, without reading them. `names`: parameters of the module;
+    `dequantises`: accept FP8 and MXFP4, because they are dequantised."""
     shards = Shards(weight_files(folder))
     stored = Dequantised(folder, shards) if dequantises else shards
     for key in ("quantization_config", "compression_config"):
@@ -133,12 +131,12 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], names: Container[s
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a model folder holds weights in any format, readable or not."""
+    """True if a model folder holds weights in any format, readable or not."""
     return any(folder.glob("*.safetensors")) or (folder / INDEX_FILE).exists() or any(folder.glob("*.bin"))
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of every tensor's name, dtype, shape, first and last bytes: differs between models that were trained apart."""
+    """Return the SHA-256 of every tensor's name, dtype, shape, first and last bytes. It distinguishes separately trained models."""
     digest = hashlib.sha256()
     stored = Shards(weight_files(folder))
     for name in sorted(stored):
@@ -151,7 +149,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, by its index where it has one."""
+    """Return the safetensors files of a model folder, from its index if it has one."""
     index = folder / INDEX_FILE
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
@@ -159,7 +157,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(f"{index}: no `weight_map`; copy the model again")
         for name in weight_map.values():
             if not isinstance(name, str) or not re.fullmatch(FILE_NAME, name):
-                raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy it again from where it came")
+                raise CheckpointError(f"{index}: {str(name)[:80]!r} is no file name; copy the model again")
         return [folder / name for name in sorted(set(weight_map.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
@@ -169,7 +167,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError for anything else."""
+    """Return the JSON object in a file. CheckpointError for anything else."""
     try:
         fields = json.loads(read_whole(path, max_bytes))
     except OSError as error:

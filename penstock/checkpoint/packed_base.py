@@ -1,7 +1,7 @@
-"""Packed base weights (QLoRA): from a model that was published packed, or packed once and kept in a cache.
+"""Packed base weights (QLoRA): read from a model published in packed form, or packed once and cached.
 
-The cache is a safetensors file in a folder named by a hash of what its content depends on: the folder appears whole or not at all,
-and is made again where it is not whole. Runs that begin together wait for the one that writes.
+The cache is a safetensors file. The name of its folder is a hash of the inputs of packing. The folder is written atomically, and
+rebuilt if it is incomplete. Concurrent runs wait for the one that writes.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from .disk import new_folder, writing
 from .model_files import load_weights, publish, weight_files, weights_digest
 from .tensor_files import Shapes, Shards, write_tensors
 
-FORMAT = 1  # of the cache, and of packing itself
+FORMAT = 1  # version of the cache and of the packing
 Read = Callable[[str], Tensor]  # reads the packed bytes of a parameter
 _IN_BF16 = "give the model as it was published in bf16"
 # Fields of a quantisation config that name its method
@@ -38,7 +38,7 @@ _PACKED = "packed.safetensors"
 
 
 def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base, cache: Path) -> Read:
-    """A function that reads packed weights by name, as flat bytes. Weights published in bf16 are packed into `cache` first."""
+    """Return a function that reads packed weights by name, as flat bytes. bf16 weights are packed into `cache` first."""
     published = published_base(folder, config)
     if published == base:
         return _Published(folder, config, shapes, base).read
@@ -49,17 +49,17 @@ def packed_base(folder: Path, config: Mapping[str, Any], shapes: Shapes, base: B
     with writing(cache), alone(cache, "base.lock"):
         try:
             return Shards([place / _PACKED]).__getitem__
-        except CheckpointError:  # none, or half a one: a folder that `new_folder` made is whole
+        except CheckpointError:  # missing or damaged
             shutil.rmtree(place, ignore_errors=True)
             _pack(place, folder, config, shapes, base)
             return Shards([place / _PACKED]).__getitem__
 
 
-# -- packed once ------------------------------------------------------------------------------------------------------
+# -- packing into the cache -------------------------------------------------------------------------------------------
 
 
 def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base) -> None:
-    """Pack one weight after another into the cache, whose lock is held."""
+    """Pack the weights into the cache, one after another. The caller holds its lock."""
     outlines = {name: torch.empty(layout(shape, base).n_bytes, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
 
     def packed_weights() -> Iterator[Tensor]:
@@ -67,7 +67,7 @@ def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, 
             try:
                 yield pack(weight, base)
             except ValueError as error:
-                raise CheckpointError(f"{folder}: {name}: {error}; give a model whose weights are numbers") from None
+                raise CheckpointError(f"{folder}: {name}: {error}; give a model with finite weights") from None
 
     with new_folder(place) as partial_folder:
         write_tensors(partial_folder / _PACKED, outlines, packed_weights())
@@ -77,19 +77,19 @@ def _pack(place: Path, folder: Path, config: Mapping[str, Any], shapes: Shapes, 
 
 
 def published_base(folder: Path, config: Mapping[str, Any]) -> Base:
-    """The format of a model's weights by its configuration; CheckpointError names a quantisation method that is not read."""
+    """Return the format of a model's weights, from its configuration. CheckpointError for an unsupported quantisation method."""
     base = published_as(config)
     if base is None:
-        said = config.get("quantization_config") or config.get("compression_config")
-        how = {key: said[key] for key in _METHOD if key in said} if isinstance(said, dict) else said
-        raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(how)[:120]}, which is not read; {_IN_BF16}")
+        fields = config.get("quantization_config") or config.get("compression_config")
+        method = {key: fields[key] for key in _METHOD if key in fields} if isinstance(fields, dict) else fields
+        raise CheckpointError(f"{folder}: its weights are packed by {json.dumps(method)[:120]}, which is not read; {_IN_BF16}")
     return base
 
 
 class _Published:
-    """Weights that a model's files hold packed, rearranged when they are read.
+    """Packed weights in a model's files, rearranged to our layout on access.
 
-    Unpacked they are, bit for bit, what bitsandbytes or transformers would compute with.
+    Unpacked, they are bitwise identical to the weights of bitsandbytes or transformers.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], shapes: Shapes, base: Base) -> None:
@@ -102,63 +102,63 @@ class _Published:
         shape = self._shapes[name]
         packed = torch.zeros(layout(shape, self._base).n_bytes, dtype=torch.uint8)
         codes, scales = (part.view(-1) for part in parts(packed, shape, self._base))
-        at = scales_at = 0
-        for of in self._pieces[name]:
+        offset = scales_offset = 0
+        for piece in self._pieces[name]:
             read = mxfp4_parts if self._base == "mxfp4" else fp8_parts
-            more, more_scales = self._nf4(*of) if self._base == "nf4" else read(self._folder, self._stored, *of)
-            codes[at : at + more.numel()] = more.reshape(-1)
-            scales[scales_at : scales_at + more_scales.numel()] = more_scales.reshape(-1)
-            at, scales_at = at + more.numel(), scales_at + more_scales.numel()
+            piece_codes, piece_scales = self._nf4(*piece) if self._base == "nf4" else read(self._folder, self._stored, *piece)
+            codes[offset : offset + piece_codes.numel()] = piece_codes.reshape(-1)
+            scales[scales_offset : scales_offset + piece_scales.numel()] = piece_scales.reshape(-1)
+            offset, scales_offset = offset + piece_codes.numel(), scales_offset + piece_scales.numel()
         return packed
 
     def _pieces_of(self, config: Mapping[str, Any], name: str) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of the stored tensors that a parameter consists of, in order: itself, or its experts' own."""
+        """Return (name, shape) of the stored tensors of a parameter, in order: itself, or one or more per expert."""
         shape = self._shapes[name]
         if name in self._stored or self._base == "mxfp4":
             return [(name, shape)]
         pieces = [(piece, tuple(t.shape)) for piece, t in publish(config, name, torch.empty(shape, device="meta"))]
         for piece, piece_shape in pieces:
-            # A block must not go on in the next piece; in fp8 the last one may be cut short where the matrix ends.
+            # No block may cross into the next piece. The last fp8 block may be shorter, at the end of the matrix.
             is_cut = prod(piece_shape) % NF4_BLOCK if self._base == "nf4" else piece_shape[-2] % FP8_BLOCK
             if is_cut and (self._base == "nf4" or piece_shape[-2] != shape[-2]):
-                raise CheckpointError(f"{self._folder}: {piece} ends within a block, and another follows it; {_IN_BF16}")
+                raise CheckpointError(f"{self._folder}: {piece} does not end at a block boundary; {_IN_BF16}")
         return pieces
 
     def _refuse_others(self, pieces: set[str]) -> None:
-        """CheckpointError where a piece is not packed, or something else is."""
+        """Raise CheckpointError if a piece is not packed, or if another tensor is packed."""
         mark = {"nf4": ".quant_state.bitsandbytes__nf4", "mxfp4": BLOCKS}.get(self._base, "_scale_inv")
         for piece in pieces:
             if piece in self._stored and piece + mark not in self._stored:
                 raise CheckpointError(f"{self._folder}: {piece} is not packed in {self._base}, as others are; {_IN_BF16}")
         for name, dtype in self._stored.dtypes():
-            of = _SUFFIX.sub("", name)
-            if of not in pieces and re.match("[UIF]8", dtype):
-                raise CheckpointError(f"{self._folder}: {of[:200]} is packed too, and no projection of a layer; {_IN_BF16}")
+            weight = _SUFFIX.sub("", name)
+            if weight not in pieces and re.match("[UIF]8", dtype):
+                raise CheckpointError(f"{self._folder}: {weight[:200]} is packed too, and no projection of a layer; {_IN_BF16}")
 
     def _nf4(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Codes, and the scale of each 64 numbers; bitsandbytes' blocks may be a multiple of that."""
+        """Return the codes, and one scale per 64 numbers. The block size of bitsandbytes may be a multiple of 64."""
         n, codes = prod(shape), self._stored[name].reshape(-1).view(torch.uint8)
-        scales, said = self._stored[f"{name}.absmax"], None
-        with suppress(ValueError, RecursionError):  # bitsandbytes' JSON about a weight
-            said = json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
+        scales, quant_state = self._stored[f"{name}.absmax"], None
+        with suppress(ValueError, RecursionError):  # JSON of bitsandbytes about a weight
+            quant_state = json.loads(self._stored[f"{name}.quant_state.bitsandbytes__nf4"].numpy().tobytes())
         if f"{name}.nested_absmax" in self._stored:
-            scales = self._expanded(name, shape, scales, said)
-        match said:
-            case {"quant_type": "nf4", "blocksize": int(block), "shape": list(of)} if block > 0 and tuple(of) == shape:
+            scales = self._expanded(name, shape, scales, quant_state)
+        match quant_state:
+            case {"quant_type": "nf4", "blocksize": int(block), "shape": list(sides)} if block > 0 and tuple(sides) == shape:
                 sizes = codes.numel(), block % NF4_BLOCK, tuple(scales.shape), scales.dtype
                 if sizes == (n // 2, 0, (-(-n // block),), torch.float32) and torch.equal(self._stored[f"{name}.quant_map"], NF4):
                     return codes, scales.repeat_interleave(block // NF4_BLOCK)[: n // NF4_BLOCK]
-        raise self._odd(name, shape)
+        raise self._wrong_format(name, shape)
 
-    def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, said: object) -> Tensor:
-        """Scales that are quantised themselves (double quantisation): 8-bit codes times a scale for each block, and an offset."""
+    def _expanded(self, name: str, shape: tuple[int, ...], codes: Tensor, quant_state: object) -> Tensor:
+        """Return scales that are quantised too (double quantisation): table[8-bit code] times the block's scale, plus an offset."""
         table, largest = self._stored[f"{name}.nested_quant_map"], self._stored[f"{name}.nested_absmax"]
-        match said:
+        match quant_state:
             case {"nested_blocksize": int(block), "nested_offset": float(offset)} if block > 0:
                 sizes = codes.dtype, tuple(table.shape), table.dtype, tuple(largest.shape), largest.dtype
                 if sizes == (torch.uint8, (256,), torch.float32, (-(-len(codes) // block),), torch.float32):
                     return table[codes.long()] * largest.repeat_interleave(block)[: len(codes)] + offset
-        raise self._odd(name, shape)
+        raise self._wrong_format(name, shape)
 
-    def _odd(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
+    def _wrong_format(self, name: str, shape: tuple[int, ...]) -> CheckpointError:
         return CheckpointError(f"{self._folder}: {name} is no weight of {shape} packed in nf4; copy the model again")

@@ -1,7 +1,7 @@
-"""The saver of a run: writes its checkpoints, by default on a thread of its own while training goes on.
+"""Saver of a run: writes its checkpoints, by default on a background thread during training.
 
-A checkpoint gets its name once the trainer has logged its step, so that a run that resumes from it finds the log complete up to
-there. A failure of the thread, a full disk too, ends the run at its next step; the checkpoint before stands.
+A checkpoint gets its name after the trainer has logged its step, so that the log is complete for a run that resumes from it. An
+error on the thread, such as a full disk, ends the run at its next step; the previous checkpoint remains.
 """
 
 import os
@@ -28,12 +28,10 @@ from .disk import new_folder
 from .retention import keep_last, remove
 from .snapshot import GivenUp, Snapshot, Snapshots
 
-NICE = 10  # where cores are short the lanes have them; a lane that waits for this thread leaves it one
+NICE = 10  # lanes get scarce cores first; a lane that waits for this thread leaves it a core
 
 
 class Saver:
-    """Writes the checkpoints of a run."""
-
     def __init__(
         self,
         state: HostState,
@@ -44,29 +42,29 @@ class Saver:
         say: Callable[[str], None],
         first_step: int = 0,
         towers_from: Path | None = None,
-        of_head: Mapping[str, Any] = MappingProxyType({}),
+        head_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`fields(step)`: the JSON part of the state after `step` steps. That after `first_step` is not saved. `of_head`: what the
-        configuration says of a head of the run's own."""
+        """`fields(step)`: the JSON part of the state after `step` steps. The state after `first_step` is not saved. `head_config`:
+        fields of config.json for a trained head."""
         self._state, self._plan, self._folder, self._settings = state, state.plan, folder, settings
         self._fields, self._tokenizer_from, self._towers_from = fields, tokenizer_from, towers_from
-        self._of_head = dict(of_head)
-        # Where the settings do not say, half of what is free once the plan has taken its own; the rest is for the page cache.
+        self._head_config = dict(head_config)
+        # Default: half of the memory that the plan leaves free; the rest is for the page cache.
         free_bytes = (available_host_bytes() or 0) // 2 if settings.copy_bytes is None else settings.copy_bytes
         copy_bytes = free_bytes if settings.background else 0
         self.snapshots = Snapshots(state, self.is_due_in_background, copy_bytes, say)
         self._changed = self.snapshots.changed
-        self._stay = set[int]()  # asked for, which a later one does not replace
-        self._logged: dict[int, Mapping[str, Any]] = {}  # by step to be saved: its `fields`
+        self._kept_steps = set[int]()  # steps that a later checkpoint does not replace
+        self._logged: dict[int, Mapping[str, Any]] = {}  # `fields` by step to be saved
         self._written: Future[None] | None = None  # done when the thread has ended
-        self._first = self._saved = first_step  # the step on disk that the run began with, and the last one
-        self._decided, self._due = first_step, set[int]()  # the last step that `is_due` has decided; those that are
+        self._first = self._saved = first_step  # steps on disk: at the start, and the latest
+        self._decided, self._due = first_step, set[int]()  # last step that `is_due` has decided; steps that are due
         self._next_s = self._in_time()
 
-    # -- when -------------------------------------------------------------------------------------------------------
+    # -- schedule ---------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after `step` steps is saved while the run goes on: decided once, as lane and trainer both ask."""
+        """True if the state after `step` steps is saved during the run. Decided once, because lane and trainer both call it."""
         with self._changed:
             if step > self._decided:
                 self._decided = step
@@ -76,7 +74,7 @@ class Saver:
             return step in self._due
 
     def is_time(self) -> bool:
-        """Whether the longest time without a checkpoint is over."""
+        """True if the longest time without a checkpoint has passed."""
         return self._next_s is not None and time.monotonic() >= self._next_s
 
     def _in_time(self) -> float | None:
@@ -86,40 +84,40 @@ class Saver:
         return self._settings.every is not None and step % self._settings.every == 0
 
     def is_due_in_background(self, step: int) -> bool:
-        """Whether it is saved while lanes are at work."""
+        """True if the state after `step` steps is saved while lanes are running."""
         return self._settings.background and self.is_due(step)
 
     # -- on the trainer's thread ------------------------------------------------------------------------------------
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within, states that are due are saved in the background; at the end all are written. An interrupt waits for nothing."""
+        """Save due states in the background. Wait for them at the end, except after an interrupt."""
         if not self._settings.background:
             yield
             return
         with ThreadPoolExecutor(1, "saver") as thread:
-            thread.submit(_give_way).result()  # before the lanes make thread settings, which are to stay
+            thread.submit(_lower_priority).result()  # before the lanes change thread settings, which must persist
             self._state.gate, self._written = self.snapshots, thread.submit(self._work)
             try:
                 yield
                 self.wait()
             except Exception:
-                self._finish()  # also when a lane has failed: the state of a snapshot is kept until it is written
+                self._finish()  # also after a lane has failed: the state of a snapshot does not change until it is written
                 raise
             finally:
                 self._state.gate = None
                 self.snapshots.end()
 
     def is_logged(self, step: int) -> None:
-        """Called after each step's line in the log: its checkpoint may get its name. Raises what went wrong in the thread."""
+        """Permit the checkpoint of a step to get its name; called after the step was logged. Raise an error of the thread."""
         self.raise_failure()
         if self.is_due_in_background(step):
             self._permit(step)
 
     def save(self, step: int, stays: bool = False) -> None:
-        """While all lanes are idle: save the state as it is, unless it is on disk; a thread that is at work is not waited for.
-        `stays`: not only until the next is saved."""
-        self._stay |= {step} if stays else set()
+        """Save the current state, unless it is on disk, without waiting for the thread. All lanes must be idle. `stays`: keep this
+        checkpoint after the next one."""
+        self._kept_steps |= {step} if stays else set()
         if step == self._saved:
             return
         self.snapshots.ask_for(step)
@@ -137,7 +135,7 @@ class Saver:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Until all that was to be saved is written; raises what went wrong in the thread."""
+        """Wait until every requested state is written. Raise an error of the thread."""
         self._finish()
         self.raise_failure()
 
@@ -149,7 +147,7 @@ class Saver:
         with self._changed:
             self._changed.wait_for(lambda: not self._logged or self.snapshots.is_over)
 
-    # -- on the thread that writes ----------------------------------------------------------------------------------
+    # -- on the writer thread ---------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -157,17 +155,17 @@ class Saver:
                 while (snapshot := self.snapshots.begun()) is not None:
                     self._write(snapshot)
         finally:
-            self.snapshots.end()  # nothing waits for what will not be written
+            self.snapshots.end()  # release all waiters, because nothing more is written
 
     def _write(self, snapshot: Snapshot) -> None:
         plan, only_weights = self._plan, {"weights_only": True} if self._settings.weights_only else {}
         with new_folder(self._folder / f"checkpoint-{snapshot.step}") as folder:
             files = CheckpointWriter(folder)
-            while (found := self.snapshots.next_block(snapshot)) is not None:
-                block, copy = found
+            while (entry := self.snapshots.next_block(snapshot)) is not None:
+                block, copy = entry
                 self._state.settle(block)
                 self._write_block(files, block, copy)
-                del copy, found
+                del copy, entry
                 self.snapshots.is_written(snapshot, block)
             if plan.semantics.train.lora is not None:
                 files.write_adapter(plan.semantics.train.lora, plan.model.path or plan.model.name)
@@ -178,10 +176,10 @@ class Saver:
                     files.write_weights("model-constants.safetensors", plan.model.config, outlines, constants.__getitem__)
                 if self._towers_from is not None:
                     files.copy_towers(self._towers_from, plan.model.config)
-                files.write_config(plan.model.config | self._of_head, DTYPE[plan.semantics.compute_dtype])
+                files.write_config(plan.model.config | self._head_config, DTYPE[plan.semantics.compute_dtype])
             if self._tokenizer_from is not None:
                 files.copy_tokenizer(self._tokenizer_from)
-            with self._changed:  # until the step is logged
+            with self._changed:  # wait until the step is logged
                 self._changed.wait_for(lambda: snapshot.step in self._logged or self.snapshots.is_over)
                 if snapshot.step not in self._logged:
                     raise GivenUp
@@ -189,7 +187,7 @@ class Saver:
             files.finish(snapshot.step, {**fields, "n_updates": snapshot.n_updates, **only_weights})
         if self._settings.keep is not None:
             keep_last(self._folder, self._settings.keep, snapshot.step)
-        elif self._saved != self._first and not (self._is_scheduled(self._saved) or self._saved in self._stay):
+        elif self._saved != self._first and not (self._is_scheduled(self._saved) or self._saved in self._kept_steps):
             remove([self._folder / f"checkpoint-{self._saved}"])  # saved by time alone: a long run would fill the disk with these
         with self._changed:
             self._saved = snapshot.step
@@ -199,7 +197,7 @@ class Saver:
     # -- the content -----------------------------------------------------------------------------------------------
 
     def _write_block(self, files: CheckpointWriter, block: int, copy: Copy | None) -> None:
-        """A block's weights, and the optimizer's tensors of those that are trained; one weight at a time is in memory."""
+        """Write a block's weights, and the optimizer state of its trained parameters. One weight at a time is in memory."""
         state, semantics, blocks = self._state, self._plan.semantics, self._plan.workload.blocks
         trained = state.owned[block]
         if semantics.train.lora is not None:
@@ -209,33 +207,33 @@ class Saver:
             outlines = _outlines(owned.values(), semantics.compute_dtype)
             file = f"model-{block + 1:05d}-of-{len(blocks):05d}.safetensors"
             files.write_weights(
-                file, self._plan.model.config, outlines, lambda name: self._looked().compute_weight(owned[name], copy)
+                file, self._plan.model.config, outlines, lambda name: self._live_state().compute_weight(owned[name], copy)
             )
         if trained and not self._settings.weights_only:
             kinds = sorted(semantics.saved_state.items(), key=lambda kind: -DTYPE[kind[1]].itemsize)
-            outlines = {f"{kind}.{name}": of for kind, dtype in kinds for name, of in _outlines(trained, dtype).items()}
+            outlines = {f"{kind}.{name}": outline for kind, dtype in kinds for name, outline in _outlines(trained, dtype).items()}
             pieces = (self._pieces(p, kind, copy) for kind, _ in kinds for p in trained)
             files.write_tensors(f"optimizer-{block:05d}.safetensors", outlines, chain.from_iterable(pieces))
 
     def _pieces(self, p: Parameter, name: str, copy: Copy | None) -> Iterator[torch.Tensor]:
-        """The master or a moment of a parameter; what is split comes in pieces, as a whole one would be a second copy."""
-        held, dtype = self._looked().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
+        """Yield the master or a moment of a parameter. A split master is in pieces, because a whole one would be a second copy."""
+        held, dtype = self._live_state().saved(p, name, copy), DTYPE[self._plan.semantics.saved_state[name]]
         return (piece.to("cpu", dtype) for piece in ((held,) if isinstance(held, torch.Tensor) else held.pieces()))
 
-    def _looked(self) -> HostState:
-        """The state; GivenUp if there is no need to go on writing."""
+    def _live_state(self) -> HostState:
+        """Return the state. Raise GivenUp if writing is no longer needed."""
         self.snapshots.look()
         return self._state
 
 
-def _give_way() -> None:
-    """Let the lanes have the cores where these are short."""
-    with suppress(OSError, AttributeError):  # a system where threads have no priority of their own
+def _lower_priority() -> None:
+    """Lower the priority of this thread, so that lanes get scarce cores first."""
+    with suppress(OSError, AttributeError):  # a system without thread priorities
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     torch.set_num_threads(1)
 
 
 def _outlines(parameters: Iterable[Parameter], dtype: str) -> dict[str, torch.Tensor]:
-    """Moments in int8 are flat groups, as they are kept."""
+    """Return meta tensors of the saved shapes. int8 moments are flat groups of bytes."""
     shapes = {p.name: (group_bytes(p.n_elements),) if dtype == "int8" else p.shape for p in parameters}
     return {name: torch.empty(shape, dtype=DTYPE[dtype], device="meta") for name, shape in shapes.items()}

@@ -1,11 +1,11 @@
-"""Copy-on-write snapshots: training goes on while the state between two steps is written, block by block.
+"""Copy-on-write snapshots: the state between two steps is written block by block during training.
 
-A snapshot begins when the last change by a step is done. Before an update changes a block it asks here: a block that is written may
-change; another is copied first, as far as there is memory for copies, or the update waits until it is written.
-torch.distributed.checkpoint's asynchronous save would first stage a second copy of all state, which host memory has no room for.
+A snapshot begins after the last change by a step. An update calls `before_change` before it changes a block. A written block may
+change. An unwritten block is copied first if memory for copies is free; else the update waits until the block is written.
+torch.distributed.checkpoint's asynchronous save would first stage a second copy of all state, which does not fit in host memory.
 
-Blocks that are not copied are written before those that are, as an update may be waiting for one. Where there is memory for copies
-they are written in the reverse order of updates, so that updates and writing meet only once.
+Blocks without a copy are written before copies, because an update may be waiting for one. If memory for copies is free, they are
+written in the reverse order of updates, so that updates and writing meet only once.
 """
 
 import threading
@@ -20,46 +20,46 @@ from penstock.runtime.plan import Plan
 
 
 class GivenUp(Exception):
-    """The snapshot is not wanted any more."""
+    """Raised when a snapshot is no longer needed."""
 
 
 class Snapshot:
-    """The state after `step` steps, until it is written."""
+    """State after `step` steps, until it is written."""
 
     def __init__(self, step: int, n_updates: int, order: tuple[int, ...]) -> None:
         self.step, self.n_updates = step, n_updates
         self.unwritten = set(order)
-        self.in_state = list(order)  # of these: neither being written nor copied yet
+        self.in_state = list(order)  # unwritten blocks that are neither being written nor copied
         self.copies: dict[int, Copy] = {}
 
 
 class Snapshots:
-    """One snapshot at a time, between the host's lane, which changes the state, and the thread that writes it.
+    """One snapshot at a time, shared by the host's lane, which changes the state, and the thread that writes it.
 
-    A `runtime.host.host_state.Gate`: the methods of that name are called on the lane.
+    Implements `runtime.host.host_state.Gate`; its methods are called on the lane.
     """
 
     def __init__(self, state: HostState, is_due: Callable[[int], bool], copy_bytes: int, say: Callable[[str], None]) -> None:
-        """`is_due(step)`: whether the state after that step is written in the background; `copy_bytes`: memory for copies."""
+        """`is_due(step)`: True if the state after that step is written in the background; `copy_bytes`: memory for copies."""
         self._state, self._is_due, self._say = state, is_due, say
         self._free_bytes = copy_bytes
         self._order = order_of_updates(state.plan)
         self._now: Snapshot | None = None
-        self._next: int | None = None  # the step of a snapshot that waits for the one before to be written
-        self._last: int | None = None  # the step that was asked for last
-        self.is_over = False  # no more snapshots, and no need to go on writing
-        self.changed = threading.Condition()  # of all of this, and of what its saver shares with the trainer's thread
-        self.n_begun_late = self.n_copied = self.n_waited_for = 0  # snapshots; blocks; blocks
+        self._next: int | None = None  # step of a snapshot that waits until the current one is written
+        self._last: int | None = None  # last requested step
+        self.is_over = False  # no more snapshots; writing stops
+        self.changed = threading.Condition()  # guards this object, and the saver's state that the trainer's thread shares
+        self.n_begun_late = self.n_copied = self.n_waited_for = 0  # counts of snapshots, blocks, blocks
 
     # -- on the host's lane -----------------------------------------------------------------------------------------
 
     def step_is_done(self, step: int) -> None:
-        """As `Gate.step_is_done`."""
+        """See `Gate.step_is_done`."""
         if self._is_due(step + 1):
             self.ask_for(step + 1)
 
     def before_change(self, block: int, workers: Workers[Scratch]) -> None:
-        """As `Gate.before_change`."""
+        """See `Gate.before_change`."""
         with self.changed:
             self._wait_for_next()
             if self._now is None or block not in self._now.unwritten or block in self._now.copies:
@@ -72,7 +72,7 @@ class Snapshots:
             self._free_bytes -= n_bytes
         copy = None
         try:
-            with suppress(MemoryError):  # less is free than when the run began: from now on updates wait
+            with suppress(MemoryError):  # less memory is free than at the start: later updates wait
                 copy = self._state.copied(block, workers)
         finally:
             with self.changed:
@@ -101,10 +101,10 @@ class Snapshots:
         self.n_waited_for += 1
         self.changed.wait_for(lambda: self._now is not snapshot or block not in snapshot.unwritten)
 
-    # -- on the thread that writes ----------------------------------------------------------------------------------
+    # -- on the writer thread ---------------------------------------------------------------------------------------
 
     def ask_for(self, step: int) -> None:
-        """A snapshot of the state as it is now: at once, or when the one before is written. Nothing changes until then."""
+        """Begin a snapshot of the current state, now or after the previous one is written. The state does not change before."""
         with self.changed:
             if self.is_over or step == self._last:
                 return
@@ -119,13 +119,13 @@ class Snapshots:
         self.changed.notify_all()
 
     def begun(self) -> Snapshot | None:
-        """Wait for the next snapshot; None when there will be no more."""
+        """Wait for the next snapshot. Return None after the last."""
         with self.changed:
             self.changed.wait_for(lambda: self._now is not None or self.is_over)
             return self._now
 
     def next_block(self, snapshot: Snapshot) -> tuple[int, Copy | None] | None:
-        """The block to write now, and its copy where it has changed since; None when all are written, and the next may begin."""
+        """Return the next block to write, and its copy if it has changed. After the last, begin the next snapshot; return None."""
         with self.changed:
             while True:
                 self.look()
@@ -143,12 +143,12 @@ class Snapshots:
                 self.changed.wait()
 
     def look(self) -> None:
-        """GivenUp if there is no need to go on writing."""
+        """Raise GivenUp if writing is no longer needed."""
         if self.is_over:
             raise GivenUp
 
     def is_written(self, snapshot: Snapshot, block: int) -> None:
-        """From now on the block may change."""
+        """Permit changes of a written block."""
         with self.changed:
             snapshot.unwritten.remove(block)
             if snapshot.copies.pop(block, None) is not None:
@@ -156,13 +156,13 @@ class Snapshots:
             self.changed.notify_all()
 
     def end(self) -> None:
-        """No more snapshots; whatever waits for one goes on."""
+        """End all snapshots and release all waiters."""
         with self.changed:
             self.is_over, self._now, self._next = True, None, None
             self.changed.notify_all()
 
 
 def order_of_updates(plan: Plan) -> tuple[int, ...]:
-    """All blocks, in the order in which a step of the plan changes them, and then those that it does not change."""
+    """Return the blocks in the order in which a step of the plan changes them, then the unchanged ones."""
     changed = dict.fromkeys(op.block for op in plan.ops if op.kind in CHANGES)
     return tuple(changed | dict.fromkeys(range(len(plan.workload.blocks))))

@@ -1,6 +1,6 @@
 """Safetensors files, written and read one tensor at a time.
 
-The safetensors library's own writer serialises all tensors of a file in memory, a second copy of the state; here one tensor is.
+The safetensors library's writer serialises all tensors of a file in memory, which would be a second copy of the state.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from penstock.runtime.errors import CheckpointError
 
-Shapes = Mapping[str, tuple[int, ...]]  # by name, of weights
-REOPEN_BYTES = 64 * 2**20  # read before files are mapped anew
+Shapes = Mapping[str, tuple[int, ...]]  # shape of weights by name
+REOPEN_BYTES = 64 * 2**20  # bytes read until files are mapped again
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
-_DTYPE_NAMES |= {torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"}  # of buffers in a model merged
+_DTYPE_NAMES |= {torch.float64: "F64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16"}  # buffers of a merged model
 
 
 class Shards(Mapping[str, Tensor]):
-    """The tensors of several safetensors files by name, each read when it is asked for.
+    """Tensors of several safetensors files by name, read on access.
 
-    A tensor is a view of its memory-mapped file, and pages once read stay in the process: after REOPEN_BYTES the files are mapped
-    anew, and an old mapping is freed with its last tensor. Otherwise loading a model would hold it twice.
+    A tensor is a view of its memory-mapped file, and pages that were read remain in the process. After REOPEN_BYTES the files are
+    mapped again, and an old mapping is freed with its last tensor. Otherwise loading a model would hold it twice.
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -58,7 +58,7 @@ class Shards(Mapping[str, Tensor]):
         return tensor
 
     def outline(self, name: str) -> Tensor:
-        """The tensor on the meta device."""
+        """Return the tensor on the meta device."""
         return torch.empty_like(self[name], device="meta")
 
     def __iter__(self) -> Iterator[str]:
@@ -68,7 +68,7 @@ class Shards(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def dtypes(self) -> Iterator[tuple[str, str]]:
-        """(name, dtype in the format's words) of each tensor, without reading any."""
+        """Yield (name, safetensors dtype, for example `BF16`) of each tensor without reading it."""
         return ((name, str(self._files[path].get_slice(name).get_dtype())) for name, path in self._file_of.items())
 
 
@@ -84,7 +84,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What a file says of itself, and all of its tensors; CheckpointError where it cannot be read whole."""
+    """Return the metadata and all tensors of a file. CheckpointError if it cannot be read completely."""
     try:
         with _open(path) as file:
             return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
@@ -93,16 +93,15 @@ def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def write_tensors(
-    path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor], more: Mapping[str, str] = MappingProxyType({})
+    path: Path, outlines: Mapping[str, Tensor], contents: Iterable[Tensor], metadata: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Write a new safetensors file and sync it; its size and SHA-256.
+    """Write a new safetensors file and sync it. Return its size and SHA-256.
 
-    `outlines`: tensors of the dtypes and shapes to write, which may be on the meta device; wider dtypes first, so that each is
-    aligned. `contents`: theirs, one after another, each whole or in pieces; `more`: what
-    the file says of itself.
+    `outlines`: dtypes and shapes of the tensors, which may be on the meta device; wider dtypes first, for alignment. `contents`:
+    their values in the same order, each whole or in pieces; `metadata`: strings in the header.
     """
     assert sys.byteorder == "little", "the format is little-endian"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **more}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, tensor in outlines.items():
         begin, end = end, end + tensor.nbytes
@@ -119,7 +118,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file piece by piece and sync it; its size and SHA-256."""
+    """Write a new file piece by piece and sync it. Return its size and SHA-256."""
     digest = hashlib.sha256()
     with path.open("xb") as file:
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""`penstock data`: the first documents of a data set as the model reads them, and counts of all."""
+"""`penstock data`: show the first documents of a data set as the model reads them, and count all of them."""
 
 import json
 import sys
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from penstock.data.sampling import PackedSet
     from penstock.data.tokenizer import ModelTokenizer
 
-LONGEST = 2**32  # token ids of a folder that holds a tokenizer and no config.json
+ANY_VOCAB_SIZE = 2**32  # vocabulary size without a config.json
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A document as the model reads it: its text in parts, and whether each is learned."""
+    """A document as the model reads it. `parts`: (text, True if its tokens are learned)."""
 
     where: str
     n_tokens: int
     n_learned: int
-    n_cut: int  # tokens beyond a sequence's length, which are not shown
+    n_cut: int  # tokens beyond the sequence length, not shown
     parts: tuple[tuple[str, bool], ...]
 
 
@@ -47,9 +47,9 @@ class Sample:
 @flag_of("data.bad_rows")
 @AS_JSON
 def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int, as_json: bool, **flags: Any) -> None:
-    """Show the first documents of PATH as the model reads them, with what is learned marked, and count all of them.
+    """Show the first documents of PATH as the model reads them, mark the learned tokens, and count all documents.
 
-    Learned tokens are in green on a terminal, elsewhere in [[ ]].
+    Learned tokens are green on a terminal, elsewhere in [[ ]].
     """
     from penstock.data.data import read_data
     from penstock.data.sampling import MapStyleData
@@ -62,11 +62,11 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
     vocab_size, by_document = _model(model, seq_len)
     with tempfile.TemporaryDirectory(prefix="penstock-data-") as folder, Preparing() as report:
         report("reading the data")
-        found = read_data(
+        packed = read_data(
             settings, model, vocab_size, seq_len, 1, 0, tokens_folder(Path(folder)), by_document, report=report, objective=None
         )
-        assert isinstance(found, MapStyleData)
-        parts, about = found.parts, found.words()
+        assert isinstance(packed, MapStyleData)
+        parts, about = packed.parts, packed.words()
         samples = [sample for part in parts for sample in _samples(part, read_tokenizer(model), n_samples)]
         counted = _counts(parts)
     if as_json:
@@ -90,34 +90,35 @@ def data(paths: Sequence[str], model: Path | None, seq_len: int, n_samples: int,
 
 
 def _model(folder: Path | None, seq_len: int) -> tuple[int, bool]:
-    """Token ids that the model knows, and whether it attends to each document alone."""
+    """Return the vocabulary size of a model, and True if it supports document isolation."""
     from penstock.planner.model.config import outlines, read_model, supported_attention
     from penstock.runtime.layers.apart import supports_documents
     from penstock.runtime.plan import Semantics
 
     if folder is None or not (folder / "config.json").exists():
-        return LONGEST, True
-    how = Semantics(seq_len, 1, 1, attention=supported_attention(of := read_model(str(folder)))[0])  # type: ignore[arg-type]
-    return int(outlines(of, how.attention, 1, 16)["vocab"]), supports_documents(of.config, how) is None
+        return ANY_VOCAB_SIZE, True
+    model = read_model(str(folder))
+    semantics = Semantics(seq_len, 1, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+    return int(outlines(model, semantics.attention, 1, 16)["vocab"]), supports_documents(model.config, semantics) is None
 
 
 def _samples(part: "PackedSet", tokenizer: "ModelTokenizer", n: int) -> Iterator[Sample]:
-    """The first documents in the order of the files."""
+    """Yield the first valid documents in the order of the files."""
     documents, shape = part.documents, part.shape
     for d in [d for d in range(len(documents.lengths)) if d not in documents.problems][:n]:
         ids, runs = documents.ids(d).tolist(), documents.runs(d)
-        shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document goes on in the next sequence
+        shown = ids if shape.packing == "joined" else ids[: shape.seq_len]  # a joined document continues in the next sequence
         edges = [0, *runs.reshape(-1).clip(0, len(shown)).tolist(), len(shown)]
         texts = [tokenizer.decode(shown[:edge], special=True) for edge in edges]
-        parts = tuple((after[len(before) :], i % 2 == 1) for i, (before, after) in enumerate(pairwise(texts)) if after != before)
+        parts = tuple((longer[len(prefix) :], i % 2 == 1) for i, (prefix, longer) in enumerate(pairwise(texts)) if longer != prefix)
         yield Sample(documents.where(d), len(ids), int(documents.n_learned[d]), len(ids) - len(shown), parts)
 
 
 def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
-    """What became of the rows of all sets, and what their sequences hold."""
+    """Count the rows and documents of all sets, and the tokens of their sequences."""
     from penstock.data.packing import Counts, n_targets_of
 
-    of = sum((part.counts for part in parts), Counts())
+    counts = sum((part.counts for part in parts), Counts())
     packed = [(part, part.sequences[i]) for part in parts for i in range(len(part.sequences))]
     learned = (
         n_targets_of(part.documents.runs(d), start + (i == 0 or part.shape.packing != "joined"), stop)
@@ -127,11 +128,11 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
     return {
         "rows": sum(part.documents.n_rows for part in parts),
         "bad_rows": sum(len(part.documents.problems) for part in parts),
-        "documents": of["documents"],
-        "left_out_with_nothing_to_learn": of["unsupervised"],
-        "left_out_as_too_long": of["skipped"],
-        "cut": of["cut"],
-        "split": of["split"],
+        "documents": counts["documents"],
+        "left_out_with_nothing_to_learn": counts["unsupervised"],
+        "left_out_as_too_long": counts["skipped"],
+        "cut": counts["cut"],
+        "split": counts["split"],
         "sequences": len(packed),
         "tokens": sum(stop - start for _, segments in packed for _, start, stop in segments),
         "learned_tokens": sum(learned),
@@ -139,5 +140,5 @@ def _counts(parts: "Sequence[PackedSet]") -> dict[str, int]:
 
 
 def _printable(text: str) -> str:
-    """Text for a terminal, which obeys nothing that a file says but line ends."""
+    """Escape all control characters of a text, except line ends, for a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

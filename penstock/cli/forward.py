@@ -1,4 +1,4 @@
-"""`penstock forward`: write the log-probabilities that a model gives to data, by a streamed forward over a plan's arenas."""
+"""`penstock forward`: write the log-probabilities of data under a model, by a streamed forward pass in a plan's arenas."""
 
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ with_flags = together(*map(flag_of, (*_FLAGS, "packed", "tokenizer", "seed", "de
 @with_flags
 @click.option("--out", "output", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write.")
 def forward(plan_file: Path, config: Path | None, output: Path, **flags: Any) -> None:
-    """Write what log-probability the model of PLAN gives to each answer of --data, and of --eval-data; or, where the plan's loss
-    is distill, its likeliest tokens at each position.
+    """Write the log-probability of each answer of --data and --eval-data under the model of PLAN. If the plan's loss is distill,
+    write its most likely tokens at each position.
 
-    It takes one pass of the weights through the device's memory, or a few, and no memory beside what training books. `penstock run
-    --reference FILE` reads it, and refuses one of other data, template or length; and a reference of other weights, precision or
+    The weights stream through device memory once, or a few times, in no more memory than training takes. `penstock run --reference
+    FILE` reads the file. It rejects a file of other data, template or length, and a reference with other weights, precision or
     kernels.
     """
     check_output(output)
-    given = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
+    options = given_settings(flags) | {"plan": str(plan_file), "out": f"{output}.work"}
     with Preparing() as report:
-        settings, file = read_run(config, given), PlanFile.read(plan_file)
+        settings, file = read_run(config, options), PlanFile.read(plan_file)
         from penstock.training.session import write_forward
 
         n = write_forward(settings, file, str(plan_file), output, report)
-    what = "answers" if file.plan.semantics.objective.n_top is None else "sequences"
-    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {what}")
+    unit = "answers" if file.plan.semantics.objective.n_top is None else "sequences"
+    click.echo(f"{on_one_line(str(output))}: log-probabilities of {n:,} {unit}")

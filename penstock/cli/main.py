@@ -1,33 +1,33 @@
-"""The `penstock` command and its subcommands, each imported when it is called: help is instant, and planning imports no torch."""
+"""The `penstock` command. Subcommands are imported when called, so that help is instant and planning imports no torch."""
 
 import importlib
 import logging
 
 import click
 
-from penstock.caches import keep_outlines
+from penstock.caches import cache_layer_traces
 from penstock.version import version_in_words
 
-from .one_line import OneLine
+from .user_errors import OneLineErrors
 
-# Each command's module, and its line in `penstock --help`.
+# Command: its module, and its line in `penstock --help`.
 COMMANDS = {
     "plan": ("penstock.cli.plan", "Find the fastest schedule for a model on a machine, and its speed."),
-    "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or say what is wrong."),
+    "check": ("penstock.cli.report", "Prove that a plan is right and that its claim is true, or name the error."),
     "run": ("penstock.cli.run", "Train with a plan: weights stream in, gradients stream out."),
     "data": ("penstock.cli.data", "Show which tokens of your data are learned, and count them."),
     "probe": ("penstock.cli.probe", "Measure this machine and write its profile."),
     "forward": ("penstock.cli.forward", "Write the log-probabilities that a model gives to data: a reference, or a teacher's."),
     "merge": ("penstock.cli.merge", "Merge a LoRA adapter into its base model."),
-    "fits": ("penstock.cli.which", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
-    "compare": ("penstock.cli.which", "Rank machines for a model: speed, fit, and dollars per million tokens."),
-    "machines": ("penstock.cli.which", "List the machines that can be planned for, and the source of their numbers."),
+    "fits": ("penstock.cli.fits_compare", "List the largest models that host memory of 32 to 2048 GB can train, and their speed."),
+    "compare": ("penstock.cli.fits_compare", "Rank machines for a model: speed, fit, and dollars per million tokens."),
+    "machines": ("penstock.cli.fits_compare", "List the machines that can be planned for, and the source of their numbers."),
     "report": ("penstock.cli.report", "Draw a plan or a run: a page for any browser, or a trace for Perfetto."),
 }
 
 
-class Penstock(OneLine, click.Group):
-    """A group that imports a command when it is called."""
+class Penstock(OneLineErrors, click.Group):
+    """Group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -54,10 +54,9 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
     else:
-        keep_outlines()
+        cache_layer_traces()
 
 
 def main() -> None:
-    """Run the `penstock` command."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it where it is installed; it warns of other kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT, if installed; it warns about its kernels
     cli()

@@ -16,17 +16,17 @@ from .progress import Preparing
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Merge the LoRA adapter in ADAPTER into the model in BASE, and write the model to a new folder, tensor by tensor.
 
-    ADAPTER is a folder as PEFT saves it, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
-    rounded once, to its dtype in BASE. Of an adapter beside a head that scores sequences the model is one that transformers'
-    AutoModelForSequenceClassification loads. At no time are two models in memory.
+    ADAPTER is a folder in PEFT's format, such as a checkpoint of a run with adapters. Each adapted weight is computed in fp32 and
+    rounded once, to its dtype in BASE. An adapter with a head that scores sequences gives a model for transformers'
+    AutoModelForSequenceClassification. Two models are never in memory at once.
     """
     from penstock.checkpoint.merging import merge as merged
     from penstock.data.tokenizer import read_tokenizer
 
     def pad_id() -> int:
-        """What sequences were filled up with: of a model without a tokenizer, whose run read bytes, their end."""
+        """Return the padding token. Without a tokenizer, the run read bytes and padded with their end token."""
         return read_tokenizer(base if (base / "tokenizer.json").is_file() else None).end_id
 
-    with Preparing() as tell:
-        found = merged(base, adapter, out, lambda _, done, of: tell(f"merging: {show_bytes(done)} of {show_bytes(of)}"), pad_id)
-    click.echo(f"{on_one_line(str(out))}: {found}")
+    with Preparing() as show:
+        summary = merged(base, adapter, out, lambda _, n, total: show(f"merging: {show_bytes(n)} of {show_bytes(total)}"), pad_id)
+    click.echo(f"{on_one_line(str(out))}: {summary}")

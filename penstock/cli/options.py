@@ -1,7 +1,7 @@
-"""Options of commands: those that several share, and flags made of the fields of settings and semantics.
+"""Options shared by commands, and flags generated from the fields of settings and semantics.
 
-A flag that is not given is None: then the file of `--config`, or else the default, holds. Values out of range are found where all
-settings, or all semantics, are validated.
+An absent flag is None: the file of `--config` or the default applies. Ranges are checked where the settings or semantics are
+validated.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ PATH = click.Path(path_type=Path)
 
 
 class Command(click.Command):
-    """A command that understands other trainers' names of its flags, and says what to do where it has no such flag."""
+    """Command that accepts other trainers' names of its flags, and gives advice on an unknown flag."""
 
     also: ClassVar[Mapping[str, str]] = {}  # our flag, by another trainer's name
 
@@ -30,16 +30,16 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, list(args))
         except click.NoSuchOption as error:
-            given = error.option_name
-            ours = self.also.get(given.lstrip("-").replace("-", "_"), given.replace("_", "-"))
-            if ours == given or not any(ours in param.opts for param in self.params):
+            name = error.option_name
+            flag = self.also.get(name.lstrip("-").replace("-", "_"), name.replace("_", "-"))
+            if flag == name or not any(flag in param.opts for param in self.params):
                 raise _unknown(error) from None
-            at = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == given)
-            return self.parse_args(ctx, [*args[:at], ours + args[at].removeprefix(given), *args[at + 1 :]])
+            position = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == name)
+            return self.parse_args(ctx, [*args[:position], flag + args[position].removeprefix(name), *args[position + 1 :]])
 
 
 def _unknown(error: click.NoSuchOption) -> click.UsageError:
-    """What to do instead, where that is known; else the flags of similar names."""
+    """Return an error with advice on an unknown flag, or with flags of similar names."""
     name = error.option_name.lstrip("-").replace("-", "_")
     words = advice(name)
     if words.startswith(("did you mean", "there are")):
@@ -50,7 +50,7 @@ def _unknown(error: click.NoSuchOption) -> click.UsageError:
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """Text that a function of ours parses; what is wrong with it, a ValueError says."""
+    """Text that is parsed by a function. Its ValueError becomes a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self.parse = name, parse
@@ -62,12 +62,12 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
-def above_0(most: float) -> Parsed:
-    """A number above 0, up to `most`."""
+def above_0(maximum: float) -> Parsed:
+    """Return the parameter type of a number above 0, up to `maximum`."""
 
     def parse(text: str) -> float:
-        if not 0 < (number := float(text)) <= most:
-            raise ValueError(f"{text!r} is not a number above 0 and up to {most:,.0f}")
+        if not 0 < (number := float(text)) <= maximum:
+            raise ValueError(f"{text!r} is not a number above 0 and up to {maximum:,.0f}")
         return number
 
     return Parsed("number", parse)
@@ -78,11 +78,11 @@ BYTES, TOKENS = Parsed("size", parse_bytes), Parsed("count", parse_count)
 
 
 def sequences_of_a_step(batch_size: int | None, tokens_per_step: int | None, seq_len: int) -> int:
-    """Sequences of a step, given as such or as tokens."""
+    """Return the sequences per step, given directly or as tokens."""
     if tokens_per_step is None:
         return batch_size or 16
     if batch_size is not None:
-        raise click.UsageError("--batch-size and --tokens-per-step say the same; give one of them")
+        raise click.UsageError("--batch-size and --tokens-per-step are alternatives; give one of them")
     if tokens_per_step % seq_len:
         near = max(1, round(tokens_per_step / seq_len)) * seq_len
         raise click.UsageError(f"--tokens-per-step {tokens_per_step} is no multiple of --seq-len {seq_len}; {near} is")
@@ -93,8 +93,6 @@ Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def together(*options: Option) -> Option:
-    """Several options as one decorator."""
-
     return lambda command: reduce(lambda command, option: option(command), reversed(options), command)
 
 
@@ -102,7 +100,7 @@ with_batch = together(
     click.option("--batch-size", type=COUNT, help="Sequences of a step.  [default: 16]"),
     click.option("--tokens-per-step", type=COUNT, help="Instead of --batch-size: a multiple of --seq-len."),
 )
-# The rest of the work of a step
+# Other options that define a step
 with_work = together(
     click.option("--seq-len", type=COUNT, default=4096, show_default=True, help="Tokens of a sequence."),
     click.option(
@@ -126,17 +124,17 @@ with_work = together(
     click.option(
         "--optimizer",
         metavar="WHAT",
-        help="adamw or lion, and what less of its state is kept: adamw:moments=int8,master=split24.  [default: adamw]",
+        help="adamw or lion, optionally with low-bit state: adamw:moments=int8,master=split24.  [default: adamw]",
     ),
     click.option(
         "--gpus",
         type=COUNT,
         default=1,
         show_default=True,
-        help="GPUs of a host that share each step (compare: all that a machine has, unless given). The bits of the result do not "
-        "depend on it, for the same --sum-groups.",
+        help="GPUs of a host that share each step (compare: all of a machine, unless given). Results are bitwise identical for any "
+        "number of GPUs with the same --sum-groups.",
     ),
-    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts of that machine, each with as many --gpus."),
+    click.option("--hosts", type=COUNT, default=1, show_default=True, help="Hosts, each with --gpus GPUs."),
     click.option("--network-gbit", type=above_0(99_999), help="Gbit/s of each host's network.  [default: the profile's]"),
 )
 PRICES = ("usd_per_hour", "usd", "usd_per_kwh")
@@ -147,7 +145,7 @@ with_prices = together(
     click.option("--usd-per-kwh", type=above_0(9_999_999), help="Price of power.  [default: 0.15]"),
 )
 
-# -- made of fields ---------------------------------------------------------------------------------------------------------
+# -- generated from fields --------------------------------------------------------------------------------------------------
 
 _SETTINGS = {name: setting for name, setting in settings_of() if "flag" in setting.metadata}
 _SEMANTICS = {
@@ -155,38 +153,37 @@ _SEMANTICS = {
     "on_nonfinite": Flag("--on-nonfinite", "When a gradient is not finite."),
     "master_dtype": Flag("--master", "Dtype of the master weights."),
     "compute_dtype": Flag("--compute", "Compute dtype (matmuls)."),
-    "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; of adapters fp32"),
-    "attention": Flag("--attention", "Attention implementation.", "the better one of the model's"),
+    "gradient_dtype": Flag("--gradient-dtype", "Dtype of gradients.", "bf16; adapters: fp32"),
+    "attention": Flag("--attention", "Attention implementation.", "the best that the model supports"),
     "loss_tile_tokens": Flag(
-        "--loss-tile-tokens", "Tokens whose logits exist at a time.", "4096 with fused kernels, else 1024, or what fits"
+        "--loss-tile-tokens", "Tokens per tile of logits.", "4096 with fused kernels, else 1024; fewer if memory is short"
     ),
-    "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens that go through an MLP at a time.", "all, or what fits"),
+    "mlp_tile_tokens": Flag("--mlp-tile-tokens", "Tokens per tile of an MLP.", "all; fewer if memory is short"),
     "router_loss": Flag("--router-loss", "Weight of the loss of routers, as a config's router_aux_loss_coef.", "none"),
     "sum_groups": Flag(
         "--sum-groups",
-        "Groups of micro-batches whose gradients are summed apart, then as a tree: an order that up to as many GPUs keep.",
-        "1; of several GPUs 8, or as many as divide the batch",
+        "Tree-reduce gradients in this many groups. Results are identical on 1, 2, 4, ... up to that many GPUs.",
+        "1; with several GPUs 8, or fewer that divide the batch",
     ),
 }
 
 
 class RunCommand(Command):
-    """A command that takes settings by the names that other trainers give them, too."""
+    """Command that accepts other trainers' names of settings."""
 
-    also = {other: _SETTINGS[name].metadata["flag"].name for other, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
+    also = {alias: _SETTINGS[name].metadata["flag"].name for alias, name in ALSO_KNOWN_AS.items() if name in _SETTINGS}
 
 
-def option(flag: Flag, param: str, of: Field[Any]) -> Option:
-    """A click option for a field."""
-    if of.default is False:
+def option(flag: Flag, param: str, field: Field[Any]) -> Option:
+    if field.default is False:
         return click.option(flag.name, param, is_flag=True, default=None, help=flag.help)
-    shown = of.default if flag.default is None else flag.default
+    shown = field.default if flag.default is None else flag.default
     text = flag.help + " Can be repeated." * flag.repeats + (f"  [default: {shown}]" if shown not in (None, ()) else "")
-    return click.option(flag.name, param, type=_type(of.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
+    return click.option(flag.name, param, type=_type(field.type), multiple=flag.repeats, metavar=flag.metavar, help=text)
 
 
 def _type(kind: Any) -> Any:
-    """What click parses: a choice, a number or text."""
+    """Return the click type of a field: a choice, a number or text."""
     if kind is Fraction:
         return Parsed("share", _share)
     if get_origin(kind) is Literal:
@@ -196,7 +193,7 @@ def _type(kind: Any) -> Any:
 
 
 def _share(text: str) -> float:
-    """1% or 0.01. ValueError for 1, which is one percent, one row or all of them."""
+    """Parse `1%` or `0.01`. ValueError for `1`, which may mean one percent, one row or all rows."""
     number, is_percent = text.removesuffix("%"), text.endswith("%")
     if number.replace(".", "", 1).isdecimal() and (is_percent or float(number) < 1):
         return float(number) / (100 if is_percent else 1)
@@ -204,29 +201,29 @@ def _share(text: str) -> float:
 
 
 def flag_of(name: str) -> Option:
-    """The flag of one setting, as `optimizer.lr`."""
+    """Return the flag of a setting, for example `optimizer.lr`."""
     return option(_SETTINGS[name].metadata["flag"], name.replace(".", "__"), _SETTINGS[name])
 
 
 setting_flags = together(*map(flag_of, _SETTINGS))
-semantics_flags = together(*(option(_SEMANTICS[of.name], of.name, of) for of in fields(Semantics) if of.name in _SEMANTICS))
+semantics_flags = together(*(option(_SEMANTICS[f.name], f.name, f) for f in fields(Semantics) if f.name in _SEMANTICS))
 
 
 def given_settings(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were given as flags, by dotted names."""
-    given = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
-    if "data.columns" in given:
-        columns = [_column(text) for text in given["data.columns"]]
+    """Return the settings that were given as flags, by dotted name."""
+    settings = {param.replace("__", "."): value for param, value in params.items() if value not in (None, ())}
+    if "data.columns" in settings:
+        columns = [_column(text) for text in settings["data.columns"]]
         if len(dict(columns)) < len(columns):
             raise click.UsageError("--columns: a name is given two columns of the file; give each name one")
-        given["data.columns"] = dict(columns)
-    if "data.path" in given:
-        given |= {f"data.{key}": value for key, value in data_named(given["data.path"]).items()}
-    return given
+        settings["data.columns"] = dict(columns)
+    if "data.path" in settings:
+        settings |= {f"data.{key}": value for key, value in data_named(settings["data.path"]).items()}
+    return settings
 
 
 def _column(text: str) -> tuple[str, str]:
     name, _, column = text.partition("=")
     if not name or not column:
-        raise click.UsageError(f"--columns {text[:60]}: say which column of the file is meant, as prompt=question")
+        raise click.UsageError(f"--columns {text[:60]}: write NAME=COLUMN, for example prompt=question")
     return name, column

@@ -1,4 +1,4 @@
-"""Output of commands: tables on standard output, and files, refused before any work where they cannot be written."""
+"""Output of commands: tables on standard output, and files. An unwritable path is rejected before any work."""
 
 import json
 import re
@@ -19,25 +19,25 @@ from penstock.runtime.files import try_to_write, write_whole
 from penstock.runtime.plan import Plan
 from penstock.runtime.plan.workload import text_of
 
-MOST_WIDTH = 10_000  # of a table, in characters
-SHORT_CELL = 16  # characters of a cell that is not broken into words
+MOST_WIDTH = 10_000  # characters of a table
+SHORT_CELL = 16  # characters of a cell that is never wrapped
 
 
-def show_table(titles: Sequence[str], found: Iterable[Sequence[str]]) -> None:
-    """Print a table, elsewhere than on a terminal with tabs and each row when it is there.
+def show_table(titles: Sequence[str], entries: Iterable[Sequence[str]]) -> None:
+    """Print a table on a terminal; elsewhere print rows with tabs, each as soon as it is available.
 
-    No name is cut: sentences are broken between words, and a terminal that is too narrow for that has a line for each cell.
+    Names are never cut: sentences are wrapped between words. If the terminal is too narrow for that, print a line per cell.
     """
     if not sys.stdout.isatty():
-        for row in chain([titles], found):
+        for row in chain([titles], entries):
             click.echo("\t".join(row))
         return
-    console, table, rows = Console(), Table(), list(found)
+    console, table, rows = Console(), Table(), list(entries)
     for title, *cells in zip(titles, *rows, strict=True):
         is_sentence = any(" " in cell and len(cell) > SHORT_CELL for cell in cells)
         table.add_column(title.replace(" ", "\n"), no_wrap=not is_sentence)
     for row in rows:
-        table.add_row(*map(Text, row))  # as it is: a file's name may look like markup
+        table.add_row(*map(Text, row))  # without markup, because a file name may look like it
     if console.measure(table, options=console.options.update(max_width=MOST_WIDTH)).minimum <= console.width:
         console.print(table)
         return
@@ -45,12 +45,12 @@ def show_table(titles: Sequence[str], found: Iterable[Sequence[str]]) -> None:
         click.echo("\n".join(f"{title}: {cell}" for title, cell in zip(titles, row, strict=True)) + "\n")
 
 
-# A string; or an object or list that holds no other
+# JSON string, or an object or list without nested ones
 _FLAT = re.compile(r'"(?:\\.|[^"\\])*"|[\[{](?:"(?:\\.|[^"\\])*"|[^\[\]{}"])*[\]}]')
 
 
 def json_text(fields: dict[str, Any]) -> str:
-    """JSON that is easy to read: with an indent of 1, and short objects of plain values on one line."""
+    """Return JSON with an indent of 1, and with short flat objects on one line."""
 
     def shorter(flat: re.Match[str]) -> str:
         return one_line if len(one_line := json.dumps(json.loads(flat[0]))) < 100 else flat[0]
@@ -59,7 +59,7 @@ def json_text(fields: dict[str, Any]) -> str:
 
 
 def check_output(path: Path) -> None:
-    """PenstockError now rather than after long work, where `write_output` would raise it."""
+    """Raise the PenstockError of `write_output` before long work instead of after it."""
     if path.is_dir():
         raise PenstockError(f"{path}: is a folder; give the name of a file in it, with -o")
     with _refused(path):
@@ -67,12 +67,12 @@ def check_output(path: Path) -> None:
 
 
 def beyond_positions(plan: Plan) -> str | None:
-    """What to say of sequences that are longer than the model knows positions; None where they are not."""
-    most, n = text_of(plan.model.config).get("max_position_embeddings"), plan.semantics.seq_len
-    if not isinstance(most, int) or n <= most:
+    """Return a note if sequences are longer than the model's position limit, else None."""
+    limit, n = text_of(plan.model.config).get("max_position_embeddings"), plan.semantics.seq_len
+    if not isinstance(limit, int) or n <= limit:
         return None
-    known = f"sequences of {n:,} tokens, and the model knows {most:,} positions (max_position_embeddings)"
-    return f"{known}; plan with a shorter --seq-len, unless it is to learn longer ones"
+    excess = f"sequences of {n:,} tokens exceed the model's {limit:,} positions (max_position_embeddings)"
+    return f"{excess}; plan with a shorter --seq-len, unless it is to learn longer ones"
 
 
 def write_output(path: Path, text: str) -> None:

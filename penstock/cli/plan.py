@@ -1,4 +1,4 @@
-"""`penstock plan`: the fastest schedule of a model on a machine, in words or as JSON, and the plan in a file."""
+"""`penstock plan`: search for the fastest schedule of a model on a machine, print it as text or JSON, and write its file."""
 
 import json
 import os
@@ -24,12 +24,12 @@ from penstock.runtime.units import on_one_line
 from .options import AS_JSON, BYTES, PRICES, Command, semantics_flags, sequences_of_a_step, with_batch, with_prices, with_work
 from .outputs import beyond_positions, check_output
 
-MAX_POLICY_FILE_BYTES = 512 * 2**20  # a plan file is one too
+MAX_POLICY_FILE_BYTES = 512 * 2**20  # also accepts a plan file
 BASELINE_NAMES = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 
 
 class _Plan(Command):
-    """`plan --help` ends with the names of shipped machines and models."""
+    """`plan`, with the names of shipped machines and models at the end of its help."""
 
     also = PLAN_FLAGS
 
@@ -54,18 +54,16 @@ class _Plan(Command):
     "--disk-read",
     "disk_read_bytes_per_s",
     type=BYTES,
-    help="Bytes a second, as 7GB, of a disk that frozen layers are read from which do not fit host memory.  "
+    help="Read rate in bytes per second, for example 7GB, of a disk for frozen layers that do not fit in host memory.  "
     "[default: the profile's]",
 )
 @click.option(
     "--disk-write",
     "disk_write_bytes_per_s",
     type=BYTES,
-    help="Bytes a second that it keeps writing: tells what masters there would take.",
+    help="Sustained write rate of the disk in bytes per second: estimates master weights on it.",
 )
-@click.option(
-    "--disk-endurance", "disk_endurance_bytes", type=BYTES, help="Bytes that may be written to it, as it is rated: 600TB."
-)
+@click.option("--disk-endurance", "disk_endurance_bytes", type=BYTES, help="Rated write endurance of the disk in bytes: 600TB.")
 @click.option(
     "--policy",
     default="search",
@@ -83,21 +81,21 @@ class _Plan(Command):
 @click.option(
     "--loss",
     metavar="NAME|FILE.py:FUNCTION",
-    help="What is minimised: cross-entropy, label-smoothing:0.1, z-loss:1e-4; of pairs dpo:beta=0.1, ipo, hinge, robust, orpo, "
-    "simpo; of single answers kto; of rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
+    help="Loss: cross-entropy, label-smoothing:0.1, z-loss:1e-4; for pairs dpo:beta=0.1, ipo, hinge, robust, orpo, simpo; for "
+    "single answers kto; for rollouts grpo, dapo, dr-grpo; or a function of your own, which is executed.  "
     "[default: cross-entropy]",
 )
-@click.option("--deterministic", is_flag=True, help="Attention whose gradients are summed in a fixed order, which is slower.")
+@click.option("--deterministic", is_flag=True, help="Attention with gradients summed in a fixed order, which is slower.")
 @click.option(
     "--clipped-steps",
     "clipped_fraction",
     type=click.FloatRange(0, 1),
-    help="Share of steps whose gradient is clipped, if known: then blocks may be updated before the norm is known.",
+    help="Known share of steps with a clipped gradient: blocks may then be updated before the norm is known.",
 )
 @with_prices
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan here.")
 @AS_JSON
-@click.option("-v", "--verbose", is_flag=True, help="Print all of it: what it rests on, time and memory in parts, other systems.")
+@click.option("-v", "--verbose", is_flag=True, help="Print sources of the numbers, time and memory in parts, other systems.")
 def plan(
     model: str,
     machine: str,
@@ -109,7 +107,7 @@ def plan(
     output: Path | None,
     as_json: bool,
     verbose: bool,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Find the fastest schedule for MODEL on a machine: step time, memory, and how far from optimal it can be.
 
@@ -123,13 +121,13 @@ def plan(
     if output is not None:
         check_output(output)
     try:
-        found = api.plan(
+        planned = api.plan(
             model,
-            read_profile(machine).with_prices(**{name: asked.pop(name) for name in PRICES}),
+            read_profile(machine).with_prices(**{name: options.pop(name) for name in PRICES}),
             seq_len=seq_len,
             batch_size=sequences_of_a_step(batch_size, tokens_per_step, seq_len),
             policy=_policy(policy),
-            **asked,
+            **options,
         )
     except DoesNotFitError as error:
         if as_json:
@@ -137,56 +135,56 @@ def plan(
             click.echo(json.dumps({"fits": False, "short_bytes": short, "smallest_change": error.smallest_change}))
         raise
     if output is not None:
-        found.save(output)
+        planned.save(output)
     if as_json:
-        click.echo(json.dumps(_fields(found, tokens)))
+        click.echo(json.dumps(_fields(planned, tokens)))
     else:
-        print_plan(Facts(found.file, "the plan", answer=found.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
+        print_plan(Facts(planned.file, "the plan", answer=planned.answer, n_tokens=tokens), Console(file=sys.stdout), verbose)
     if not IS_COMPILED:
         click.echo("note: without numba a search takes longer; install it with: pip install numba", err=True)
-    for note in filter(None, (note_on_weights(found.plan.model, found.plan.semantics.base), beyond_positions(found.plan))):
+    for note in filter(None, (note_on_weights(planned.plan.model, planned.plan.semantics.base), beyond_positions(planned.plan))):
         click.echo(f"note: {on_one_line(note)}", err=True)
     if output is not None:
         written = on_one_line(str(output))
-        disk = " --disk FOLDER" if found.plan.policy.disk_blocks else ""
-        run = f"penstock run {written} --data FOLDER{disk}{_needed(found.plan.model)}"
+        disk = " --disk FOLDER" if planned.plan.policy.disk_blocks else ""
+        run = f"penstock run {written} --data FOLDER{disk}{_run_flags(planned.plan.model)}"
         click.echo(f"wrote {written}; next: penstock check {written}, then {run}", err=True)
 
 
-def _needed(model: Model) -> str:
-    """The further flags of `run` for a model whose folder lacks weights or a tokenizer."""
-    if (there := hub_name(model.name)) is not None and model.path is None:
-        return f" --model {there.partition('/')[2]}{download(model)}"
+def _run_flags(model: Model) -> str:
+    """Return the further flags of `run` for a model folder without weights or tokenizer."""
+    if (repository := hub_name(model.name)) is not None and model.path is None:
+        return f" --model {repository.partition('/')[2]}{download(model)}"
     folder = Path(model.path) if model.path is not None else None
     has_weights = folder is not None and any(True for pattern in WEIGHT_PATTERNS for _ in folder.glob(pattern))
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
     return ("" if has_weights else " --from-scratch") + ("" if has_tokenizer else " --tokenizer bytes")
 
 
-def _fields(found: Planned, tokens: int | None) -> dict[str, Any]:
-    """What `--json` prints; `job` only where `--tokens` asks for it."""
+def _fields(planned: Planned, tokens: int | None) -> dict[str, Any]:
+    """Return the fields of `--json`; `job` only with `--tokens`."""
     from penstock.planner.predict.provenance import provenance_of
     from penstock.planner.show.price import hourly
 
-    answer, hour, (device, others) = found.answer, hourly(found.profile), provenance_of(found.plan, found.profile)
-    rented, bought = hour.per_million(found.tokens_per_s)
+    answer, hour, (device, remainder) = planned.answer, hourly(planned.profile), provenance_of(planned.plan, planned.profile)
+    rented, bought = hour.per_million(planned.tokens_per_s)
     return {
-        "semantics": asdict(found.plan.semantics.whole) | {"ranks": found.plan.semantics.ranks},
-        "policy": found.plan.policy.to_json(),
+        "semantics": asdict(planned.plan.semantics.whole) | {"ranks": planned.plan.semantics.ranks},
+        "policy": planned.plan.policy.to_json(),
         **answer.claim.to_json(),
         "baselines": answer.all_baselines(),
         "next_best": answer.next_best and {"policy": answer.next_best[0].to_json(), "step_s": answer.next_best[1]},
         "usd_per_million_tokens": rented,
         "bought_usd_per_million_tokens": bought,
-        **hour.job_fields(tokens, found.tokens_per_s),
-        "rests_on": {"device": device.to_json(), "others": others and others.to_json()},
+        **hour.job_fields(tokens, planned.tokens_per_s),
+        "rests_on": {"device": device.to_json(), "others": remainder and remainder.to_json()},
     }
 
 
 def _policy(text: str) -> Mapping[str, Any] | str | None:
-    """None to search; else another system's name, or the fields of the policy in a file: a plan's, or the file's own."""
+    """Return None to search, the name of a baseline system, or the fields of the policy in a plan file or a policy file."""
     path = Path(text)
-    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # a name too long for a file is no file
+    if text in ("search", *BASELINE_NAMES) or not os.path.isfile(path):  # isfile is False for a name that is too long
         return None if text == "search" else text
     try:
         fields = json.loads(read_whole(path, MAX_POLICY_FILE_BYTES).decode("utf-8"))

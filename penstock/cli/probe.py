@@ -24,36 +24,36 @@ from .progress import Preparing
     "--device",
     type=click.Choice(["auto", "cuda", "cpu"]),
     default="auto",
-    help="What is to compute. [auto: cuda where there is one]",
+    help="Device to measure. [auto: cuda, if available]",
 )
-@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, of a GPU a minute.")
+@click.option("--quick", is_flag=True, help="Fewer points and repeats: about 20 seconds, or a minute for a GPU.")
 @click.option("--gpu", type=click.IntRange(min=0), default=0, show_default=True, help="Which CUDA device.")
 @click.option(
     "--host-memory",
     type=BYTES,
-    help="Host memory that a run may have, for example 118GB: for a virtual machine whose memory grows as it is used. "
-    "[default: what the system says is available]",
+    help="Host memory for a run, for example 118GB: for a virtual machine with memory that grows when it is used. "
+    "[default: the system's available memory]",
 )
 @click.option(
     "--disk", type=PATH, metavar="FOLDER", help="Also measure the disk of this folder: frozen weights may be read from it."
 )
 @click.option("-o", "output", type=click.Path(path_type=Path), help="Write the profile here. [default: standard output]")
 def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Path | None, output: Path | None) -> None:
-    """Measure this machine: about 90 seconds; a GPU, each of whose products runs until clocks are steady, some four minutes.
+    """Measure this machine: about 90 seconds, or four minutes for a GPU, which runs each product until its clock is steady.
 
     Measures matrix products, attention, copies, host memory and the optimizer, each alone and while the others run. Close
-    other programs first. The profile is what `penstock plan --machine FILE` reads.
+    other programs first. `penstock plan --machine FILE` reads the profile.
     """
     from penstock.api import probe as measured
 
     if output is not None:
         check_output(output)
     console = Console(stderr=True)
-    with Preparing(each=True) as tell:
+    with Preparing(every_stage=True) as show:
         name = output.stem if output else "this-machine"
 
-        def report(what: str, done: float) -> None:
-            tell(f"measuring {what}: {done:.0%}")
+        def report(stage: str, fraction: float) -> None:
+            show(f"measuring {stage}: {fraction:.0%}")
 
         profile = measured(device, quick, gpu=gpu, name=name, disk=disk, report=report)
     profile = profile.with_memory(None, host_memory)
@@ -68,19 +68,19 @@ def probe(device: str, quick: bool, gpu: int, host_memory: int | None, disk: Pat
 
 
 def headline(profile: Profile) -> Table:
-    """The quantities by their names, and of measured points the highest."""
+    """Return a table of the quantities by name; for a curve of points, the highest value."""
     table = Table("what", Column("value", justify="right"), Column("spread", justify="right"), title=profile.summary)
     best = dict[str, Share]()
-    for place, found in profile.quantities():
+    for place, measurement in profile.quantities():
         name = re.sub(r"\.\d+(?=\.)", "", place)
-        best[name] = max(found, best.get(name, found), key=lambda quantity: quantity.value)
+        best[name] = max(measurement, best.get(name, measurement), key=lambda quantity: quantity.value)
     for name, quantity in best.items():
         table.add_row(name, _shown(name, quantity.value), f"{quantity.spread_fraction:.0%}")
     return table
 
 
 def _shown(name: str, value: float) -> str:
-    """A number in the unit that its name says."""
+    """Format a number with the unit in its name."""
     if rate := re.search(r"(bytes|flop|params)_per_s", name):
         return show_rate(value, {"bytes": "B", "flop": "FLOP", "params": "param"}[rate[1]])
     if name.endswith("_bytes"):
@@ -89,11 +89,11 @@ def _shown(name: str, value: float) -> str:
 
 
 def remarks(profile: Profile) -> list[str]:
-    """How many numbers rest on what, what the lanes do to each other, and every cliff."""
+    """Return lines on the sources of the numbers, on the details of measurements, and on every cliff."""
     counts = ", ".join(f"{n} {kind}" for kind, n in profile.count_sources().items() if n)
     details = [without_cliffs(source.detail) for source in profile.sources.values() if source.kind == "measured"]
-    found = [f"cliff: {line}" for _, lines in details for line in lines]
+    warnings = [f"cliff: {line}" for _, lines in details for line in lines]
     points = profile.device.matmul["bf16"]
     if profile.device.kind == "cuda" and not isinstance(points, ProductLaw) and points[0].clock_hz is None:
-        found.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
-    return [f"numbers: {counts}", *(detail for detail, _ in details), *found]
+        warnings.append("no clock and no power with rates: for torch to read them, `pip install nvidia-ml-py` and probe again")
+    return [f"numbers: {counts}", *(detail for detail, _ in details), *warnings]

@@ -1,4 +1,4 @@
-"""Progress of a run on stderr, from its preparation and overview to its last step, and its outcome on stdout."""
+"""Progress of a run on stderr: preparation, overview and steps. Outcome of a run on stdout."""
 
 import math
 import os
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from penstock.training.session import Session
     from penstock.training.trainer import Metrics
 
-Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, how it is shown
-WORTH_A_PLAN = 0.1  # of a step: where reality is further from the profile than this, another plan may be the faster one
-REMEMBERED_STEPS = 20  # whose median time predicts how long the rest takes
-LONG_S = 30.0  # on a pipe, preparation is worth a line if it takes as long
+Figure = tuple[str, float, float, Callable[[float], str]]  # name, predicted, measured, formatter
+REPLAN_ERROR = 0.1  # relative error of the step time above which another plan may be faster
+MEDIAN_STEPS = 20  # last steps; their median time predicts the remaining time
+LONG_S = 30.0  # without a terminal, a stage of the preparation gets a line after this time
 
 
 class Preparing(Bar):
-    """The preparation in progress, such as `loading weights: 3 of 34 blocks`, and for how long.
+    """Display of the preparation of a run: its stage, such as `loading weights: 3 of 34 blocks`, and its duration.
 
-    On a terminal a line that is drawn again, elsewhere a line for whatever takes long, or for `each` thing as it begins. Called
-    with the words of what begins.
+    A terminal shows one line that is redrawn. Elsewhere, a stage gets a line after LONG_S, or at once with `every_stage`. Call it
+    with the text of the current stage.
     """
 
-    def __init__(self, each: bool = False) -> None:
+    def __init__(self, every_stage: bool = False) -> None:
         console = Console(stderr=True)
         columns = ("{task.description}", TimeElapsedColumn())
         super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.stage, self.patience_s, self.until_s = "starting", 0.0 if each else LONG_S, math.inf
+        self.stage, self.patience_s, self.until_s = "starting", 0.0 if every_stage else LONG_S, math.inf
         self.add_task(self.stage, total=None)
 
     def __call__(self, words: str) -> None:
@@ -65,24 +65,24 @@ class Preparing(Bar):
 
 
 def show_overview(rows: Mapping[str, str]) -> None:
-    """Print the overview of a run, or of data, a line `name: value` each."""
+    """Print the overview of a run or of data, one line `name: value` per entry."""
     for name, value in rows.items():
         style = {"fg": "yellow"} if name.startswith("warning") else {"bold": True}
         click.echo(f"{click.style(f'{name}:', **style)} {on_one_line(value)}", err=True)
 
 
 def overview(session: "Session") -> dict[str, str]:
-    """What a user may want to stop before step 1, by name."""
-    of, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
+    """Return the facts of a run that a user may want to check before step 1, by name."""
+    performed, first_step, n_steps = session.store.plan.semantics, session.first_step, session.n_steps
     rule, semantics = session.settings.optimizer, session.plan.semantics
-    steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "all are done, evaluating"
+    steps = f"{first_step + 1} to {n_steps}" if first_step < n_steps else "finished, evaluating"
     rows = {
         "model": f"{session.plan.model.name or 'without a name'}, {show_count(session.plan.workload.n_params)} parameters",
         "weights": session.weights,
         "tokenizer": str(session.tokenizer_from or "bytes"),
         "device": _device(session),
         **session.data.words(),
-        "steps": f"{steps}, each of {of.whole.batch_size:,} sequences, {of.tokens_per_step:,} tokens",
+        "steps": f"{steps}, each of {performed.whole.batch_size:,} sequences, {performed.tokens_per_step:,} tokens",
         **({"optimizer": f"{semantics.optimizer_in_words}, betas {rule.beta1:g}, {rule.beta2:g}"} if semantics.is_lean else {}),
         "learning rate": f"{rule.lr:g}, {rule.schedule.kind}",
         "predicted": _predicted(session, n_steps - first_step),
@@ -90,13 +90,14 @@ def overview(session: "Session") -> dict[str, str]:
     if (beyond := beyond_positions(session.plan)) is not None:
         rows["warning, length"] = beyond
     if session.held_out is not None:
-        asked, words = session.settings.evaluation, session.held_out.words()
-        n = min(asked.max_sequences, session.held_out.n_steps or asked.max_sequences)
-        what = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
-        rows["held out"] = f"{what}, {n:,} sequences evaluated" + (f" every {asked.every:,} steps" if asked.every else "")
+        evaluation, words = session.settings.evaluation, session.held_out.words()
+        n = min(evaluation.max_sequences, session.held_out.n_steps or evaluation.max_sequences)
+        description = ", bad rows ".join(words[name] for name in ("data", "bad rows") if name in words)
+        every = f" every {evaluation.every:,} steps" if evaluation.every else ""
+        rows["held out"] = f"{description}, {n:,} sequences evaluated{every}"
     if session.saves:
-        each, free = map(show_bytes, (session.checkpoint_bytes, shutil.disk_usage(session.folder).free))
-        rows["checkpoints"] = f"{each} each, {free} free in {session.settings.out}"
+        size, free = map(show_bytes, (session.checkpoint_bytes, shutil.disk_usage(session.folder).free))
+        rows["checkpoints"] = f"{size} each, {free} free in {session.settings.out}"
     return rows
 
 
@@ -105,119 +106,120 @@ def _device(session: "Session") -> str:
     if session.device == "emulated":
         return f"{name}, emulated {session.scale:.3g} times slower on this CPU; nothing is saved"
     device = session.store.device_name() or f"CPU, {len(os.sched_getaffinity(0))} cores"
-    return device if session.is_comparable else f"{device}, in the place of the GPU of {name}"
+    return device if session.is_comparable else f"{device}, instead of the GPU of {name}"
 
 
 def _predicted(session: "Session", n_steps: int) -> str:
-    """On the machine that the plan is for; how long one of another kind takes is not known."""
+    """Describe the predicted duration on the plan's machine. No duration is known for a machine of another kind."""
     machine, step_s = session.plan.profile["name"], session.prediction.step_s
     if session.device == "emulated":
         return f"{show_duration(n_steps * step_s * session.scale)} here, for {show_duration(n_steps * step_s)} on {machine}"
-    here = "" if session.is_comparable else "; this machine is of another kind, and how long it takes shows after some steps"
-    return f"{show_duration(n_steps * step_s)} on {machine}, {show_seconds(step_s)} a step{here}"
+    note = "" if session.is_comparable else "; this machine is of another kind, and its speed is unknown before some steps"
+    return f"{show_duration(n_steps * step_s)} on {machine}, {show_seconds(step_s)} a step{note}"
 
 
 class Progress(Bar):
-    """Steps of a run: a bar and some lines below it on a terminal, elsewhere a line per step."""
+    """Display of the steps of a run: a bar and some lines on a terminal, elsewhere one line per step."""
 
     def __init__(self, session: "Session") -> None:
         console = Console(stderr=True)
         columns = ("step", MofNCompleteColumn(), BarColumn(), "{task.description}")
-        self.lines, self.told, self.told_s = "", "", 0.0
+        self.lines, self.message, self.message_s = "", "", 0.0
         super().__init__(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal)
         self.session, self.n_done = session, session.first_step
-        # An emulated machine's tokens are a stand-in's, and its seconds longer
+        # An emulated run has the tokens of a stand-in model, and longer seconds
         self.speed_up = session.scale * session.plan.semantics.tokens_per_step / session.store.plan.semantics.tokens_per_step
-        self.times_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self.times_s: deque[float] = deque(maxlen=MEDIAN_STEPS)
         self.add_task("", total=session.n_steps, completed=session.first_step)
 
     def step(self, metrics: "Metrics") -> None:
-        """Show a step that is done."""
         n_steps, is_first, self.n_done = self.session.n_steps, self.n_done == self.session.first_step, metrics.step
         self.times_s.append(metrics.step_s)
         words = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s * self.speed_up:,.0f} tokens/s"
         words += "  skipped: not finite" if metrics.skipped else ""
-        left = show_duration(median(self.times_s) * (n_steps - self.n_done))
-        more = f"lr {metrics.lr:.3g}  left {left}  memory {show_bytes(self._peak_bytes())}"
+        remaining = show_duration(median(self.times_s) * (n_steps - self.n_done))
+        details = f"lr {metrics.lr:.3g}  left {remaining}  memory {show_bytes(self._peak_bytes())}"
         lanes = "  ".join(f"{lane} {share:.0%}" for lane, share in metrics.busy_fractions().items())
         if metrics.predicted_step_s is not None and not is_first:  # the first step fills the pipeline, which is not predicted
             error = f"{metrics.step_s / metrics.predicted_step_s - 1:+.1%}"
             lanes += f"  {error} against {show_seconds(metrics.predicted_step_s / self.session.scale)} predicted"
         if self.disable:
-            click.echo(f"step {metrics.step}/{n_steps}  {words}  {more}  {lanes}".rstrip(), err=True)
+            click.echo(f"step {metrics.step}/{n_steps}  {words}  {details}  {lanes}".rstrip(), err=True)
         else:
             self.update(self.task_ids[0], completed=metrics.step, description=words)
-            self.lines = f"{more}\n{lanes}\n"
+            self.lines = f"{details}\n{lanes}\n"
 
     def tell(self, words: str) -> None:
-        """Show words until the end. Safe in a signal handler, which may interrupt any print: a terminal is only redrawn later."""
+        """Show a message until the end. Safe in a signal handler, which may interrupt a print: a terminal is redrawn later."""
         if self.disable:
             with suppress(OSError):
                 os.write(2, f"\n{words}\n".encode())
         else:
-            self.told, self.told_s = words, time.monotonic()
+            self.message, self.message_s = words, time.monotonic()
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        told = f"{self.told} ({time.monotonic() - self.told_s:.0f} s)" if self.told else ""
-        yield Text(self.lines + told, no_wrap=True, overflow="ellipsis")
+        message = f"{self.message} ({time.monotonic() - self.message_s:.0f} s)" if self.message else ""
+        yield Text(self.lines + message, no_wrap=True, overflow="ellipsis")
 
     def _peak_bytes(self) -> int:
-        """Peak memory of the device, or of the process where the device's memory is the process's own."""
-        found = self.session.store.device_peak_bytes()
-        return found if found is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        """Return the peak memory of the device, or of the process if the device is the CPU."""
+        peak_bytes = self.session.store.device_peak_bytes()
+        if peak_bytes is not None:
+            return peak_bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 # -- outcome ---------------------------------------------------------------------------------------------------------
 
 
 def show_outcome(run: "Session", timeline: "Timeline", times_s: list[float], recalibrate: Path | None) -> None:
-    """The final table on stdout: predicted, measured, error; what differs; where the files are. Perhaps a corrected profile."""
+    """Print the final table (predicted, measured, error) and notes. `recalibrate`: file for a corrected profile."""
     from penstock.planner.show.facts import measured
 
-    found = measured(timeline, times_s)
-    assert found is not None, "a step was performed"
+    measurement = measured(timeline, times_s)
+    assert measurement is not None, "a step was performed"
     rows = [
         (name, show(predicted), show(value), f"{value / predicted - 1:+.1%}" if predicted > 0 else "")
-        for name, predicted, value, show in _figures(run, found)
+        for name, predicted, value, show in _figures(run, measurement)
     ]
     show_table(("", "predicted", "measured", "error"), rows)
-    if found.n_steps:
-        spread = f"{show_seconds(found.p10_step_s)} to {show_seconds(found.p90_step_s)}"
-        click.echo(f"step: median of {found.n_steps} after warm-up, P10 to P90 {spread}")
-    error = found.step_s / run.prediction.step_s - 1 if run.is_comparable and found.n_steps else 0.0
+    if measurement.n_steps:
+        spread = f"{show_seconds(measurement.p10_step_s)} to {show_seconds(measurement.p90_step_s)}"
+        click.echo(f"step: median of {measurement.n_steps} after warm-up, P10 to P90 {spread}")
+    error = measurement.step_s / run.prediction.step_s - 1 if run.is_comparable and measurement.n_steps else 0.0
     for line in _notes(run, error, recalibrate is not None):
         click.echo(line)
     if recalibrate is not None:
         _recalibrate(run, timeline, recalibrate)
 
 
-def _figures(run: "Session", found: "Measured") -> Iterator[Figure]:
-    """Speeds, and the peaks of process and device; an emulated machine's memory is another's."""
+def _figures(run: "Session", measurement: "Measured") -> Iterator[Figure]:
+    """Yield speeds, and the peak memory of process and device. An emulated run has no memory figures."""
     plan, predicted_s, n_tokens, store = run.plan, run.prediction.step_s, run.plan.semantics.tokens_per_step, run.store
-    yield "step", predicted_s, found.step_s, show_seconds
-    measured_busy_s = found.steady.busy_s(plan)
+    yield "step", predicted_s, measurement.step_s, show_seconds
+    measured_busy_s = measurement.steady.busy_s(plan)
     for lane, busy_s in run.prediction.busy_s(plan).items():
         yield f"busy, {lane}", busy_s, measured_busy_s[lane], show_seconds
-    yield "tokens/s", n_tokens / predicted_s, n_tokens / found.step_s, lambda n: f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
+    yield "tokens/s", n_tokens / predicted_s, n_tokens / measurement.step_s, lambda n: f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
     if run.device == "emulated":
         return
     on_device, device_peak_bytes = sum(planned_device_needs(plan).values()), store.device_peak_bytes()
     on_host = sum(host_needs(plan).values()) + float(plan.profile["host"]["runtime_bytes"]["value"])
     if device_peak_bytes is not None:
         yield "device, peak", on_device, device_peak_bytes, show_bytes
-    else:  # the device's memory is the process's own
+    else:  # the device is the CPU
         on_host += on_device
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - store.others_bytes()  # Linux counts in KiB
     yield "process, peak", on_host, peak_bytes, show_bytes
 
 
 def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
-    """Where a step took otherwise than predicted, whether the prediction is of this machine, and where the files are."""
+    """Yield notes on the error of the prediction, on a plan for another machine, and on the files."""
     from penstock.checkpoint.checkpoint import latest
 
     profile, plan, folder = run.plan.profile, on_one_line(str(run.settings.plan)), on_one_line(str(run.folder))
-    if abs(error) > WORTH_A_PLAN:
+    if abs(error) > REPLAN_ERROR:
         yield f"a step took {abs(error):.0%} {'longer' if error > 0 else 'shorter'} than predicted; a report shows each op"
         if not recalibrates and run.device != "emulated":
             corrected = f"penstock run {plan} ... --recalibrate profile.json, then penstock plan ... --machine profile.json"
@@ -228,8 +230,8 @@ def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
             f"{run.late_fraction:.1%} of the ops took this computer longer than that"
         )
     elif not run.is_comparable:
-        here = "CPU" if run.device == "cpu" else "GPU"
-        yield f"the plan was made for {profile['name']}: its prediction is not comparable with this {here}"
+        processor = "CPU" if run.device == "cpu" else "GPU"
+        yield f"the plan was made for {profile['name']}: its prediction is not comparable with this {processor}"
     elif (name := run.store.device_name()) is not None and name != profile["device"]["name"]:
         yield f"the plan was made for {profile['name']} ({profile['device']['name']}); this is {name}"
     if run.saves:
@@ -238,7 +240,7 @@ def _notes(run: "Session", error: float, recalibrates: bool) -> Iterator[str]:
 
 
 def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str) -> None:
-    """Now rather than after the run: a profile that could not be written, or that this machine says nothing of."""
+    """Reject, before the run, a profile that could not be written or that this machine cannot correct."""
     if device != "emulated" and plan.profile["device"]["kind"] != device:
         name = plan.profile["name"]
         raise RunConfigError(f"--recalibrate corrects the profile of {name}, and this run is on another kind; leave it out")
@@ -248,17 +250,17 @@ def refuse_to_recalibrate(path: Path, plan_file: Path, plan: "Plan", device: str
 
 
 def _recalibrate(run: "Session", timeline: "Timeline", path: Path) -> None:
-    """Write the profile as the run shows it to be, and say what that changes."""
+    """Write the profile, corrected by the run, and print the changes."""
     from penstock.planner.predict.recalibrate import recalibrate
 
     day = datetime.now(UTC).date().isoformat()
     try:
-        found = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.store.device_name())
+        recalibrated = recalibrate(run.plan, timeline, f"penstock run, {run.n_steps} steps", day, run.store.device_name())
     except PlanError as error:  # the run itself is over and saved
         click.echo(f"no profile written: {on_one_line(str(error))}", err=True)
         return
-    for line in found.words():
+    for line in recalibrated.words():
         click.echo(line)
-    write_output(path, json_text(found.profile.to_json()))
+    write_output(path, json_text(recalibrated.profile.to_json()))
     name = on_one_line(str(path))
     click.echo(f"profile: {name}   plan with it: penstock plan MODEL --machine {name}")

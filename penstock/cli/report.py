@@ -1,4 +1,4 @@
-"""`penstock check` and `report`: a plan proven right, and a page or trace of it and of its run."""
+"""`penstock check` and `penstock report`: check a plan, and draw a page or trace of it and of its run."""
 
 from datetime import date
 from pathlib import Path
@@ -18,24 +18,24 @@ from .outputs import write_output
 PAGES, TRACES = (".html", ".htm"), (".json",)
 
 
-@click.command(short_help="Prove that a plan is right and what it claims true, or say what is wrong.")
+@click.command(short_help="Prove that a plan is right and that its claim is true, or name the error.")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--search", is_flag=True, help="Search again, too: the bound on all policies is what the search finds.")
+@click.option("--search", is_flag=True, help="Repeat the search too, to check the bound over all policies.")
 def check(plan_file: Path, search: bool) -> None:
-    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine; and that what it
-    claims is so: its blocks are the model's, its memory, times and bounds follow from the profile.
+    """Prove that PLAN is right: no race, no deadlock, every gradient once, within the memory of its machine. Prove its claim: its
+    blocks are the model's, and its memory, times and bounds follow from the profile.
 
-    Exit code 0 and one line if it is, which also names what could not be checked; 1 and what is wrong if it is not; 2 if the file
-    is no plan, or claims nothing. With --search it takes as long as `plan` did, else a second or two.
+    Exit code 0 and one line, which names unchecked parts, if it is right; 1 and the error if it is wrong; 2 if the file is no plan
+    or has no claim. A check takes a second or two; with --search, the time of `plan`.
     """
     from penstock.planner.check.claim import name_conflicts
 
     where, file = on_one_line(str(plan_file)), PlanFile.read(plan_file)
-    claimed(file.claim, str(plan_file))  # a file that is no plan, or claims nothing, is refused otherwise than one that is wrong
-    found = proven(str(plan_file), file, search)
+    claimed(file.claim, str(plan_file))  # exit code 2 for an unreadable claim, 1 for a wrong one
+    summary = proven(str(plan_file), file, search)
     for conflict in name_conflicts(file.plan):
         click.echo(f"note: {where}: {on_one_line(conflict)}", err=True)
-    click.echo(f"{where}: {on_one_line(found)}")
+    click.echo(f"{where}: {on_one_line(summary)}")
 
 
 @click.command()
@@ -66,10 +66,10 @@ def report(plan_file: Path, run_dir: Path | None, output: Path) -> None:
     if run_dir is not None:
         refuse_another_plan(run_dir, file.plan)
     is_page = output.suffix.lower() in PAGES
-    drawn = (_page if is_page else _trace)(file, plan_file, run_dir)
-    write_output(output, drawn)
+    text = (_page if is_page else _trace)(file, plan_file, run_dir)
+    write_output(output, text)
     where = "in a browser" if is_page else "at https://ui.perfetto.dev or chrome://tracing"
-    n_bytes = show_bytes(len(drawn.encode("utf-8", "backslashreplace")))
+    n_bytes = show_bytes(len(text.encode("utf-8", "backslashreplace")))
     click.echo(f"wrote {on_one_line(str(output))} ({n_bytes}); open it {where}", err=True)
 
 

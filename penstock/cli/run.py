@@ -1,4 +1,4 @@
-"""`penstock run`: train with a plan, by one process or by several ranks, until it is done or a signal asks for its end."""
+"""`penstock run`: train with a plan, in one process or in several ranks, until the last step or a signal."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.ranks import GoneError, is_rank, joined, refuse_several_hosts, start, take_own_part
+from penstock.ranks import GoneError, assign_device_and_cores, is_rank, joined, refuse_several_hosts, start
 from penstock.run_config import RUN_FILE, read_run
 from penstock.runtime.errors import RanksError
 from penstock.runtime.plan import PlanFile
@@ -51,27 +51,27 @@ def run(
     time_scale: float | None,
     **flags: Any,
 ) -> None:
-    """Train with PLAN and compare what was predicted with what was measured.
+    """Train with PLAN and compare the prediction with measurements.
 
     Writes metrics.jsonl, run.yaml (all settings), run-plan.json, timeline.json and checkpoint-N/ (which transformers loads) into
     --out, a folder that may be moved. SIGTERM, Ctrl-C and a closed terminal finish the step and save; a second signal ends at once.
     Exit code 3: the plan does not fit this machine; 4: the run was lost, with --stop-if-lost.
     """
-    given = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
+    options = given_settings(flags) | ({"plan": str(plan_file)} if plan_file is not None else {})
     with Preparing() as report:
-        settings = read_run(config, given)
+        settings = read_run(config, options)
         if settings.plan is None:
             raise click.UsageError("no plan: give PLAN, or `plan` in the file of --config")
-        _refuse_contradictions(settings, given, resume or resume_from is not None, time_scale)
+        _refuse_contradictions(settings, options, resume or resume_from is not None, time_scale)
         if resume and not resume_from and config and any(config.parent.glob(STATES)) and not any(Path(settings.out).glob(STATES)):
-            raise click.UsageError(f"no checkpoint in {settings.out}, and {config} lies beside some; say --out {config.parent}")
-        how = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
-        code = _run(settings, how, recalibrate, report)
+            raise click.UsageError(f"no checkpoint in {settings.out}, but some next to {config}; give --out {config.parent}")
+        session_options = {"resume": resume, "resume_from": resume_from, "time_scale": time_scale}
+        code = _run(settings, session_options, recalibrate, report)
     ctx.exit(code)
 
 
-def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
-    """Start the ranks of a run, or be one of them, or the only one; the exit code."""
+def _run(settings: RunSettings, session_options: dict[str, Any], recalibrate: Path | None, report: Preparing) -> int:
+    """Start the ranks of a run, or run as one rank. Return the exit code."""
     path = settings.plan or ""
     try:
         report("reading the plan")
@@ -82,9 +82,9 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
             refuse_several_hosts(file.plan)
             return start(n, sys.argv[1:])
         if is_rank():
-            take_own_part(settings.device)
+            assign_device_and_cores(settings.device)
         from penstock.training.device import device_of
-        from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
+        from penstock.training.following import follow  # imports torch, so only after the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
 
         device = device_of(settings.device)
@@ -94,7 +94,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
                 return follow(settings, file, device, ranks)
             if recalibrate is not None:
                 refuse_to_recalibrate(recalibrate, Path(path), checked(file, path).plan, device)
-            with open_session(settings, file, path, report=report, ranks=ranks, **how) as session:
+            with open_session(settings, file, path, report=report, ranks=ranks, **session_options) as session:
                 report.stop()
                 return _train(session, settings, file, recalibrate)
     except GoneError as error:
@@ -105,51 +105,52 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
         raise
 
 
-def _train(session: "Session", given: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
-    """Perform the steps and show the outcome; the exit code. What is written is what was given: with a plan of another optimizer
-    it has that one's rate."""
+def _train(session: "Session", run_settings: RunSettings, file: PlanFile, recalibrate: Path | None) -> int:
+    """Perform the steps and show the outcome. Return the exit code. Settings are written as given, without the defaults of the
+    plan's optimizer, so that a resume with another optimizer gets its default rate."""
     from penstock.training.run_folder import write_settings
     from penstock.training.trainer import Trainer
 
     stop, n_steps, progress = session.stop, session.n_steps, Progress(session)
     trainer = Trainer(session, progress.step)
-    write_settings(given, file)
+    write_settings(run_settings, file)
     show_overview(overview(session))
-    asked = list[int]()
+    received = list[int]()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        """The first signal requests an end after the step; a second one ends the command at once."""
-        asked.append(number)
+        """Request an end after the current step. A second signal ends the command at once."""
+        received.append(number)
         stop.request()
         progress.tell("finishing the step, then saving; once more ends at once")
 
     with handled(ask, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, once=True), progress:
         timeline, times_s = trainer.train()
     if stop.is_requested and (progress.n_done < n_steps or trainer.due_validations(n_steps)):
-        word = "terminated" if signal.SIGTERM in asked else "hung up" if signal.SIGHUP in asked else "interrupted"
+        word = "terminated" if signal.SIGTERM in received else "hung up" if signal.SIGHUP in received else "interrupted"
         click.echo(f"{word}: {_stopped(session, progress.n_done)}", err=True)
-        return 128 + signal.SIGINT if signal.SIGINT in asked else 0  # a run that saved on another has done all that was asked
+        return 128 + signal.SIGINT if signal.SIGINT in received else 0  # after SIGTERM or SIGHUP, saving is success
     if session.first_step < n_steps:
         show_outcome(session, timeline, times_s, recalibrate)
     return 0
 
 
 def _stopped(session: "Session", n_done: int) -> str:
-    """What a run that was asked to end has saved, and how to resume."""
-    at, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
+    """Describe the saved state of a stopped run, and how to resume."""
+    status, out, is_new = f"stopped after step {n_done} of {session.n_steps}", session.settings.out, n_done > session.first_step
     if not session.saves:
-        return f"{at}, and nothing is saved"
+        return f"{status}, and nothing is saved"
     if session.settings.checkpoint.weights_only and is_new:
-        return f"{at}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
+        return f"{status}; its weights alone are saved: train on from them with --model {out}/checkpoint-{n_done}"
     again = f"penstock run --config {on_one_line(shlex.quote(f'{out}/{RUN_FILE}'))} --resume"
-    return f"{at}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
+    return f"{status}, {'saved' if is_new else 'nothing to save'}; resume with: {again}"
 
 
-def _refuse_contradictions(settings: RunSettings, given: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
-    """UsageError for flags that contradict --device."""
-    is_idle = resumes or any(name.startswith("checkpoint.") or name in ("evaluation.data", "evaluation.prompts") for name in given)
+def _refuse_contradictions(settings: RunSettings, options: dict[str, Any], resumes: bool, time_scale: float | None) -> None:
+    """Raise UsageError for flags that contradict --device."""
+    idle = ("evaluation.data", "evaluation.prompts")
+    is_idle = resumes or any(name.startswith("checkpoint.") or name in idle for name in options)
     if settings.device == "emulated" and is_idle:
-        about = "--resume, --save-every and all else about checkpoints, --eval-data and --prompt"
-        raise click.UsageError(f"an emulated run saves nothing, of a stand-in's weights: leave out {about}, or --device emulated")
+        flags = "--resume, --save-every and other flags of checkpoints, --eval-data, --prompt"
+        raise click.UsageError(f"an emulated run trains a stand-in and saves nothing: leave out {flags}, or --device emulated")
     if time_scale is not None and settings.device != "emulated":
         raise click.UsageError("--time-scale slows an emulated machine; add --device emulated")

@@ -8,7 +8,6 @@ from typing import Any
 
 from penstock.checkpoint.checkpoint import load_state
 from penstock.data.data import RunData
-from penstock.own_loss import planned_loss
 from penstock.ranks import GoneError
 from penstock.runtime.errors import DataError, PenstockError, RanksError
 from penstock.runtime.host.updates import NonFiniteError
@@ -16,6 +15,7 @@ from penstock.runtime.machines.processes import Processes
 from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import PlanFile
 from penstock.settings import RunSettings
+from penstock.user_loss import planned_loss
 
 from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of

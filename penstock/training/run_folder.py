@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.checkpoint import State, latest, load_state, whole
+from penstock.checkpoint.checkpoint import State, complete_checkpoints, latest, load_state
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.retention import clean, refuse_later
 from penstock.run_config import PLAN_FILE, RUN_FILE, WRITTEN_BY_A_RUN, located, run_text
@@ -141,7 +141,7 @@ def _named(out: Path, name: str) -> Path:
         return out / name
     elsewhere = Path(name)
     if not name or not elsewhere.is_dir():
-        there = ", ".join(path.name for _, path in whole(out)) or "none"
+        there = ", ".join(path.name for _, path in complete_checkpoints(out)) or "none"
         raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {there}")
     if (own := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
         raise CheckpointError(f"{out}: holds {own.name} of another run than {elsewhere}; choose another --out")

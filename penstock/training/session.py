@@ -17,7 +17,6 @@ from penstock.checkpoint.retention import refuse_without_room
 from penstock.data.data import Report, RunData, needed, unheard
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
-from penstock.own_loss import planned_loss
 from penstock.planner.check.check import check
 from penstock.planner.check.claim import check_origin
 from penstock.planner.lower.lower import lower
@@ -41,6 +40,7 @@ from penstock.runtime.plan.workload import Model, has_towers
 from penstock.runtime.ranks import Ranks
 from penstock.runtime.units import on_one_line, show_bytes
 from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
+from penstock.user_loss import planned_loss
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
 from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, own_model, prompts_of, weights_of

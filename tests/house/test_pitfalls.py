@@ -135,8 +135,8 @@ def test_nothing_forks():
             names |= {node.attr} if isinstance(node, ast.Attribute) else set()
             found += [f"{path.name}: {name}" for name in names & forbidden]
     # Searches are shared among processes that are started anew; no run imports that.
-    assert {said.partition(":")[0] for said in found} == {"which.py"}
-    sweep = (ROOT / "penstock/cli/which.py").read_text()
+    assert {said.partition(":")[0] for said in found} == {"fits_compare.py"}
+    sweep = (ROOT / "penstock/cli/fits_compare.py").read_text()
     for said in ("get_context", 'get_context("spawn")', "ProcessPoolExecutor(n_workers, context"):
         assert sweep.count(said) == 1
 

@@ -147,9 +147,9 @@ def test_an_adapter_is_taken_on_its_own_base_and_as_it_was_saved(home):
         yield train(home, plan, "--model", home / base, "--adapter", adapter, out=f"on-{number}", steps=1, scratch=BYTES)
 
     for done in outcomes(first, "other"):
-        one_line(done, 2, f"{first}: trained on another base model, whose weights differ from these; give that one")
+        one_line(done, 2, f"{first}: trained on another base model: its weights differ from these; give that one")
     for done in outcomes(home / "changed", "model"):
-        one_line(done, 2, "changed/adapter_model.safetensors: its content is not what was saved (SHA-256)")
+        one_line(done, 2, "changed/adapter_model.safetensors: its content has changed (SHA-256)")
     for done in (*outcomes(first, "model"), *outcomes(home / "bare", "other")):
         succeeded(done)
 

@@ -215,7 +215,7 @@ def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:
     more = penstock.stream(found, home / "data", out=home / "stream", steps=9, every=2, **how | {"resume": True, "settings": looks})
     assert [(turn.step, len(turn.metrics)) for turn in more] == [(8, 2), (9, 1)]
     background = {"settings": {"checkpoint.background": True}}
-    odd = {"every is 0": {"every": 0}, "every is 2.5": {"every": 2.5}, "argument 'step'": {"step": 1}, "in its turns": background}
+    odd = {"every is 0": {"every": 0}, "every is 2.5": {"every": 2.5}, "argument 'step'": {"step": 1}, "between steps": background}
     for said, asked in odd.items():
         with pytest.raises(PlanError, match=said):
             next(penstock.stream(found, home / "data", **asked))

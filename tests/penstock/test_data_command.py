@@ -86,7 +86,7 @@ def test_a_mix_is_resumed_to_the_last_bit(home, given):
         (["--data", "qa.json", "--columns", "prompt=nix"], ("no column 'nix'", "its columns are question, answer")),
         (["--data", "qa.json", "--columns", "prompt=a", "--columns", "prompt=b"], ("a name is given two columns of the file",)),
         (["--data", "hub", "--split", "val"], ("no split 'val' in it; there are test_sft, train_sft",)),
-        (["--data", "qa.json", "--lora-r", "8"], ("--lora-r: no such option; the plan says it: `penstock plan --train lora",)),
+        (["--data", "qa.json", "--lora-r", "8"], ("--lora-r: no such option; the plan sets it: `penstock plan --train lora",)),
         (["--data", "qa.json", "--lerning-rate", "1"], ("No such option", "--lerning-rate")),
     ],
     ids=lambda value: " ".join(value)[:40],

@@ -77,7 +77,7 @@ def test_a_model_of_tokens_gets_a_head_and_keeps_its_weights(home):
     succeeded(train(home, onwards, scratch=SCRATCH[1:], out="on", steps=1))
     three = plan_in(home, "--loss", "classify:3", model="out/checkpoint-2", name="three.json")
     done = train(home, three, scratch=SCRATCH[1:], out="t")
-    one_line(done, 2, "score.weight is (2, ", "the configuration says (3, ")
+    one_line(done, 2, "score.weight is (2, ", "the configuration requires (3, ")
 
 
 def loaded_base(folder):

@@ -27,10 +27,10 @@ ALLOWED = {
     ("penstock/__init__.py", "importlib.import_module"),
     ("penstock/ranks.py", "subprocess"),
     (
-        "penstock/own_loss.py",
+        "penstock/user_loss.py",
         "importlib.util.module_from_spec",
     ),  # of the file that a user names on the command line, and of no plan's
-    ("penstock/own_loss.py", "exec"),
+    ("penstock/user_loss.py", "exec"),
     ("runtime/layers/kernels.py", "importlib.import_module"),  # of packages by a table of constants
     ("planner/show/page.py", "jinja2.Environment"),  # of our own template
 }

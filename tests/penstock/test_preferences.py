@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 import penstock
 from penstock.data.data import needed, read_data
 from penstock.data.given import Given
-from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
 from penstock.runtime.plan.objective import Of, parse_objective
 from penstock.settings import DataSettings
+from penstock.user_loss import function_in, planned_loss, user_loss
 from tests.bytes_of_files import write_lines
 from tests.running import SCRATCH, lines_of, one_line, plan_in, succeeded, train
 from tests.running import penstock as command
@@ -344,8 +344,8 @@ def loud(logps, Weight):
         ("still", "has no gradient"),
         ("broken", "is not finite"),
         ("mixed", "depends on others"),
-        ("unnamed", "names not what it is of"),
-        ("inplace", "changes what it is given (targets)"),
+        ("unnamed", "has the parameters of no kind of loss"),
+        ("inplace", "changes its argument targets"),
         ("wide", "keep at most 64"),
         ("several", "takes **more"),
         ("loud", "asks for 'Weight'"),
@@ -355,7 +355,7 @@ def loud(logps, Weight):
 def test_a_function_that_is_no_loss_is_refused_in_a_line(tmp_path, name, says):
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(PlanError) as error:
-        own_loss(function_in(f"{tmp_path}/own.py:{name}"))
+        user_loss(function_in(f"{tmp_path}/own.py:{name}"))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -368,10 +368,10 @@ def test_a_loss_of_ones_own_is_planned_and_run_by_its_name(tea, name):
         write_lines(tea / "data" / "pairs.jsonl", [{"text": "tea for two " * 40}])
     plan = plan_in(tea, *own)
     assert json.loads(plan.read_text())["semantics"]["objective"]["name"] == f"own.py:{name}"
-    one_line(train(tea, plan), 2, "say which file it is in")
+    one_line(train(tea, plan), 2, "name its file")
     succeeded(train(tea, plan, *own, steps=2))
     (tea / "own.py").write_text(OWN.replace("softplus(", "softplus(2 * ").replace("** gamma", "** (gamma + 1)"))
-    one_line(train(tea, plan, *own, out="other"), 2, "another text than the plan's")
+    one_line(train(tea, plan, *own, out="other"), 2, "another source than the plan's")
 
 
 def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
@@ -381,9 +381,9 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
     for text in (own, own.replace("B = 1", "B = 9"), own.replace("x * B", "x / B"), own):  # of the same size and second
         path.write_text(text)
         os.utime(path, (1, 1))
-        loss = own_loss(function_in(f"{path}:f"))
+        loss = user_loss(function_in(f"{path}:f"))
         seen.add((loss.objective.sha256, float(loss.function(torch.ones(1), None))))
-        with pytest.raises(PlanError, match="or is of something else"):
+        with pytest.raises(PlanError, match="or is of another kind"):
             planned_loss(replace(loss.objective, of=Of.TOKENS), f"{path}:f")
     assert [len({one[i] for one in seen}) for i in (0, 1)] == [3, 2]
     assert len(seen) == 3

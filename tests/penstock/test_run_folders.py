@@ -88,7 +88,7 @@ def test_a_moved_folder_resumes_where_it_was(home, monkeypatch):
     Path("plan.json").unlink()
     monkeypatch.chdir("there")
     resumed = ["run", "--config", "moved/run.yaml", "--resume", "--steps", 4]
-    one_line(penstock(*resumed, "--out", "new"), 2, "no checkpoint in new, and moved/run.yaml lies beside some; say --out moved")
+    one_line(penstock(*resumed, "--out", "new"), 2, "no checkpoint in new, but some next to moved/run.yaml; give --out moved")
     succeeded(penstock(*resumed))
     assert weights_sha(Path("moved/checkpoint-4")) == weights_sha(home / "whole" / "checkpoint-4") != {}
     assert not (home / "part").exists()

@@ -137,7 +137,7 @@ def test_decay_spares_named_parameters_that_there_are(home):
         (["--warmup-steps", "4"], ("warm-up takes 4 steps", "the run has 4")),
         (["--streaming", "--resume-from", "checkpoint-7"], ("no checkpoint 'checkpoint-7'", "there are: ")),
         (["--recalibrate", "none/profile.json"], ("none/profile.json", "cannot be written")),
-        (["--device", "emulated", "--save-minutes", "5"], ("an emulated run saves nothing",)),
+        (["--device", "emulated", "--save-minutes", "5"], ("an emulated run trains a stand-in and saves nothing",)),
         (["--prompt", "x" * 40], ("prompt 1 has 40 tokens", "32")),
     ],
     ids=lambda value: " ".join(value)[:40],

@@ -29,7 +29,7 @@ def test_unlike_ranks_are_refused_in_a_line_of_the_first(what, home):
     second = words(home, planned(home, 4 if what == "plan" else 2), *(["--seed", "7"] if what == "settings" else []))
     older = after("from penstock import ranks", "ranks.version_in_words = lambda: 'penstock 0'")
     found = by_hand([words(home, planned(home, 2)), second], commands=[COMMAND, older if what == "version" else COMMAND])
-    refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks alike")
+    refused_by_the_first(found, f"rank 1 has another {what} than rank 0; start all ranks with the same command")
     assert not (home / "out").exists()
 
 
@@ -104,7 +104,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(home):
     plan = planned(home, 2)
     told = words(home, plan, "--device", "cuda")
     found = by_hand([told, told], CUDA_VISIBLE_DEVICES="0")
-    refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices, and there are 2 ranks; give each of them one")
+    refused_by_the_first(found, "CUDA_VISIBLE_DEVICES names 1 devices for 2 ranks; give one to each")
     seen = after("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: True")
     unseen = after("from penstock.runtime.machines import streams", "streams.has_cuda = lambda: False")
     found = by_hand([words(home, plan)] * 2, commands=[seen, unseen])

@@ -118,7 +118,7 @@ NOT_COMPUTED: dict[str, Any] = {
 def test_an_option_is_refused_by_name_unless_it_is_off(folder: Path) -> None:
     for key, value in NOT_COMPUTED.items():
         set_config(folder, **{key: value})
-        assert f"{key.encode('unicode_escape').decode()} is {json.dumps(value)}, not computed here" in refused(folder)
+        assert f"{key.encode('unicode_escape').decode()} is {json.dumps(value)}, not supported" in refused(folder)
         set_config(folder, **{key: {"peft_type": "LORA", "bias": "none", "task_type": None, "init_lora_weights": True}.get(key)})
     assert read_adapter(folder, shapes_of(model_of()))[0] == LORA
 

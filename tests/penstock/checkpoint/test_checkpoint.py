@@ -147,7 +147,7 @@ def test_a_state_of_an_earlier_arithmetic_resumes_with_a_line(loss: str, train: 
     semantics = json.loads(json.dumps(asdict(Semantics(seq_len=32, batch_size=4, micro_batch=2, loss=planned, train=train))))
     older = {name: value for name, value in semantics.items() if name != "lora_products"} | {"loss": loss}
     state = State(Path("checkpoint-3"), 3, {"semantics": older}, Shards([]))
-    line = "checkpoint-3: written with an earlier arithmetic of loss or adapters: the bits of the run change from here"
+    line = "checkpoint-3: written with an earlier arithmetic of loss or adapters: results are no longer bitwise identical"
     assert refuse_another(state, {"semantics": semantics}) == (line if is_told else None)
     with pytest.raises(CheckpointError, match=f"meaning of a step .*: loss was .{loss}"):
         refuse_another(state, {"semantics": semantics | {"loss": "eager" if loss == "fused" else "online"}})
@@ -234,7 +234,7 @@ def test_a_foreign_folder_is_refused_as_what_it_is(tmp_path: Path) -> None:
     later = state.read_text().replace('"format_version": 2', '"format_version": 3')
     for content, said in {
         later: "format_version is not 2; resume with the version that wrote it",
-        '{"global_step": 7, "log_history": []}': "of another program's run; train from its weights with --model",
+        '{"global_step": 7, "log_history": []}': "written by another program; train from its weights with --model",
     }.items():
         state.write_text(content)
         assert said in refused(lambda: load_state(state.parent))

@@ -131,7 +131,7 @@ def test_weights_that_cannot_be_packed_leave_no_cache(folder, tmp_path):
     for model, shapes, said in (
         (odd, SHAPES, "down_proj.weight: 1 of its 24960 numbers are not finite"),
         (folder, SHAPES | {Q.replace("q_", "k_"): (64, 128)}, "no tensor"),
-        (folder, SHAPES | {Q: (128, 64)}, "the configuration says"),
+        (folder, SHAPES | {Q: (128, 64)}, "the configuration requires"),
     ):
         assert said in refused(partial(packed_base, model, DENSE, shapes, "nf4", tmp_path / "cache"))
         assert [path.name for path in (tmp_path / "cache").iterdir()] == ["base.lock"]
@@ -246,7 +246,7 @@ def test_experts_whose_blocks_would_not_meet_are_refused(tmp_path):
     tensors, _ = gathered([of_fp8(name, (224, 128)) for name in EXPERT_NAMES[:2]])
     folder, shapes = published(tmp_path / "model", tensors), {GATE_UP: (1, 448, 128)}
     said = refused(lambda: packed_base(folder, EXPERTS | FP8, shapes, "fp8", tmp_path))
-    assert "gate_proj.weight ends within a block" in said
+    assert "gate_proj.weight does not end at a block boundary" in said
 
 
 # -- published in mxfp4 -----------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_mxfp4_experts_unpack_to_the_bits_of_transformers(tmp_path):
     read = packed_base(published(tmp_path / "model", stored), config, {GATE_UP: shape}, "mxfp4", tmp_path)
     assert torch.equal(unpacked(read(GATE_UP), shape, "mxfp4"), convert_moe_packed_tensors(blocks, scales))
     others = {
-        "is not in numbers: a scale of 255": stored | {f"{GATE_UP}_scales": scales + (scales == scales.max()) * (255 - scales)},
+        "is not in MXFP4 numbers": stored | {f"{GATE_UP}_scales": scales + (scales == scales.max()) * (255 - scales)},
         "is not in MXFP4 of (3, 64, 96)": in_mxfp4(GATE_UP, (3, 96, 64), 0),
         "no tensor model.layers.0.mlp.experts.gate_up_proj_scales": {f"{GATE_UP}_blocks": blocks},
         "down_proj is packed too": stored | in_mxfp4(GATE_UP.replace("gate_up", "down"), shape, 0),

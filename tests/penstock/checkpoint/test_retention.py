@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint import retention
-from penstock.checkpoint.checkpoint import load_state, whole
+from penstock.checkpoint.checkpoint import complete_checkpoints, load_state
 from penstock.checkpoint.retention import clean, keep_last, refuse_later
 from penstock.runtime.errors import CheckpointError
 from tests.accidents import forked_to_die
@@ -24,7 +24,7 @@ def test_the_last_few_stay_and_later_ones_are_left_alone(tmp_path, n, expected):
         small(tmp_path, step)
     (tmp_path / "checkpoint-x").mkdir()
     keep_last(tmp_path, n, 11)
-    assert [step for step, _ in whole(tmp_path)] == expected
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == expected
     assert names(tmp_path) == sorted(["checkpoint-x", *(f"checkpoint-{step}" for step in expected)])
 
 
@@ -42,10 +42,10 @@ def test_a_run_killed_while_it_deletes_leaves_nothing_half(tmp_path, n_removed):
     for step in (1, 2):
         small(tmp_path, step)
     forked_to_die(lambda: keep_last(tmp_path, 1, 2), (os, "unlink"), n_removed)
-    for _, path in whole(tmp_path):
+    for _, path in complete_checkpoints(tmp_path):
         load_state(path)
     clean(tmp_path)
-    assert [step for step, _ in whole(tmp_path)][-1] == 2
+    assert [step for step, _ in complete_checkpoints(tmp_path)][-1] == 2
     assert all(name in ("checkpoint-1", "checkpoint-2") for name in names(tmp_path))
 
 
@@ -76,4 +76,4 @@ def test_what_cannot_be_removed_is_one_line(tmp_path, monkeypatch):
     for work in (lambda: keep_last(tmp_path, 1, 2), lambda: clean(tmp_path)):
         with pytest.raises(CheckpointError, match=r"checkpoint-1.removed: cannot be removed \(Permission denied\)"):
             work()
-    assert [step for step, _ in whole(tmp_path)] == [2]
+    assert [step for step, _ in complete_checkpoints(tmp_path)] == [2]

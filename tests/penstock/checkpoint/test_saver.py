@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import pytest
 
 from penstock.checkpoint import checkpoint, saver
-from penstock.checkpoint.checkpoint import load_state, whole
+from penstock.checkpoint.checkpoint import complete_checkpoints, load_state
 from penstock.checkpoint.snapshot import Snapshots, order_of_updates
 from penstock.runtime.errors import CheckpointError
 from penstock.runtime.host import host_state
@@ -358,4 +358,4 @@ def test_an_interrupt_waits_for_nothing_and_leaves_nothing(tmp_path, monkeypatch
     assert list(tmp_path.glob("checkpoint-*")) == []
     assert lanes_ended == [True], "a lane waited for a snapshot that is given up"
     assert set(threading.enumerate()) <= others
-    assert whole(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The end of a command: exit codes, and one line for what a user can mend."""
+"""Exit codes of commands, and one-line messages for mistakes of a user."""
 
 import io
 import os
@@ -13,15 +13,15 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.units import on_one_line
 from penstock.signals import handled
 
-# Modules of the extra `run`, which the base install leaves out
+# Modules of the extra `run`, absent from the base install
 RUN_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "pyarrow", "yaml")
 
 
-class OneLine(click.Command):
-    """A command that ends a user's mistake in one line and an exit code."""
+class OneLineErrors(click.Command):
+    """Command that reports a user's mistake in one line and an exit code."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run a command and exit with its code. A mistake of ours keeps its traceback."""
+        """Run a command and exit with its code. An internal error keeps its traceback."""
         extra["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
@@ -40,7 +40,7 @@ class OneLine(click.Command):
             _fail(f"this needs {error.name}, which the base install leaves out; install it: pip install '.[run]'", 2)
         except BrokenPipeError:
             _drop_stdout()
-            sys.exit(1)  # the reader has closed the pipe, as in `penstock plan ... | head`
+            sys.exit(1)  # the reader closed the pipe, for example `penstock plan ... | head`
         except OSError as error:
             _drop_stdout()
             where = error.filename if isinstance(error.filename, str) else "the output"
@@ -56,18 +56,18 @@ class OneLine(click.Command):
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    """SIGTERM unwinds the stack as SIGINT does, so that half-written files are removed on the way out."""
+    """Unwind the stack on SIGTERM, like SIGINT, so that half-written files are removed."""
     raise KeyboardInterrupt(number)
 
 
 def _drop_stdout() -> None:
-    """Drop what could not be written: Python would try again on exit, and complain."""
+    """Discard unwritten output, because Python would retry on exit and print an error."""
     if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, exit_code: int, notes: Iterable[str] = ()) -> NoReturn:
-    """Print the message in one line, whatever file names it holds, below its notes in a line each, and exit."""
+    """Print the notes and then the message, in one line each even if file names contain line ends, and exit."""
     for line in (*(f"  {on_one_line(note)}" for note in notes), f"error: {on_one_line(message)}"):
         click.echo(line, err=True)
     sys.exit(exit_code)

@@ -1,4 +1,4 @@
-"""`penstock fits`, `compare` and `machines`: which machine trains a model, which model fits a machine."""
+"""`penstock fits`, `compare` and `machines`: choose a model for a machine, or a machine for a model."""
 
 import json
 import multiprocessing
@@ -36,8 +36,8 @@ from .outputs import show_table
 if TYPE_CHECKING:
     from penstock.planner.show.fits import Fit
 
-Found = TypeVar("Found")
-MOST_WORKERS = 8  # each of which holds a planner, some 150 MB
+Result = TypeVar("Result")
+MOST_WORKERS = 8  # a worker holds a planner of about 150 MB
 COMMON = "rtx3090-desktop,rtx4090-desktop,rtx4090-server,rtx5090-server,gb10,h100-sxm,gh200"
 FIT_TITLES = ("gpu", "host memory", "machine", "family", "model", "parameters", "tokens/s")
 
@@ -50,7 +50,7 @@ MASTER = click.option("--master", type=click.Choice(["fp32", "bf16"]), help="Mas
 @click.option("--families", help="Families of models with commas between: qwen3,llama.  [default: all that are shipped]")
 @click.option("--batch-size", type=COUNT, default=16, show_default=True, help="Sequences of a step.")
 @click.option("--tokens", type=TOKENS, help="Also the time and the price of this many tokens: 100M.")
-@click.option("--less-state", is_flag=True, help="Also optimizers that keep less, in rows where a larger model fits.")
+@click.option("--less-state", is_flag=True, help="Also optimizers with smaller state, in rows where a larger model fits.")
 @click.option("--search", is_flag=True, help="Speeds of the plans that a search finds, not estimates: some 10 seconds for each.")
 @with_work
 @MASTER
@@ -68,10 +68,10 @@ def fits(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """The largest model of each family that host memory of 32 to 2048 GB can train, and about how fast.
+    """List the largest model of each family that host memory of 32 to 2048 GB can train, and its approximate speed.
 
-    MACHINES are shipped ones, files of profiles, or a GPU that shipped machines begin with: rtx4090 is all of them, and each size
-    of memory is asked of the one whose own is nearest; what is soldered stays as it is. Without MACHINES: rtx3090, rtx4090, rtx5090
+    MACHINES are shipped machines, profile files, or GPUs: rtx4090 is each shipped machine with a name that begins so. A size of
+    memory is planned on the machine with the nearest memory; soldered memory does not change. Default: rtx3090, rtx4090, rtx5090
     and h100-sxm.
     """
     from penstock.planner.search.remedy import SMALLER_OPTIMIZERS
@@ -79,40 +79,40 @@ def fits(
 
     groups = {name: _profiles(name) for name in dict.fromkeys(machines or planned.GPUS)}
     for profile in chain(*groups.values()):
-        part_of(profile, gpus, hosts, network_gbit)  # or say why not
-    groups = {name: [on_network(of, network_gbit) for of in profiles] for name, profiles in groups.items()}
+        part_of(profile, gpus, hosts, network_gbit)  # raises if the step cannot be shared so
+    groups = {name: [on_network(profile, network_gbit) for profile in profiles] for name, profiles in groups.items()}
     semantics = _part(gpus * hosts, micro_batch=1, **work)
     names = None if families is None else tuple(dict.fromkeys(map(str.strip, families.split(","))))
     if wrong := [name for name in names or () if name not in planned.known()]:
-        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; there are {', '.join(planned.known())}")
+        raise click.UsageError(f"--families: no shipped family {wrong[0]!r}; choose from {', '.join(planned.known())}")
     sizes = planned.HOST_MEMORIES if host_memory is None else tuple(sorted({parse_bytes(n) for n in host_memory.split(",")}))
-    for (name, of), n_bytes in product(groups.items(), sizes):
-        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in of):
-            click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory, which is left out", err=True)
-    of_each = [semantics]
+    for (name, profiles), n_bytes in product(groups.items(), sizes):
+        if not any(profile.takes(n_bytes) or profile.is_soldered for profile in profiles):
+            click.echo(f"{name}: takes less than {show_bytes(n_bytes)} of memory; this size is left out", err=True)
+    variants = [semantics]
     if less_state:
-        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": said, "master": None}) for said in SMALLER_OPTIMIZERS)
-        of_each += [of for of in leaner if of.state_bytes < semantics.state_bytes]
-    # A family's machines one after the other: they share its models' blocks
+        leaner = (_part(gpus * hosts, micro_batch=1, **work | {"optimizer": name, "master": None}) for name in SMALLER_OPTIMIZERS)
+        variants += [variant for variant in leaner if variant.state_bytes < semantics.state_bytes]
+    # Machines of a family in sequence, because they share the blocks of its models
     families_of_gpus = product(planned.families(semantics, names).items(), groups.items())
-    tasks = [(gpu, of, *family, each, sizes, search, hosts) for family, (gpu, of) in families_of_gpus for each in of_each]
-    at_once = len(groups) * len(of_each)
-    swept_over, whole = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
-    found = _larger(swept_over) if less_state else swept_over
+    tasks = [(*group, *family, variant, sizes, search, hosts) for family, group in families_of_gpus for variant in variants]
+    at_once = len(groups) * len(variants)
+    estimates, step = chain.from_iterable(swept(planned.fits, tasks, "models on GPUs", at_once)), semantics.whole
+    results = _larger(estimates) if less_state else estimates
     if as_json:
-        rows = [fit.to_json(tokens) for fit in found]
-        click.echo(json.dumps({"seq_len": whole.seq_len, "batch_size": whole.batch_size, "is_estimate": not search, "fits": rows}))
+        rows = [fit.to_json(tokens) for fit in results]
+        click.echo(json.dumps({"seq_len": step.seq_len, "batch_size": step.batch_size, "is_estimate": not search, "fits": rows}))
         return
-    click.echo(f"for steps of {whole.batch_size} sequences of {whole.seq_len:,} tokens", err=True)
+    click.echo(f"for steps of {step.batch_size} sequences of {step.seq_len:,} tokens", err=True)
     optimizer = ["optimizer"] if less_state else []
     titles = (*optimizer, *FIT_TITLES[:-1], FIT_TITLES[-1] if search else "about tokens/s", *(JOB_TITLES if tokens else ()))
-    show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in found))
+    show_table(titles, ((*[fit.optimizer for _ in optimizer], *_row(fit, tokens)) for fit in results))
 
 
-def _larger(found: Iterable["Fit"]) -> Iterator["Fit"]:
-    """Of each machine, memory and family the first, and each whose model is larger than all before it."""
+def _larger(results: Iterable["Fit"]) -> Iterator["Fit"]:
+    """Yield the first fit of each machine, memory and family, and then fits with a larger model than those before."""
     largest: dict[tuple[str, str, int, str], int] = {}
-    for fit in found:
+    for fit in results:
         key, n = (fit.gpu, fit.machine, fit.host_memory_bytes, fit.family), fit.n_params or 0
         if key not in largest or n > largest[key]:
             largest[key] = n
@@ -155,9 +155,9 @@ def compare(
     as_json: bool,
     **work: Any,
 ) -> None:
-    """Rank machines for training MODEL, the fastest first; those that it does not fit come last, with what would make it fit.
+    """Rank machines for training MODEL, the fastest first. Machines that it does not fit are last, with a change that would fit.
 
-    Prices that are given hold for every machine.
+    Prices on the command line apply to every machine.
     """
     from penstock.planner.search.claim import CUT
     from penstock.planner.search.micro_batch import SIZES
@@ -170,43 +170,43 @@ def compare(
     free = (SIZES if micro_batch is None else SIZES - {"micro_batch"}) | {CUT}
     has_all = click.get_current_context().get_parameter_source("gpus") is ParameterSource.DEFAULT
     tasks = []
-    for whole in _compared(machines, None if has_all else gpus):
-        profile = whole.with_prices(**prices)
+    for machine in _compared(machines, None if has_all else gpus):
+        profile = machine.with_prices(**prices)
         if host_memory is not None and (profile.is_soldered or not profile.takes(host_memory)):
-            most = show_bytes(profile.most_host_bytes or 0)
-            click.echo(f"{profile.name}: has at most {most} of memory, and is taken with that", err=True)
+            limit = show_bytes(profile.most_host_bytes or 0)
+            click.echo(f"{profile.name}: has at most {limit} of memory, and is planned with that", err=True)
             profile = profile.with_memory(None, profile.most_host_bytes)
         else:
             profile = profile.with_memory(None, host_memory)
-        of_step = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
-        n, asked = _most_parts(whole.n_devices, hosts, **of_step) if has_all else (gpus, _part(gpus * hosts, **of_step))
+        fields = {"batch_size": n_sequences, "micro_batch": micro_batch or 1, **work}
+        n, semantics = _most_parts(machine.n_devices, hosts, **fields) if has_all else (gpus, _part(gpus * hosts, **fields))
         if n < profile.n_devices:
             click.echo(f"{profile.name}: {n} of its {profile.n_devices} GPUs", err=True)
         if n > 1 and profile.peers is None:
             click.echo(f"{profile.name}: {ALONE}", err=True)
-        asked = replace(asked, attention=supported_attention(described)[0])  # type: ignore[arg-type]
-        tasks.append((described, part_of(profile, n, hosts, network_gbit), asked, None, free))
+        semantics = replace(semantics, attention=supported_attention(described)[0])  # type: ignore[arg-type]
+        tasks.append((described, part_of(profile, n, hosts, network_gbit), semantics, None, free))
     if not tasks:
         raise click.UsageError(f"--machines {machines!r} names none; write for example gh200,h100-sxm")
     ranked = sorted(swept(candidate, tasks, "machines"), key=Candidate.rank)
     if as_json:
         rented, bought = ((least := cheapest(ranked, bought)) and least[1] for bought in (False, True))
         about = {"model": described.name or str(described.path), "tokens_per_step": tasks[0][2].whole.tokens_per_step}
-        found = {"cheapest": rented, "cheapest_bought": bought, "machines": [of.to_json(tokens) for of in ranked]}
-        click.echo(json.dumps(about | found))
+        ranking = {"cheapest": rented, "cheapest_bought": bought, "machines": [entry.to_json(tokens) for entry in ranked]}
+        click.echo(json.dumps(about | ranking))
         return
-    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [of.row(tokens) for of in ranked])
+    show_table((*COLUMNS, *(JOB_TITLES if tokens else ())), [entry.row(tokens) for entry in ranked])
     click.echo("\n".join(notes(ranked)))
 
 
 @click.command()
 @AS_JSON
 def machines(as_json: bool) -> None:
-    """List the machines that can be planned for by name, what they cost, and what their speed rests on.
+    """List the machines that can be planned for by name, their prices, and the sources of their speeds.
 
-    The last columns share out the device's seconds of a standard step (qwen3-8b, 4 x 4096 tokens): measurements of this very
-    device, those of another, scaled by datasheets, or assumptions. A machine that is not here is a file: that of the nearest, with
-    other numbers, or of `penstock probe -o`.
+    The last columns divide the device time of a standard step (qwen3-8b, 4 x 4096 tokens) by source: measurements of this device,
+    measurements of another device scaled by datasheets, and assumptions. For any other machine, edit the profile of the nearest
+    one, or write one with `penstock probe -o`.
     """
     from penstock.planner.predict.provenance import standard
 
@@ -224,25 +224,25 @@ def machines(as_json: bool) -> None:
     for p in profiles:
         price, basis = p.price, standard(p)
         host = show_bytes(p.host.memory_bytes.value) + (", soldered" if p.is_soldered else "")
-        each = " a GPU" if p.n_devices > 1 else ""
-        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD{each}"
+        suffix = " a GPU" if p.n_devices > 1 else ""
+        rent = "no price" if price.usd_per_hour is None else f"{price.usd_per_hour.value:.2f} USD{suffix}"
         memory = " and memory" if price.ram_usd_per_gb else ""
-        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{each}{memory}"
-        shares = (f"{basis.fraction(of):.0%}" for of in BASES)
+        bought = "no price" if price.usd is None else f"{price.usd.value:,.0f} USD{suffix}{memory}"
+        shares = (f"{basis.fraction(kind):.0%}" for kind in BASES)
         rows.append((p.name, p.summary, show_bytes(p.device.memory_bytes.value), host, rent, bought, *shares))
     titles = ("machine", "what it is", "device memory", "host memory", "rent an hour", "bought")
     show_table((*titles, "measured", "on another", "assumed"), rows)
 
 
 def _compared(names: str, n_gpus: int | None) -> list[Profile]:
-    """The named machines, each once; of all of them those with one GPU, or with as many as are asked for (None: any number)."""
+    """Return the named machines without duplicates; for `all`, those with one GPU or with at least `n_gpus` (None: any number)."""
     if names.strip() != "all":
         return list(chain(*map(_profiles, dict.fromkeys(part.strip() for part in names.split(",") if part.strip()))))
     return [p for p in _profiles() if n_gpus is None or (p.n_devices >= n_gpus and (p.n_devices > 1) == (n_gpus > 1))]
 
 
 def _profiles(name: str = "") -> list[Profile]:
-    """The machine of that name or file; or all shipped ones of a GPU, or of any."""
+    """Return the machine of a name or file, or all shipped machines of a GPU, or (without a name) of any GPU."""
     of_gpu = [shipped for shipped in shipped_profiles() if not name or shipped.startswith(f"{name}-")]
     return [read_profile(shipped) for shipped in of_gpu or [name]]
 
@@ -250,29 +250,29 @@ def _profiles(name: str = "") -> list[Profile]:
 def _part(
     n_gpus: int, master: Dtype | None, train: str | None, base: Base | None, optimizer: str | None, **fields: Any
 ) -> Semantics:
-    """One rank's part of the work, with further `fields` of Semantics; PlanError where it cannot be shared, or not so."""
+    """Return one rank's part of a step, with further `fields` of Semantics. PlanError if the ranks cannot share it."""
     from penstock.planner.search.micro_batch import shared_step
 
-    asked = trained(Semantics(**fields), train, base, optimizer, master)
-    asked = shared_step(asked, n_gpus, has_groups=False) if n_gpus > 1 else asked
-    if (n := asked.micro_batch) > asked.batch_size:
-        raise PlanError(f"--micro-batch {n} is more than the batch of {asked.batch_size}; choose at most that")
-    return asked
+    semantics = trained(Semantics(**fields), train, base, optimizer, master)
+    semantics = shared_step(semantics, n_gpus, has_groups=False) if n_gpus > 1 else semantics
+    if (n := semantics.micro_batch) > semantics.batch_size:
+        raise PlanError(f"--micro-batch {n} is more than the batch of {semantics.batch_size}; choose at most that")
+    return semantics
 
 
 def _most_parts(n: int, n_hosts: int, **work: Any) -> tuple[int, Semantics]:
-    """So many GPUs of each host, or half of them, or half of that, as can share the work; and one's part."""
+    """Return the GPUs per host that can share a step (`n`, or `n` halved until it works), and one rank's part."""
     for fewer in (n >> i for i in range(n.bit_length() - 1)):
         with suppress(PlanError):
             return fewer, _part(fewer * n_hosts, **work)
     return 1, _part(n_hosts, **work)
 
 
-def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: str, at_once: int = 1) -> Iterator[Found]:
-    """`work` of each task, in their order, on all cores; a terminal shows the progress. Where they are many, one process does
-    `at_once` of them."""
+def swept(work: Callable[..., Result], tasks: Sequence[tuple[Any, ...]], label: str, at_once: int = 1) -> Iterator[Result]:
+    """Yield `work(*task)` in order, computed on all cores. A terminal shows the progress. If tasks are numerous, a process takes
+    `at_once` of them at a time."""
     console = Console(stderr=True)
-    show = partial(track, description=what, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
+    show = partial(track, description=label, total=len(tasks), console=console, transient=True, disable=not console.is_terminal)
     n_workers = min(len(os.sched_getaffinity(0)), len(tasks), MOST_WORKERS)
     if n_workers <= 1:
         yield from (work(*task) for task in show(tasks))
@@ -282,8 +282,8 @@ def swept(work: Callable[..., Found], tasks: Sequence[tuple[Any, ...]], what: st
     try:
         yield from show(pool.map(work, *zip(*tasks, strict=True), chunksize=n_each))
     except BrokenProcessPool:
-        raise PenstockError("a process that searched was ended, perhaps for want of memory; ask for fewer machines") from None
+        raise PenstockError("a search process was killed, perhaps for lack of memory; ask for fewer machines") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for child in multiprocessing.active_children():  # after an interruption some are still at work
+        for child in multiprocessing.active_children():  # still running after an interruption
             child.terminate()

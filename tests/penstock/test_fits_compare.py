@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from penstock.cli.fits_compare import _larger, swept
 from penstock.cli.main import cli
 from penstock.cli.outputs import show_table
-from penstock.cli.which import _larger, swept
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.search.search import search_machine
 from penstock.planner.show.compare import COLUMNS
@@ -45,14 +45,14 @@ def test_no_name_and_no_title_is_cut_however_narrow_the_terminal(width, capsys, 
 
 
 def test_machines_are_compared_with_all_their_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.cli.which.MOST_WORKERS", 1)
+    monkeypatch.setattr("penstock.cli.fits_compare.MOST_WORKERS", 1)
     monkeypatch.setattr(
         "penstock.planner.show.compare.search_machine", lambda *of: search_machine(*of[:3], Policy(), *of[4:])
     )  # it needs no search
     words = ("compare", "qwen2.5-0.5b", "--seq-len", "512", "--batch-size", "8", "--micro-batch", "1", "--json", "--machines")
     found = CliRunner().invoke(cli, [*words, "8xrtx4090,rtx5090-desktop", "--host-memory", "512GB"])
     assert {of["machine"] for of in json.loads(found.stdout)["machines"]} == {"8xrtx4090, 8 GPUs", "rtx5090-desktop"}
-    assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is taken with that\n"
+    assert found.stderr == "rtx5090-desktop: has at most 253 GB of memory, and is planned with that\n"
     for more, n, name in ((["--gpus", "1", "--micro-batch", "8"], 1, "8xrtx4090"), (["--batch-size", "4"], 4, "8xrtx4090, 4 GPUs")):
         fewer = CliRunner().invoke(cli, [*words, "8xrtx4090", *more])
         assert [of["machine"] for of in json.loads(fewer.stdout)["machines"]] == [name]
