@@ -1,7 +1,7 @@
-"""Training data: from the rows of files to the batches of a run.
+"""Training data: from rows in files to the batches of a run.
 
-Rows are read, turned into documents by the model's tokenizer and chat template, packed into sequences, and put in an order. Tokens
-are made before training and kept in a cache, or made as they are needed.
+The model's tokenizer and chat template turn rows into documents. Documents are packed into sequences and ordered. They are
+tokenised before training and cached, or tokenised on the fly (streaming).
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from .packing import Shape, in_words, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
-RunData = MapStyleData | Stream | Given  # the batches of a run, by the number of the step
-BRINGS = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage", "old")}  # extras of a batch, by the format of rows
-Report = Callable[[str], None]  # told in words what goes on
+RunData = MapStyleData | Stream | Given  # batches of a run, by step number
+BRINGS = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage", "old")}  # row format -> extras of a batch
+Report = Callable[[str], None]  # callback that receives progress messages
 
 
 def needed(objective: Objective) -> str | None:
-    """The format of rows that a loss asks for; None: that of any data."""
+    """Return the row format that a loss requires, or None if it trains on any text or chat."""
     if objective.of is Of.TOKENS and {*BRINGS[ROLLOUTS]} <= {*objective.extras}:
         return ROLLOUTS
     if objective.name == "classify":
@@ -42,7 +42,7 @@ def needed(objective: Objective) -> str | None:
 
 
 def unheard(words: str) -> None:
-    """A report that is dropped."""
+    """Discard a progress message."""
 
 
 def read_data(
@@ -59,17 +59,17 @@ def read_data(
     run: Path | None = None,
     objective: Objective | None = CROSS_ENTROPY,
 ) -> RunData:
-    """The training data that a run asks for, for a model of `vocab_size` token ids.
+    """Return the training data of a run for a model with `vocab_size` token ids.
 
-    `cache` is a folder in which tokens are kept for the next run; `run`, or else the folder that `cache` is in, is written by the
-    run and is no data. `by_document`: whether the model can attend to each document of a sequence alone. `preferred`: which splits
-    of a folder, where the settings name none. `objective`: the loss, which may ask for rows of its own; None: whatever rows are.
-    DataError names the file, and the line or row.
+    `cache`: folder for tokens, reused by later runs. `run`: output folder of the run, excluded from the data; the parent of `cache`
+    by default. `by_document`: True if the model can isolate the documents of a packed sequence. `preferred`: splits to use if the
+    settings name none. `objective`: the loss, which can require a row format; None accepts any rows. DataError names the file and
+    line or row.
     """
     if settings.streaming and len(settings.parts) > 1:
         raise DataError("several --data are not streamed: leave out --streaming, or put the files into one folder")
     weights = [part.weight for part in settings.mix] or [None]
-    shares_of(weights, [1] * len(weights))  # what is wrong with them is said before anything is read
+    shares_of(weights, [1] * len(weights))  # reject bad weights before reading files
     tokenizer, shuffle_seed = read_tokenizer(model_folder), seed if settings.shuffle else None
     sets = list[PackedSet]()
     for part in settings.parts:
@@ -81,9 +81,9 @@ def read_data(
         brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
         brings += (ANSWER,) if shape.is_apart and reader.format in NEEDED else ()
         if settings.streaming:
-            content = reader.files.content_hash(whole=False)  # of files that may be too large to be read twice
+            content = reader.files.content_hash(whole=False)  # edges of files only: a stream may be too large to read twice
             fingerprint = _fingerprint(content, reader.identity, shape.identity, part.shuffle_buffer, batch_size, shuffle_seed)
-            buffer = part.shuffle_buffer + part.shuffle_buffer % shape.rows_each  # of whole pairs
+            buffer = part.shuffle_buffer + part.shuffle_buffer % shape.rows_each  # round up to whole pairs
             return Stream(reader, shape, batch_size, buffer, shuffle_seed, _about(reader), fingerprint, brings)
         sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report, brings))
         if objective is not None and objective.name == "classify":
@@ -101,9 +101,8 @@ def reader_of(
     preferred: tuple[str, ...] = TRAIN,
     objective: Objective | None = CROSS_ENTROPY,
 ) -> Reader:
-    """How a data set is read for a model of `vocab_size` token ids; of each file only the first row was looked at. `run`: the
-    folder that the run writes to, which is no data. `preferred`: which splits, where the settings name none.
-    `objective`: as `read_data` has it."""
+    """Return a reader of a data set for a model with `vocab_size` token ids. Only the first row of each file is read. `run`: output
+    folder of the run, excluded from the data. `preferred`, `objective`: see `read_data`."""
     if tokenizer.end_id >= vocab_size:
         advice = "reading bytes needs 257; else use the tokenizer of this model"
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {vocab_size} token ids; {advice}")
@@ -145,7 +144,7 @@ def reader_of(
 
 
 def _needed(kind: str, format: str, firsts: Iterable[tuple[str, Any]], columns: dict[str, str]) -> str:
-    """The format that a loss asks for; DataError where a file has another, or that was said."""
+    """Return the row format `kind` of a loss. DataError if a file or --format has another."""
     loss, names = NEEDED[kind]
     if format not in ("auto", kind):
         raise DataError(f"--format {format}: the plan's loss is of {kind} rows, with {' and '.join(names)}; leave it out")
@@ -158,12 +157,12 @@ def _needed(kind: str, format: str, firsts: Iterable[tuple[str, Any]], columns: 
 
 
 def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str, Any]]:
-    """Where the first row of each file is, and that row, as the file has it; DataError for a file of which none can be read."""
+    """Yield (place, first row) of each file, before columns are renamed. DataError for a file without a readable row."""
     for number, file in enumerate(files.files):
         value, where = None, ""
         for n, value in rows_of(file.path, file.kind, columns.values()) if file.kind != "text" else ():
             where = files.where(number, n)
-            with suppress(DataError):  # a bad row among others
+            with suppress(DataError):  # skip a bad row
                 yield where, parsed(value, where) if isinstance(value, bytes) else value
                 break
         else:
@@ -172,12 +171,12 @@ def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str
 
 
 def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> tuple[Any, bool]:
-    """How documents are packed, and whether pairs or groups share sequences."""
+    """Return the packing, and True if pairs or groups share sequences."""
     if settings.packing == "documents" and not by_document:
         raise DataError("packing documents: this model cannot attend to each document of a sequence alone; choose one or joined")
     way = "documents" if by_document else "one"
     if reader.format in NEEDED:
-        is_read_before = settings.streaming and reader.format != PREFERENCE  # others' rows bring numbers besides
+        is_read_before = settings.streaming and reader.format != PREFERENCE  # other formats have extra numbers per row
         if settings.packing == "joined" or is_read_before or settings.too_long == "split":
             odd = "streaming" if is_read_before else f"packing {settings.packing}, too_long {settings.too_long}"
             raise DataError(f"{odd}: each answer is apart, whole or cut, read before training; leave it out")
@@ -200,7 +199,7 @@ def _packed(
     documents = kept_documents(reader, content, cache, report)
     documents.refuse_bad(bad_rows)
     n = len(documents.lengths)
-    # The last number tells this order from those of the epochs. A joined row keeps the order of the files.
+    # The last number separates this order from those of the epochs. Joined packing keeps the order of the files.
     order = np.arange(n) if seed is None or shape.packing == "joined" else order_of(n, seed, 0, 0)
     sequences, counts = pack(documents, order, shape)
     if not len(sequences):
@@ -218,7 +217,7 @@ def _fingerprint(*of: Any) -> str:
 
 
 def _about(reader: Reader) -> str:
-    """What the data is and how it is read."""
+    """Describe the data set and how it is read, for the user."""
     files, way = reader.files, "by the model's chat template" if reader.template.tokenizer.has_template else "as <|role|> and text"
     said = [f"{files.path}: {reader.format}", "" if reader.is_text else f"conversations {way}", files.about]
     left_out = f"{n:,} file{'s' * (n != 1)} left out" if (n := files.n_left_out) else ""

@@ -1,4 +1,4 @@
-"""Documents of a data set as tokens: a stream that `datasets` reads, or an Arrow file in which it keeps them between runs."""
+"""Tokenised documents: a stream from `datasets`, or an Arrow file cached between runs."""
 
 import hashlib
 import json
@@ -28,50 +28,51 @@ from .tokenizer import is_of_library, reason_of
 
 Array = npt.NDArray[np.int64]
 _Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...]]
-Columns = dict[str, list[Any]]  # a batch of `datasets`: the values of each column
+Columns = dict[str, list[Any]]  # a batch of `datasets`: column name -> values
 MOST_SHOWN = 20  # bad rows
-ROWS_AT_ONCE = 32  # tokenised together: tokens with their offsets take a hundred times the memory of the text
-DOCUMENTS_AT_ONCE = 100  # in memory until they are written
+ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text
+DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
-_SAID = ("problem", "dropped")  # what is wrong with a row, and the roles that its template drops
-BROUGHT = "brought"  # numbers of a row for its loss: a label; or an advantage, and the log-probability of each learned token
-_VERSION = 3  # of what a row becomes; tokens of another version are made again
+_SAID = ("problem", "dropped")  # why a row is bad; the roles that its template drops
+BROUGHT = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
+_VERSION = 3  # of the conversion of rows; another version invalidates cached tokens
 
-tqdm.set_lock(RLock())  # its own is a semaphore of the system, which a killed run would leave behind
+tqdm.set_lock(RLock())  # the default lock is a system semaphore that a killed run leaks
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A data set with the template that reads it; called by `map` of `datasets`, it turns a batch of rows into documents."""
+    """A data set and its chat template. A `map` function of `datasets`: turns a batch of rows into documents."""
 
     files: DataFiles
-    columns: dict[str, str]  # by the name of a column here, the file's name for it
+    columns: dict[str, str]  # our column name -> column name in the file
     format: str
     template: ChatTemplate
     vocab_size: int
-    is_text: bool  # texts as they are, not conversations
+    is_text: bool  # plain text, no conversations
 
     @property
     def identity(self) -> str:
-        """Differs where the tokens of some row may differ."""
+        """Identity of the conversion: differs if the tokens of any row can differ."""
         return json.dumps([_VERSION, self.format, self.template.tokenizer.identity, sorted(self.columns.items()), self.vocab_size])
 
     @property
     def features(self) -> Features:
-        """The columns of a document: its ids, edges of the runs that are learned, counts, where it was read, what is said of it."""
+        """Columns of a document: ids, edges of learned runs, counts, source file and row, problem, dropped roles, loss numbers."""
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
         of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_SAID, Value("string"))
         return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, BROUGHT: List(Value("float64"))})
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
-        """Documents as they are asked for, of the files in this order. The library keeps its state, by file and row."""
+        """Yield documents lazily from the files in this order. `datasets` tracks the stream state by file and row."""
         shards = [(int(i), self.files.files[i]) for i in order]
-        # Not `from_generator`, which makes a cache in the user's home.
+        # `from_generator` would create a cache in the user's home.
         rows = IterableDataset(ExamplesIterable(_rows, {"files": shards, "mapped": tuple(self.columns.values())}))
         return rows.map(self, batched=True, batch_size=ROWS_AT_ONCE, remove_columns=["file", "row", "value"])
 
     def __call__(self, rows: Columns) -> Columns:
-        """The documents of some rows, at least one each, of a bad row an empty one; DataError for tokens that the model has not."""
+        """Return the documents of a batch of rows: one or more per row, an empty one for a bad row. DataError for unknown
+        tokens."""
         places = list(zip(rows["file"], rows["row"], strict=True))
         names = ("ids", "learned", *_COUNTS, *_SAID, BROUGHT)
         if self.format == ROLLOUTS:
@@ -79,7 +80,7 @@ class Reader:
             return {name: [values[column] for values in given] for column, name in enumerate(names)}
         found = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
         try:
-            texts = [text for _, (text, _), *_ in found]  # only documents have the tokens that a tokenizer puts around them
+            texts = [text for _, (text, _), *_ in found]  # only plain text gets the tokenizer's special tokens
             backend = self.template.tokenizer.backend
             encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
             alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in found]
@@ -96,7 +97,7 @@ class Reader:
         return {name: [values[column] for values in made] for column, name in enumerate(names)}
 
     def _given(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
-        """The documents of a row of tokens, in the order of `features`."""
+        """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
         where = self.files.where(file, row)
         try:
             given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
@@ -107,8 +108,8 @@ class Reader:
         return [(*of, file, row, 0, None, None, brought) for *of, brought in counted]
 
     def _read(self, value: Any, file: int, row: int) -> list[_Read]:
-        """The documents of a row, with the first of them its messages and the roles that the template drops; what is wrong; what
-        the row brings."""
+        """Return the documents of a row: (text, spans), message contents, (problem, dropped roles), loss numbers. Only the first of
+        a conversation has contents and roles."""
         where = self.files.where(file, row)
         try:
             given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
@@ -124,11 +125,11 @@ class Reader:
             return [(("", []), [], (str(error), None), ())]
 
     def _rendered(self, said: Chat | Completion, where: str, *brought: float) -> list[_Read]:
-        """The documents of a conversation or a text, with what its row brings."""
+        """Return the documents of a conversation or text, with the loss numbers of its row."""
         if isinstance(said, Completion) is not self.is_text:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
         if isinstance(said, Completion):
-            text = said.prompt + said.completion  # the end token comes after it
+            text = said.prompt + said.completion  # followed by the end token
             return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None), brought)]
         rendered = self.template.render(said, where)
         roles = self.template.dropped(said, rendered)
@@ -136,25 +137,25 @@ class Reader:
         return [(one, *(([], (None, None)) if i else first), brought) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
-        """Its ids, the edges of runs that are learned, and the counts of its tokens, of those that are learned, and of targets."""
+        """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
         ids, end_id = np.array(encoding.ids, dtype=np.int64), self.template.tokenizer.end_id
-        if is_ended := self.is_text and ids.size > 0:  # once, whether or not the tokenizer says so too
+        if is_ended := self.is_text and ids.size > 0:  # exactly once, even if the tokenizer adds it too
             ids = np.append(ids[: ids.size - int(ids[-1] == end_id)], end_id)
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             problem = f"token {largest} is outside the model's {self.vocab_size} token ids"
             raise DataError(f"{self.files.where(*place)}: {problem}; use the tokenizer of this model")
         end = (len(text), len(text) + 1)
-        if is_ended and spans == [(0, end[1])]:  # all of it: offsets, which take as long as encoding, are not asked for
+        if is_ended and spans == [(0, end[1])]:  # all is learned: skip the offsets, which take as long as encoding
             runs = np.array([[0, ids.size]])
         else:
             runs = _runs_of(spans, [*encoding.offsets[: ids.size - 1], end] if is_ended else encoding.offsets)
         n_learned = int((runs[:, 1] - runs[:, 0]).sum())
-        n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # nothing of the document comes before its first token
+        n_targets = n_learned - int((runs[:1, 0] == 0).sum())  # the first token has no context to predict it from
         return ids, runs.reshape(-1), ids.size, n_learned, n_targets
 
 
 def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
-    """(n, 2): first and one past the last token of each span of characters; in order, none begun before another ends."""
+    """Convert character spans to token runs: (n, 2) of first token and one past the last, sorted and disjoint."""
     places, runs = np.array(offsets, dtype=np.int64).reshape(-1, 2), list[Span]()
     for first, stop in sorted(spans):
         held = np.flatnonzero((places[:, 0] < stop) & (places[:, 1] > first))
@@ -165,29 +166,29 @@ def _runs_of(spans: list[Span], offsets: list[Span]) -> Array:
 
 
 def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of files, as `datasets` numbers and keeps them."""
+    """Yield rows of files with the keys that `datasets` expects."""
     for number, file in files:
         for row, value in rows_of(file.path, file.kind, mapped):
             yield row, {"file": number, "row": row, "value": value}
 
 
 class Documents:
-    """Documents of tokens, mapped from a file or in memory: `lengths`, `n_learned` and `n_targets` of each are arrays."""
+    """Tokenised documents, memory-mapped or in memory. `lengths`, `n_learned`, `n_targets`: arrays, one entry per document."""
 
     def __init__(self, dataset: Dataset, files: DataFiles, kept: str = "") -> None:
-        self.files, self.kept, column = files, kept, dataset.data.column  # `kept`: where its tokens are, in words
+        self.files, self.kept, column = files, kept, dataset.data.column  # `kept`: location of the tokens, for the user
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
         self._brought = column(BROUGHT)
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
-        self.n_own = int(column("n_own").to_numpy().sum())  # tokens of conversations' messages by themselves
+        self.n_own = int(column("n_own").to_numpy().sum())  # tokens of the messages alone, without the template
         places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])
         self.n_rows = min(1, places.shape[1]) + int(np.diff(places).any(axis=0).sum())
         problems = column("problem")
-        self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # by document: bad rows
-        self.dropped = Counter[str](column("dropped").drop_null().to_pylist())  # rows by roles that the template drops
+        self.problems = {i: problems[i].as_py() for i in np.flatnonzero(problems.is_valid()).tolist()}  # bad rows, by document
+        self.dropped = Counter[str](column("dropped").drop_null().to_pylist())  # number of rows by dropped roles
 
     def refuse_bad(self, share: float) -> None:
-        """DataError, with the first twenty as notes, where more rows than this share of all are bad."""
+        """Raise DataError, with the first 20 problems as notes, if more than this share of the rows is bad."""
         bad, n = [*self.problems.values()], len(self.problems)
         if n <= share * self.n_rows * (1 + 1e-9):
             return
@@ -199,26 +200,26 @@ class Documents:
         raise error
 
     def ids(self, document: int) -> npt.NDArray[np.unsignedinteger]:
-        """Its tokens, a view of the file."""
+        """Return token ids: a view of the file."""
         return np.asarray(self._columns[0][document].values)
 
     def runs(self, document: int) -> Array:
-        """(n, 2): first and one past the last of each run of tokens that are learned."""
+        """Return (n, 2): first token and one past the last of each learned run."""
         return np.asarray(self._columns[1][document].values).astype(np.int64).reshape(-1, 2)
 
     def brought(self, document: int) -> npt.NDArray[np.float64]:
-        """The numbers that its row brings for a loss."""
+        """Return the loss numbers of the document's row."""
         return np.asarray(self._brought[document].values)
 
     def where(self, document: int) -> str:
-        """How a person finds it."""
+        """Return the source file and row, for the user."""
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
 
 
 def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
-    """All documents of a data set, made unless an earlier run made them. `datasets` keeps them in the folder `cache`, under a
-    fingerprint of the files' content and of all that decides what becomes of it; processes that start together make them once.
-    DataError for a file that is refused, and a folder that cannot be written."""
+    """Return all documents of a data set, from the cache if an earlier run wrote them. `datasets` stores them in the folder
+    `cache`. The key is a digest of file contents, reader and library versions. Concurrent processes tokenise once. DataError for a
+    rejected file or a read-only folder."""
     how = ["found in"]
 
     def told() -> Iterator[dict[str, Any]]:

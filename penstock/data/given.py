@@ -1,4 +1,4 @@
-"""Batches that a program makes itself, checked before the model sees them."""
+"""Batches from a user's program, validated before the model uses them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,27 +12,27 @@ from penstock.runtime.plan.objective import CROSS_ENTROPY, TEACHER, Objective, O
 
 
 class Batches(Protocol):
-    """The batches of a run by the number of the step, which alone decides them: then a resumed run trains on the same batches.
+    """User batches by step number. A batch must depend on the step alone, so that a resumed run trains on the same batches.
 
-    Called by one thread at a time, for consecutive steps; after a resume, for a later one. A resumed run compares the name of
-    their class.
+    `batch` is called by one thread at a time, for consecutive steps. After a resume it is called from a later step on; the class
+    name must be the same.
     """
 
     def batch(self, step: int) -> Batch | Sequence[torch.Tensor]:
-        """Of step number `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the token
-        after `input_ids[b, t]`, or -100 where there is nothing to learn."""
+        """Return the batch of `step`, counted from 0: a Batch, or input ids and targets, both (B, T) int64. `targets[b, t]` is the
+        token after `input_ids[b, t]`, or -100 to ignore the position."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A program's batches."""
+    """Validated batches of a user's program."""
 
     program: Batches
     seq_len: int
     batch_size: int
     vocab_size: int
-    no_documents: str | None = None  # why documents packed into a sequence cannot be kept apart; None: they can
+    no_documents: str | None = None  # why the model cannot isolate packed documents; None: it can
     objective: Objective = CROSS_ENTROPY
     n_steps: None = None
 
@@ -41,7 +41,7 @@ class Given:
         return f"batches of {type(self.program).__qualname__}"
 
     def batch(self, step: int) -> Batch:
-        """DataError for what is no batch of this plan."""
+        """Return a validated batch. DataError if it does not fit the plan."""
         match self.program.batch(step):
             case Batch() as made:
                 pass
@@ -58,7 +58,7 @@ class Given:
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
         extras, shapes = made.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
-        # Of a loss that we have: a number for each sequence would be taken for that of each token
+        # For a built-in loss, one number per sequence would be mistaken for one per token.
         of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
         for name in self.objective.extras:
             taken: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes

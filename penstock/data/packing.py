@@ -1,12 +1,12 @@
-"""Packing: documents as segments of sequences, and sequences as rows of a batch.
+"""Packing: documents -> segments of sequences -> rows of a batch. A segment is (document, first token, one past the last).
 
-`joined`: all documents in one row, which is cut into sequences. `documents`: whole documents, as many as fit (first fit). `one`: a
-sequence each; `pairs`: so, too, a chosen answer and then the rejected one; `answers`: so, too, each answer of a group, and then its
-prompt with the answer before it in the group. Where these share sequences, a sample is a unit, of as many rows as a pair or a group
-has without that, and of as many pairs or groups as fit into them. A segment is (document, first token, one past the last).
+`joined`: concatenate all documents and cut into sequences. `documents`: whole documents, first fit. `one`: one document per row.
+`pairs`: two rows per sample, the chosen and the rejected answer. `answers` (KTO): for each answer of a group two rows, the answer
+itself and its prompt with the previous answer of the group. If pairs or groups share sequences (`shares`), a sample has the same
+number of rows and holds several pairs or groups, first fit.
 
-Targets follow the convention of Hugging Face: position t is supervised with token t + 1 of its own sequence, so a sequence's last
-position is not, nor is padding. Where documents are packed whole, neither is the last position of each.
+Targets follow Hugging Face: position t is supervised with token t + 1 of its sequence. The last position of a sequence and padding
+have no target. With whole documents, the last position of each document has none either.
 """
 
 from collections import Counter
@@ -24,54 +24,54 @@ from penstock.runtime.plan.objective import ANSWER, LAST
 
 from .documents import Array, Documents
 
-# B sequences of a batch, T positions of a sequence
-OPEN_SEQUENCES = 64  # among which a document looks for room; beyond, the fullest is closed
+# B sequences of a batch, T positions of a sequence, K answers of a row, S (start, stop)
+OPEN_SEQUENCES = 64  # candidates of first fit; beyond this number the fullest is closed
 Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
-Span = tuple[int, int, int]  # the number of a document in its sample, and where it lies in a row
-Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in it
-Brought = Sequence[Sequence[npt.NDArray[np.float64]]]  # of each sample what its rows in files say
-Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: all of them
+Span = tuple[int, int, int]  # document number in its sample; first position and one past the last in a row
+Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in the row
+Brought = Sequence[Sequence[npt.NDArray[np.float64]]]  # sample -> loss numbers of each source row
+Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: total
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sequences of a data set, and what is done with documents that do not suit them."""
+    """Sequence layout of a data set, and the treatment of documents that do not fit."""
 
     packing: Packing
     seq_len: int
     pad_id: int
     too_long: Literal["cut", "split", "skip", "refuse"]
     unsupervised: Literal["refuse", "skip"]
-    group: int = 1  # answers
-    shares: bool = False  # whether several pairs, or groups of answers, share sequences
+    group: int = 1  # answers per group
+    shares: bool = False  # True if several pairs or groups of answers share sequences
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides what becomes of documents."""
+        """Fields that affect the packed sequences."""
         idle = [("group", self.packing != "answers"), ("shares", not self.shares)]
         return {name: value for name, value in asdict(self).items() if (name, True) not in idle}
 
     @property
     def segments_each(self) -> int:
-        """Of a sample, that belong together."""
+        """Segments per sample that must remain together."""
         return {"pairs": 2, "answers": self.group}.get(self.packing, 1)
 
     @property
     def is_apart(self) -> bool:
-        """Whether documents that share a sequence attend to themselves alone."""
+        """True if documents in one sequence are isolated in attention."""
         return self.shares or self.packing == "documents"
 
     @property
     def rows_each(self) -> int:
-        """Of a batch, that a sample takes."""
+        """Batch rows per sample."""
         return {"pairs": 2, "answers": 2 * self.group}.get(self.packing, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Segments in order, (n, 3); those of sequence i are `first[i]` .. `first[i + 1] - 1`. A pair's two are a row each, a group's
-    answers two rows each."""
+    """Segments (n, 3) in order. Sequence i has segments `first[i]` .. `first[i + 1] - 1`. Each segment of a pair is one row; each
+    answer of a group is two."""
 
     segments: Array
     first: Array
@@ -85,7 +85,7 @@ class Sequences:
 
 
 def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, Counts]:
-    """Documents but bad rows, in this order, as sequences that each have something to learn; DataError for one that is refused."""
+    """Pack documents, without bad rows, in this order. Every sequence has a target. DataError for a rejected document."""
     order = order[~np.isin(order, [*documents.problems])]
     learns = (documents.n_learned if shape.packing == "joined" else documents.n_targets)[order] > 0
     counts = Counts({"documents": len(order), "unsupervised": int((~learns).sum())})
@@ -98,7 +98,7 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
         groups = _pairs(documents, order, shape, counts)
     else:
         pieces, n = list(_pieces(documents, order[learns], shape, counts)), shape.segments_each
-        counts["skipped"] += len(pieces) % n  # no whole group
+        counts["skipped"] += len(pieces) % n  # incomplete group
         groups = [pieces[i : i + n] for i in range(0, len(pieces) - n + 1, n)]
     packed = _first_fit(documents, groups, shape) if shape.is_apart else groups
     segments = np.array([segment for sample in packed for segment in sample], dtype=np.int64).reshape(-1, 3)
@@ -106,8 +106,8 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
 
 
 def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> list[list[Segment]]:
-    """Pairs in the order of the files, or this one where they share sequences: the two documents of a row, unless one of them has
-    nothing to learn within a sequence."""
+    """Return (chosen, rejected) pairs in file order, or in this order if they share sequences. Pairs without a target in both
+    halves are dropped."""
     halves, kept = np.sort(order).reshape(-1, 2), list[list[Segment]]()
     if shape.shares:
         halves = halves[np.searchsorted(halves[:, 0], order[np.isin(order, halves[:, 0])])]
@@ -118,7 +118,7 @@ def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> 
 
 
 def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
-    """Each document, or what of it fits a sequence."""
+    """Yield each document, cut or split to the sequence length."""
     seq_len = shape.seq_len
     for d, length in zip(order.tolist(), documents.lengths[order].tolist(), strict=True):
         if length <= seq_len:
@@ -136,7 +136,7 @@ def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) ->
                 found = [(d, 0, seq_len)]
             case "split":
                 counts["split"] += 1
-                # Pieces share a token: the last of one comes before the first target of the next.
+                # Pieces overlap by one token: the last token of a piece is the context of the next piece's first target.
                 found = [(d, at, min(at + seq_len, length)) for at in range(0, length - 1, seq_len - 1)]
         kept = [piece for piece in found if n_targets_of(documents.runs(d), piece[1] + 1, piece[2])]
         counts["unsupervised"] += not kept
@@ -144,14 +144,14 @@ def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) ->
 
 
 def n_targets_of(runs: Array, first: int, stop: int) -> int:
-    """How many of the tokens first .. stop - 1 are learned."""
+    """Return the number of learned tokens in first .. stop - 1."""
     return int((np.minimum(runs[:, 1], stop) - np.maximum(runs[:, 0], first)).clip(min=0).sum())
 
 
 def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) -> list[list[Segment]]:
-    """Each group in the first open sample whose rows have room for it, samples in the order of their opening."""
+    """First fit: put each group into the first open sample with enough free positions. Samples are ordered by opening."""
     samples: list[list[Segment]] = []
-    open_ones: list[tuple[int, int, list[int]]] = []  # (room, number, room of each row), as opened
+    open_ones: list[tuple[int, int, list[int]]] = []  # (free positions, sample number, free positions per row), in order of opening
     for group in groups:
         lengths = [_length(of) for of in _apart(documents, group, shape)]
         n = sum(lengths)
@@ -171,7 +171,7 @@ def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) 
 
 
 def _placed(rooms: list[int], lengths: Sequence[int]) -> list[int] | None:
-    """The row of each document, the longest first in the first that has room for it, which is taken; None: not all have."""
+    """Place documents into rows, longest first, first fit. Return the row of each and update `rooms`; None if they do not fit."""
     left, rows = [*rooms], [0] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((row for row, room in enumerate(left) if lengths[i] <= room), None)
@@ -187,7 +187,7 @@ def _length(document: Iterable[Sequence[int]]) -> int:
 
 
 def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
-    """One row of all tokens, cut. A sequence in which nothing is learned is left out, as is a last one of a single token."""
+    """Concatenate and cut all documents. Drop sequences without a target and a last sequence of one token."""
     lengths = documents.lengths[order]
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -197,8 +197,8 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
     start = begin - (ends - lengths)[place]
     sequence = begin // seq_len
     learned = np.zeros(-(-total // seq_len), dtype=np.int64)
-    whole = (documents.n_learned[order] == lengths)[place]  # text: no need to look at its runs
-    shift = (begin % seq_len == 0).astype(np.int64)  # nothing of the sequence comes before its first token
+    whole = (documents.n_learned[order] == lengths)[place]  # text: skip its runs
+    shift = (begin % seq_len == 0).astype(np.int64)  # the first token of a sequence has no context
     np.add.at(learned, sequence, np.where(whole, end - begin - shift, 0))
     for i in np.flatnonzero(~whole):
         runs = documents.runs(int(order[place[i]]))
@@ -210,7 +210,7 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
 
 
 def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence[int]]]], shape: Shape) -> Row:
-    """Numbered documents one after another, each of segments in a row, and the target of each position that has one."""
+    """Build a row: concatenate numbered documents, each a list of segments, and set the targets."""
     ids_T, targets_T = np.full(shape.seq_len, shape.pad_id), np.full(shape.seq_len, UNSUPERVISED)
     at, spans = 0, list[Span]()
     for number, segments in numbered:
@@ -228,8 +228,7 @@ def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence
 
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
-    """The rows of a sample: one of all its segments, or of a pair one of each half, of a group two of each answer; or as they share
-    as many rows."""
+    """Return the rows of a sample: one; two for a pair; two per answer of a group. With `shares`, documents fill these rows."""
     apart, n = _apart(documents, segments, shape), shape.rows_each
     rooms, rows = [shape.seq_len] * n, list[int]()
     for i in range(0, len(apart), n):
@@ -239,13 +238,13 @@ def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shap
 
 
 def _apart(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:
-    """The documents that a sample's segments make, each of segments that follow each other."""
+    """Group the segments of a sample into documents of consecutive segments."""
     if shape.packing == "joined":
         return [[*segments]]
     apart = list[list[Sequence[int]]]()
     for i, own in enumerate(segments):
         apart.append([own])
-        if shape.packing == "answers":  # the prompt with the answer of another, as much of it as there is room for
+        if shape.packing == "answers":  # add the prompt with another answer, cut to fit
             other, _, stop = segments[i - 1 if i % shape.group else i + shape.group - 1]
             end, begin = (int(documents.runs(d)[0, 0]) for d in (own[0], other))
             apart.append([(own[0], 0, end), (other, begin, min(stop, begin + shape.seq_len - end))])
@@ -253,11 +252,11 @@ def _apart(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape
 
 
 def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: Brought, n_slots: int | None) -> Batch:
-    """The rows of a step, with what documents bring for its loss, by name. `n_slots`: answers that a row stands for, where they
-    share sequences.
+    """Build the batch of a step, with the extras named in `brings`. `n_slots`: answers per row, if answers share sequences.
 
-    The last token is the last that is not padding, as transformers takes it: not one that ends a text, which sequences are filled
-    up with."""
+    LAST is the last token that is not padding, like transformers. An end-of-text token does not count, because it is also the
+    padding.
+    """
     ids_BT, targets_BT = (torch.from_numpy(np.stack(of)) for of in list(zip(*rows, strict=True))[:2])
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
     lengths = tuple(tuple(n for n in np.diff(of).tolist() if n) for of in edges)
@@ -272,7 +271,7 @@ def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: 
         unit, row = divmod(b, n)
         for number, begin, stop in spans:
             at = (b,) if n_slots is None else (unit * n + number % n, number // n)
-            first = 0 if n_slots is None else row * n_tokens  # of what places count from
+            first = 0 if n_slots is None else row * n_tokens  # origin of the positions
             spans_BKS[at] = torch.tensor([first + begin, first + stop])
             last_BK[at] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
             if not brought:
@@ -290,5 +289,5 @@ def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: 
 
 
 def in_words(counts: Counts) -> str:
-    """What became of documents, for the user."""
+    """Format document counts for the user."""
     return ", ".join(f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in counts.items() if n)

@@ -1,14 +1,13 @@
-"""Sampling: the batch of each step, from data that is packed once (map-style), or from a stream.
+"""Sampling: the batch of each step, from packed data (map-style) or from a stream.
 
-Map-style, the batch of a step is a function of the step, the seed, the settings and the data. Sequences are packed once, from
-documents in an order that the seed gives; each epoch of a set has an order of its own. Several sets are mixed in rounds: each has
-its share of a round's samples, spread evenly. Without weights a round holds every sequence of every set once. With weights a set
-that is through begins anew, in another order.
+Map-style: a batch is a function of the step, the seed, the settings and the data. Documents are packed once, in a seeded order.
+Each epoch of a set has a different order. Several sets are mixed in rounds: each set has a share of a round's samples, spread
+evenly. Without weights, a round holds every sequence of every set once. With weights, an exhausted set restarts in another order.
 
-Streamed, documents are read as they are needed, shuffled within a buffer, and resumed at any step. `datasets` hands the documents
-of a shuffle buffer to a map function, which puts them in an order given by the seed, the epoch and the buffer's place, and packs
-them. Nothing is carried from one buffer to the next, so the state that the library keeps (where a buffer begins, how many of its
-sequences were used) resumes exactly; its own `shuffle` loses what a buffer holds.
+Streamed: documents are read lazily, shuffled within a buffer, and resumable at any step. `datasets` passes the documents of a
+shuffle buffer to a map function, which orders them by seed, epoch and buffer position, and packs them. No state is carried between
+buffers, so the state of `datasets` (start of a buffer, number of its sequences used) resumes exactly. The library's own `shuffle`
+would lose the contents of a buffer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,17 +28,17 @@ from penstock.runtime.plan.objective import ANSWER
 from .documents import Array, Columns, Documents, Reader
 from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of
 
-Position = dict[str, Any]  # where a step begins, as JSON can hold it
-SHARES = 1000  # samples of a round in which weights are whole numbers
-TOLERANCE = 0.002  # of weights that add up to 1: three of 0.333 do
-BEGIN: Position = {"epoch": 0, "stream": None}  # where a stream begins
-REMEMBERED_STEPS = 1024  # of a stream: where each began, for a save of a step that is done while later ones are made
-MANY = 1 / 3  # of the documents: where more are cut, a longer sequence is worth a thought
+Position = dict[str, Any]  # start of a step, as JSON
+SHARES = 1000  # samples of a round with weights
+TOLERANCE = 0.002  # of the sum of weights: 3 x 0.333 is accepted
+BEGIN: Position = {"epoch": 0, "stream": None}  # start of a stream
+REMEMBERED_STEPS = 1024  # start positions of a stream's steps, for a save while later batches are prepared
+MANY = 1 / 3  # share of cut documents above which a longer sequence is advised
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSet:
-    """A data set as sequences."""
+    """A data set packed into sequences."""
 
     documents: Documents
     sequences: Sequences
@@ -47,29 +46,29 @@ class PackedSet:
     counts: Counts
     about: str  # the data set and how it is read, for the user
     fingerprint: str
-    brings: tuple[str, ...] = ()  # extras that its documents have for a loss
-    read: Mapping[str, str] = field(default_factory=dict)  # digests of what decides its tokens, by name
+    brings: tuple[str, ...] = ()  # names of extras from its documents
+    read: Mapping[str, str] = field(default_factory=dict)  # digests of everything that affects its tokens, by name
 
     @property
     def n_slots(self) -> int | None:
-        """Answers that a row stands for, at most; None: they share none, or there are none."""
+        """Maximum answers per row; None unless documents of answers are isolated in sequences."""
         return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.brings else None
 
 
 @dataclass(slots=True, eq=False)
 class MapStyleData:
-    """One data set, or several with a share each: `shares[k]` samples of a round are set k's."""
+    """One data set, or several. `shares[k]`: samples of set k in a round."""
 
     parts: tuple[PackedSet, ...]
     shares: tuple[int, ...]
     batch_size: int
-    seed: int | None  # None: in the order of the files, epoch after epoch
+    seed: int | None  # None: file order, epoch after epoch
     fingerprint: str
     n_sequences: int = field(init=False)
-    n_steps: int = field(init=False)  # of one epoch; the last step may begin the next epoch
-    # Of each set (n_sequences, rows of each): what a reference or a teacher has written of it, by the extra's name
+    n_steps: int = field(init=False)  # per epoch; the last step may continue into the next epoch
+    # Per set, (n_sequences, rows per sample): outputs of a reference model or teacher, by the name of the extra
     references: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    _turns: Array = field(init=False, repr=False)  # (set, how many of its samples came before) of each sample of a round
+    _turns: Array = field(init=False, repr=False)  # (set, number of its samples before) for each sample of a round
 
     def __post_init__(self) -> None:
         self.n_sequences = sum(len(part.sequences) for part in self.parts)
@@ -81,11 +80,11 @@ class MapStyleData:
 
     @property
     def rows_each(self) -> int:
-        """Of a batch, that a sample takes."""
+        """Batch rows per sample."""
         return self.parts[0].shape.rows_each
 
     def sample(self, n: int) -> tuple[int, int]:
-        """(set, sequence in it) of sample number `n`, counted from 0 through all epochs."""
+        """Return (set, sequence in it) of sample `n`, counted from 0 across all epochs."""
         n_round, turn = divmod(n, len(self._turns))
         k, before = self._turns[turn].tolist()
         size = len(self.parts[k].sequences)
@@ -93,12 +92,12 @@ class MapStyleData:
         return k, place if self.seed is None else int(order_of(size, self.seed, epoch)[place])
 
     def batch(self, step: int) -> Batch:
-        """What step number `step`, counted from 0, trains on."""
+        """Return the batch of `step`, counted from 0."""
         n = self.batch_size // self.rows_each
         return self.of([self.sample(step * n + b) for b in range(n)])
 
     def of(self, samples: Sequence[tuple[int, int]]) -> Batch:
-        """Some samples, each (set, sequence in it), as a batch."""
+        """Return a batch of samples, each (set, sequence in it)."""
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
         rows = [row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape)]
         n_slots = max((part.n_slots for part in self.parts if part.n_slots is not None), default=None)
@@ -109,15 +108,15 @@ class MapStyleData:
         return replace(batch, extras={**extras, **batch.extras})
 
     def position(self, step: int) -> Position:
-        """The sample with which that step begins."""
+        """Return the first sample of a step."""
         return {"sample": step * (self.batch_size // self.rows_each)}
 
     def resume(self, step: int, position: Position) -> bool:
-        """Go on at that step; whether this data has such a position there."""
+        """Resume at a step. Return True if this data has that position."""
         return position == self.position(step)
 
     def words(self) -> dict[str, str]:
-        """Of each set what was read and what became of it, and of several the share of each; perhaps a `warning`."""
+        """Return report lines: per set its files, counts and share; a `warning` if documents are cut or data is short."""
         said, cut = dict[str, str](), list[str]()
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
             of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
@@ -154,35 +153,35 @@ class MapStyleData:
 
 
 def _wide(of: torch.Tensor, n_slots: int | None) -> torch.Tensor:
-    """What a reference has of a sample's rows; where answers share them, of as many answers for each as those of other data are."""
+    """Pad reference outputs of shared rows to `n_slots` answers per row, the maximum of all sets."""
     return of if n_slots is None or of.dtype != torch.float64 else F.pad(of := of.reshape(len(of), -1), (0, n_slots - of.shape[1]))
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """Batches one after another, of a length that shows only at its end."""
+    """Batches in sequence, of unknown total length."""
 
     reader: Reader
     shape: Shape
     batch_size: int
     buffer_documents: int
-    seed: int | None  # None: in the order of the files, epoch after epoch
+    seed: int | None  # None: file order, epoch after epoch
     about: str  # the data set and how it is read, for the user
     fingerprint: str
     brings: tuple[str, ...] = ()  # extras that follow from a batch's tokens
     n_steps: None = None
     _positions: dict[int, Position] = field(default_factory=dict, repr=False)
     _made: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
-    _next: int = 0  # the step that `_made` is about to give
+    _next: int = 0  # step of the next batch from `_made`
 
     def batch(self, step: int) -> Batch:
-        """As above. Reading begins again where that is not the next step."""
+        """Return the batch of `step`. Restart reading if this is not the next step."""
         if self._made is None or step != self._next:
             self._made, self._next = self._batches(self.position(step)), step
         try:
             batch, position = next(self._made)
         except BaseException:
-            self._made = None  # whoever asks again gets the same answer, not the end of what was made
+            self._made = None  # a retry must raise the same error, not StopIteration
             raise
         self._next += 1
         self._positions[self._next] = position
@@ -190,7 +189,7 @@ class Stream:
         return batch
 
     def _batches(self, position: Position) -> Iterator[tuple[Batch, Position]]:
-        """Each batch from a position on, and the position after it."""
+        """Yield each batch from a position on, with the position after it."""
         rows = self._rows(position["epoch"], position["stream"])
         while True:
             of_batch = [next(rows) for _ in range(self.batch_size)]
@@ -215,7 +214,7 @@ class Stream:
             state = None
 
     def _packed(self, epoch: int, buffer: Columns, indices: list[int]) -> Columns:
-        """The sequences of a shuffle buffer's documents, in an order of their own."""
+        """Pack the documents of a shuffle buffer, and return the rows in a seeded order."""
         documents = Documents(Dataset.from_dict(buffer, self.reader.features), self.reader.files)
         documents.refuse_bad(0)
         sequences, _ = pack(documents, self._order(len(indices), epoch, indices[0], 0), self.shape)
@@ -226,7 +225,7 @@ class Stream:
         return np.arange(n) if self.seed is None else order_of(n, self.seed, *place)
 
     def position(self, step: int) -> Position:
-        """CheckpointError for a step that was not reached."""
+        """Return the start of a step. CheckpointError if the stream did not reach it."""
         if step == 0:
             return BEGIN
         if step not in self._positions:
@@ -243,7 +242,7 @@ class Stream:
 
 
 def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Samples of each set in a round; DataError for weights that are no shares of a whole."""
+    """Return samples per round of each set. DataError if the weights do not sum to 1."""
     given = [weight for weight in weights if weight is not None]
     if not given:
         return tuple(sizes) if len(sizes) > 1 else (1,)
@@ -258,9 +257,9 @@ def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[in
     return shares
 
 
-@lru_cache(maxsize=64)  # a batch may span two epochs of each of its sets
+@lru_cache(maxsize=64)  # a batch may span two epochs of each set
 def order_of(n: int, seed: int, *place: int) -> Array:
-    """A seeded order of n things, another for each place: an epoch, or a shuffle buffer of one."""
-    # RandomState's stream is frozen across versions of numpy, default_rng's is not; resuming needs the same order.
+    """Return a seeded permutation of n. Different for each `place`: an epoch, or a shuffle buffer of an epoch."""
+    # RandomState's stream is frozen across NumPy versions, default_rng's is not. Resuming needs a reproducible order.
     order: Array = np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, *place]).permutation(n)
     return order
