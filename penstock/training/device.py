@@ -1,4 +1,4 @@
-"""The device of a run: which one, what torch is told to use on it, and whether its memory suffices."""
+"""The device of a run: selection, torch settings, and a check of free memory."""
 
 import os
 
@@ -13,11 +13,11 @@ from penstock.runtime.units import show_bytes
 
 
 def device_of(asked: str) -> str:
-    """`cuda`, `cpu` or `emulated`; PlanError where a GPU was asked for and there is none."""
+    """Return `cuda`, `cpu` or `emulated`. PlanError if a GPU is requested and torch sees none."""
     if asked in ("cpu", "emulated"):
         return asked
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # torch reads it when it first looks for a device
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # free memory is then contiguous
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # torch reads it at its first look for a device
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # keeps free memory contiguous
     if streams.has_cuda():
         return "cuda"
     if asked == "cuda":
@@ -26,7 +26,7 @@ def device_of(asked: str) -> str:
 
 
 def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
-    """Have a GPU use the kernels that the plan names, and no others. PlanError where it cannot, or another device is to."""
+    """Select the plan's kernels on the GPU. PlanError if a kernel is not available or the plan requires another device."""
     if device != "emulated":
         refuse_missing_libraries(plan.semantics, device)
     if device != "cuda":
@@ -35,13 +35,13 @@ def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
         refuse_any_order(plan.semantics)
     refuse_missing_attention(plan)
     if deterministic or plan.semantics.attention_kernel == "deterministic":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
         streams.use_same_kernels()
 
 
 def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
-    """DoesNotFitError where memory that the plan books is not free: the GPU's, and `of_host` the host's, for the ranks that share
-    it. Without a GPU the host's memory takes the place of the device's. `asked`: the device of the settings."""
+    """DoesNotFitError if the GPU, or the host (with `of_host`, for all ranks on it), has less free memory than the plan needs.
+    Without a GPU, device arenas are allocated in host memory. `asked`: the device in the settings."""
     device_bytes = sum(planned_device_needs(plan, device == "cuda").values())
     host_bytes = sum(host_needs(plan, n_ranks_here).values())
     where = "here"

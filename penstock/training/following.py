@@ -1,4 +1,4 @@
-"""A rank that follows rank 0, from its start to its end."""
+"""Main loop of ranks other than 0."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -33,10 +33,10 @@ def follow(
     data: RunData | None = None,
     own: Callable[..., Any] | None = None,
 ) -> int:
-    """Train as rank 0 says; the exit code. What all ranks find out is said by rank 0 alone. `data`, `own`: a program's batches and
-    loss."""
+    """Train on the commands of rank 0. Return the exit code. Rank 0 alone reports errors. `data`, `own`: batches and loss of a
+    user's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 is asked, and tells
+        signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and notifies the other ranks
     try:
         said = ranks.tell()
         if said["do"] != "begin":
@@ -44,7 +44,7 @@ def follow(
         status: dict[str, Any] = {}
         with _told(status):
             settle_kernels(file.plan, device, settings.deterministic)
-            is_first_here = ranks.rank % ranks.n_here == 0  # asks for all ranks of its host, before any takes memory
+            is_first_here = ranks.rank % ranks.n_here == 0  # checks for all ranks of its host, before any allocates
             if device == "cuda" or is_first_here:
                 refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
         if any(other.get("error") for other in ranks.gathered(status)):
@@ -82,7 +82,7 @@ def follow(
 
 @contextmanager
 def _told(status: dict[str, Any]) -> Iterator[None]:
-    """Put what goes wrong on this rank into the status that it tells all others."""
+    """Store an error of this rank in `status`, which is gathered by all ranks."""
     try:
         yield
     except (PenstockError, MemoryError, RuntimeError) as error:

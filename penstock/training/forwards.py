@@ -1,4 +1,4 @@
-"""Streamed forwards over samples: as many passes as their micro-batches take in the arenas of a training plan."""
+"""Streamed forward passes over samples, in the arenas of a training plan."""
 
 # B sequences, T positions of a sequence
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from penstock.runtime.plan import Plan
 def log_probabilities(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """`each_pass` of all samples, and the extras that these bring."""
+    """Concatenate the results of `each_pass` for all samples, and the extras of their batches."""
     found = [torch.cat(of) for of in zip(*each_pass(machine, sample, n_samples, stop), strict=True)]
     brought = [sample(i).extras for i in range(n_samples)]
     return found[0], found[1], {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
@@ -26,11 +26,11 @@ def log_probabilities(
 def each_pass(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each sample's sequences the log-probability of its targets, summed, and how many tokens these are, (samples of the pass,
-    sequences of each) fp64 and int64, of the weights as they are, without dropout. For a loss of tokens with a reference those of
-    each position, fp32, in place of the sum; for one with a teacher its row of each position.
+    """Yield per pass the summed log-probability and number of target tokens, fp64 and int64, (samples of the pass, sequences per
+    sample). Current weights, no dropout. A loss of tokens with a reference gets fp32 per position instead of the sum; a loss with a
+    teacher gets a teacher row per position.
 
-    `sample(i)`: a batch of one. All lanes of the machine must be idle. Abandoned after `stop.request()`.
+    `sample(i)`: a batch with one sample. All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
     plan, n_passes, batch = passes(machine.plan, sample, n_samples)
     rows_each = len(sample(0).input_ids)
@@ -49,7 +49,7 @@ def each_pass(
 
 
 def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[Plan, int, Batches]:
-    """A forward plan, how often it is performed so that all samples have been, and the batch of each time."""
+    """Return a forward plan, the number of passes for all samples, and the batch of each pass."""
     rows_each = len(sample(0).input_ids)
     n_micro_batches = -(-n_samples * rows_each // plan.semantics.micro_batch)
     n_passes = -(-n_micro_batches // most_micro_batches(plan))
@@ -63,7 +63,7 @@ def passes(plan: Plan, sample: Callable[[int], Batch], n_samples: int) -> tuple[
 
 
 def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
-    """A batch of `n` sequences: those of these samples, and padding without a supervised token."""
+    """Return a batch of `n` sequences: these samples, and padding without supervised tokens."""
     rows = [sequence(number) for number in numbers]
     ids_BT, targets_BT = torch.cat([row.input_ids for row in rows]), torch.cat([row.targets for row in rows])
     n_padding, documents = n - len(ids_BT), None

@@ -1,8 +1,8 @@
-"""A reference or a teacher: log-probabilities of data under weights that are not trained, by a streamed forward, in a file.
+"""Reference and teacher files: log-probabilities of the data under frozen weights, from a streamed forward pass.
 
-The file holds a tensor for each set of data, by all that decides its tokens, then the digest of these tensors; and a key: a
-reference of other weights, precision or kernels is refused, and a teacher's ids of another number or temperature. A reference's
-values are to the bit those that a step would have with these weights, under the same sizes of micro-batch and tile.
+The file holds a tensor per data set, named by a digest of everything that affects its tokens, then a SHA-256 of these tensors, and
+a key. A reference with other weights, precision or kernels is rejected; for a teacher, another top k or temperature. Reference
+values are bitwise identical to those of a training step with these weights, at the same micro-batch and tile sizes.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from penstock.settings import RunSettings
 from .forwards import each_pass
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
-BASE = "base"  # the reference that is the model before training
+BASE = "base"  # the initial model is the reference
 _KERNELS = ("attention", "attention_kernel", "experts", "norm", "loss", "pointwise", "library_kernels")
 _DECIDE = ("compute_dtype", "base", *_KERNELS)
 _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
@@ -43,11 +43,11 @@ _ODD = {
     "tokenizer": "of another tokenizer, or chat template, than this model's, which would read other tokens",
     "sequences": "of this data in other sequences: another --seq-len, --packing or --seed",
 }
-DIGEST, PIECE = "sha256", 2**24  # the tensor that ends a file, and elements whose bytes are taken at a time
+DIGEST, PIECE = "sha256", 2**24  # name of the checksum tensor; elements hashed at a time
 
 
 def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
-    """Give data its log-probabilities under the reference of the settings, where that is a file; before memory is taken."""
+    """Attach log-probabilities from the reference file in the settings, before memory is allocated."""
     if plan.semantics.objective.n_top is not None and maps and _is_base(settings):
         raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
     if settings.reference is not None and not maps:
@@ -66,8 +66,9 @@ def refer_to_base(
     report: Report = unheard,
     stop: Stop | None = None,
 ) -> Path | None:
-    """The same where that is the model of the run's first step, or one without its adapter, by a file in the run's folder, which is
-    made before that step (`is_first`), or where it has gone and can be made again; the file, if there is one."""
+    """Attach log-probabilities of the initial model (without its adapter) from a file in the run's folder. Written before the first
+    step (`is_first`), or again if the file is gone and only adapters are trained. Return the file, or None without such a
+    reference."""
     if not maps or not _is_base(settings):
         return None
     plan, path = store.plan, Path(settings.out) / FILE_NAME
@@ -76,7 +77,7 @@ def refer_to_base(
             write_reference(path, settings, folder, store, maps, report, stop)
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
-    put_reference(path, plan, maps)  # the run's own, whatever folder a resumed one is given
+    put_reference(path, plan, maps)  # accept the run's file, even if a resumed run has another model folder
     return path
 
 
@@ -85,19 +86,19 @@ def _is_base(settings: RunSettings) -> bool:
 
 
 def _key(plan: Plan) -> dict[str, str]:
-    """What decides a file's values besides the weights, by name."""
+    """Return the fields of a file's key, without the weights: they affect its values."""
     return _kind(plan) | {"model": plan.model.fingerprint} | {name: str(getattr(plan.semantics, name)) for name in _DECIDE}
 
 
 def _kind(plan: Plan) -> dict[str, str]:
-    """What a file's values are, and of how long sequences, which a student's plan shares with its teacher's."""
+    """Return type and sequence length of a file's values. A student's plan shares them with its teacher's."""
     of, by = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
     top = f"the {of.n_top} likeliest ids at temperature {of.numbers.get('temperature', 1):g}"
     return {"kind": f"log-probabilities by {by}" if of.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
 
 
 def _of_weights(settings: RunSettings, folder: Path | None) -> dict[str, str]:
-    """A digest of those in `folder`."""
+    """Return a digest of the weights in `folder`."""
     found = None if settings.from_scratch or folder is None else weights_digest(folder)
     return {"weights": found or f"random, by seed {settings.seed}"}
 
@@ -111,8 +112,8 @@ def write_reference(
     report: Report = unheard,
     stop: Stop | None = None,
 ) -> int:
-    """Write the log-probabilities of all sets under the weights as they are, without adapters, pass by pass; how many sequences
-    these are. Abandoned after `stop.request()`."""
+    """Write log-probabilities of all sets under the current weights, without adapters, pass by pass. Return the number of
+    sequences. Abandoned after `stop.request()`."""
     templates, parts = machine.compute.templates, {_name(part): (data, k) for data in sets for k, part in enumerate(data.parts)}
     outlines = {name: _outline(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
     read, digest = {name: dict(data.parts[k].read) for name, (data, k) in parts.items()}, hashlib.sha256()
@@ -142,7 +143,7 @@ def write_reference(
             write_tensors(unfinished, outlines | digests, contents(), {"key": json.dumps(key), "sets": json.dumps(read)})
         os.replace(unfinished, path)
     rows = {name: data.parts[k] for name, (data, k) in parts.items()}
-    # Of answers that share sequences each has its segment, and of a group another one's besides
+    # One per segment if answers share sequences; answers of a group also count with a mismatched prompt
     return sum(
         len(outlines[name]) * outlines[name].shape[1]
         if part.n_slots is None
@@ -156,12 +157,12 @@ def _sample(data: MapStyleData, k: int, i: int) -> Batch:
 
 
 def _name(part: PackedSet) -> str:
-    """Of the tensor of a set, by all that decides its tokens."""
+    """Return the tensor name of a set: a digest of everything that affects its tokens."""
     return f"logps.{hashlib.sha256(json.dumps(part.read).encode()).hexdigest()}"
 
 
 def _outline(part: PackedSet, plan: Plan) -> torch.Tensor:
-    """What a file has of a set."""
+    """Return a meta tensor with the shape and dtype of a set in a file."""
     of, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
     slots = () if part.n_slots is None else (part.n_slots,)
     if of.n_top is not None:
@@ -173,8 +174,8 @@ def _outline(part: PackedSet, plan: Plan) -> torch.Tensor:
 
 
 def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Give each set of data what a file holds of it, which stays there, memory-mapped; CheckpointError where it is others', or
-    damaged. `more`: what its key has to hold besides the plan's."""
+    """Memory-map a reference file and attach it to each data set. CheckpointError if the file is damaged or of other data. `more`:
+    extra key fields that must match."""
     of = plan.semantics.objective
     key, (fields, tensors) = (_kind(plan) if of.n_top else _key(plan)) | dict(more), read_tensors(path)
     how = _HOW if of.n_top is None else _HOW_TEACHER
@@ -184,14 +185,14 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
         found = read = None
     if not isinstance(found, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
         raise CheckpointError(f"{path}: no file of a reference; {how}")
-    if not more and found.get("loss") == "fused" and key.get("loss") == "online":  # a run's own, made before plans of format 4
+    if not more and found.get("loss") == "fused" and key.get("loss") == "online":  # a run's file, written before plan format 4
         del key["loss"]
     if odd := next((name for name in key if found.get(name) != key[name]), None):
         was, now = (str(of.get(odd))[:60] for of in (found, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")
     for number, data in enumerate(sets):
         its = [tensors.get(_name(part)) for part in data.parts]
-        if number and of.n_top is not None and its == [None]:  # held-out data, of which a teacher need say nothing
+        if number and of.n_top is not None and its == [None]:  # held-out data is optional in a teacher's file
             continue
         for part, of_set in zip(data.parts, its, strict=True):
             outline = _outline(part, plan)
@@ -201,10 +202,10 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
                 what = "holds nothing of this data" if odd is None else _ODD[odd]
                 raise CheckpointError(f"{path}: {what} ({part.about[:80]}); {how}")
         data.references = {TEACHER if of.n_top else REFERENCE: [each for each in its if each is not None]}
-        if of.n_top and not number:  # the model and its weights are any: a resumed run has to learn from the same
+        if of.n_top and not number:  # the model and weights of a teacher are free, but a resumed run needs the same teacher
             data.fingerprint = hashlib.sha256(data.fingerprint.encode() + digest.numpy().tobytes()).hexdigest()
     whole, largest = hashlib.sha256(), 0
-    for tensor in (tensors[name] for name in read if name in tensors):  # as they were written
+    for tensor in (tensors[name] for name in read if name in tensors):  # in the order of writing
         for piece in tensor.flatten().split(PIECE):
             whole.update(piece.numpy().data)
         if of.n_top:
@@ -216,7 +217,7 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Ma
 
 
 def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
-    """What is read from files, if the loss has a reference; DataError where it asks more of a batch than files bring."""
+    """Return the data sets that need a reference file. DataError if the loss requires extras that files cannot have."""
     is_used = objective.has_first_pass or objective.n_top is not None
     used, from_file = [data, held_out if is_used else None], {REFERENCE, TEACHER}.intersection(objective.extras)
     brought = (*from_file, *([LAST] if objective.n_labels else []), *BRINGS.get(needed(objective) or "", ()))

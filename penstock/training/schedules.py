@@ -1,6 +1,6 @@
-"""Learning rate schedules: those of transformers to the bit, as a function of the step, so that a resumed run needs no state.
+"""Learning rate schedules: functions of the step, so that a resumed run needs no state. Bitwise identical to transformers.
 
-Told again: `transformers.get_scheduler` imports peft, 57 MB and more than a second of every start.
+Reimplemented because `transformers.get_scheduler` imports peft: 57 MB, and more than a second per start.
 """
 
 import math
@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from penstock.run_config import RunConfigError
 from penstock.settings import OptimizerSettings
 
-DECAY_FRACTION = 0.1  # of a run: the decay of warmup-stable-decay where the settings do not say
+DECAY_FRACTION = 0.1  # of a run: default decay of warmup-stable-decay
 
 
 @dataclass(slots=True)
 class Rates:
-    """The hyperparameters of each step: of the settings, but for a learning rate that was asked for while no lane was at work."""
+    """Hyperparameters of each step. `asked` overrides the scheduled learning rate; it is set while no lane is busy."""
 
     settings: OptimizerSettings
     scheduled: Callable[[int], float]
@@ -26,9 +26,10 @@ class Rates:
 
 
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:
-    """The learning rate of a step, counted from 0, of a run of `n_steps`. RunConfigError where the parts do not fit into it.
+    """Return the learning rate as a function of the step, counted from 0. RunConfigError if warm-up and decay exceed `n_steps`.
 
-    With warm-up the first step's is 0, as in transformers. Steps beyond the last are given what transformers gives them.
+    With warm-up, the rate of the first step is 0, like in transformers. Steps beyond the last are extrapolated like in
+    transformers.
     """
     schedule, lr = settings.schedule, settings.lr
     assert lr is not None, "a session has one"

@@ -1,7 +1,7 @@
-"""The self-test of a model: of a cut-down copy one step is streamed, and held against transformers' own forward and backward.
+"""Self-test of a model: compare one streamed step of a cut-down copy with the forward and backward of transformers.
 
-Loss and every gradient must have the bits of `forward(labels=...)`, in fp32, on the CPU, on one thread: with all layers recomputed,
-and with all of their activations saved. A forward that has other bits under `no_grad`, as evaluations run it, fails too.
+Loss and gradients must be bitwise identical to `forward(labels=...)`, in fp32 on one CPU thread: once with all layers recomputed,
+once with all activations saved. A forward whose result changes under `no_grad`, which evaluations use, fails, too.
 """
 
 import gc
@@ -40,13 +40,13 @@ _REMEMBERED = frozenset({"note"})
 
 
 def self_test(plan: Plan, report: Report) -> None:
-    """WorkloadError for a model whose streamed step is not its own, before anything is allocated for a run of it.
+    """WorkloadError for a model whose streamed step differs from transformers, before memory is allocated for a run.
 
-    What has passed is remembered for the configuration, attention, versions, kind of CPU, and whether windows hide anything. Where
-    no copy can be made, or transformers' own step of it fails, the run goes on, and that is said.
+    A pass is cached by configuration, attention, versions, CPU capability, and whether windows hide tokens. If no copy can be made,
+    or its step in transformers fails, the run continues with a note.
     """
     of, key, name = plan.semantics, key_of(plan.model), plan.model.name or "the model"
-    # Of shorter sequences than a window all layers that have one are alike, and the copy may end before the first that has none
+    # Below the window size, layers with a window are equal to those without, and the copy may omit the latter
     window = window_of(plan.model.config)
     hides = window is not None and of.seq_len > window
     asked = f"self-test {of.attention} {of.experts} {torch.backends.cpu.get_cpu_capability()}{' windows' * hides}"
@@ -54,9 +54,9 @@ def self_test(plan: Plan, report: Report) -> None:
     if (known := kept.read(key, asked, _REMEMBERED)) is None:
         report("self-test: a step of a cut-down copy of the model, against transformers' own")
         known = {"note": _tried(key, of, name)}
-        if known["note"] is None:  # a failure may be this machine's
+        if known["note"] is None:  # a failure may be specific to this machine
             kept.write(key, asked, known)
-        gc.collect()  # machines, which have cycles
+        gc.collect()  # machines have reference cycles
         give_back_freed()
     if known["note"] is not None:
         say(f"{name}: no self-test, as its cut-down copy fails ({str(known['note'])[:160]}); compare its first losses elsewhere")
@@ -64,13 +64,13 @@ def self_test(plan: Plan, report: Report) -> None:
 
 @lru_cache(maxsize=64)
 def _tried(key: str, of: Semantics, name: str) -> str | None:
-    """Why a test of a configuration (JSON) was not possible; None where it has passed."""
+    """Run the self-test of a configuration (JSON). Return None if it passes, otherwise why it was not possible."""
     config = json.loads(key)
     try:
         tree = outlines(Model(config), of.attention, 1, of.seq_len)
         kinds = [[tree["kinds"][kind][what] for what in ("parameters", "attention")] for kind in tree["layers"]]
         own = own_step(cut_down(config, kinds), of)
-    except Exception as error:  # whatever transformers' code makes of a smaller configuration
+    except Exception as error:  # transformers may raise anything for a smaller configuration
         return " ".join(f"{type(error).__name__}: {error}".split())[:160]
     if not own.is_same_without_grad:
         raise WorkloadError(f"{name}: self-test failed: its forward has other bits under no_grad; it cannot be trained here")
@@ -84,7 +84,7 @@ def _tried(key: str, of: Semantics, name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class OwnStep:
-    """What transformers' own forward and backward come to: a model with gradients, its loss, and what was asked."""
+    """Result of transformers' forward and backward: a model with gradients, its loss, and the inputs."""
 
     model: Any
     semantics: Semantics
@@ -95,7 +95,7 @@ class OwnStep:
 
 
 def own_step(config: dict[str, Any], of: Semantics, compute_dtype: Dtype = "fp32") -> OwnStep:
-    """A step of a small model by itself, from random weights."""
+    """Run a step of a small model with random weights in transformers."""
     semantics = Semantics(
         *(TOKENS, SEQUENCES, SEQUENCES), attention=of.attention, experts=of.experts, compute_dtype=compute_dtype,
         gradient_dtype="fp32", clip_norm=None, loss_tile_tokens=SEQUENCES * TOKENS, router_loss=of.router_loss,
@@ -128,7 +128,7 @@ def own_step(config: dict[str, Any], of: Semantics, compute_dtype: Dtype = "fp32
 
 
 def differences(own: OwnStep, is_same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal) -> list[str]:
-    """What a streamed step has other bits of than the model's own: `loss`, or names of parameters, by the two policies."""
+    """Return the names that differ between a streamed step and transformers, for two policies: `loss`, or parameters."""
     model, workload = Model(own.config), build_workload(Model(own.config), own.semantics)
     layers = tuple(range(1, workload.n_layers + 1))
     found = dict[str, None]()
@@ -142,9 +142,9 @@ def differences(own: OwnStep, is_same: Callable[[torch.Tensor, torch.Tensor], bo
 
 
 def _streamed(own: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[str]:
-    """What one step of the plan has other bits of."""
+    """Yield the names that differ in one step of the plan."""
     weights = dict(own.model.named_parameters())
-    exactly = AdamW(lr=1e-9, beta1=0.0)  # whose first moment is the gradient
+    exactly = AdamW(lr=1e-9, beta1=0.0)  # the first moment is the gradient
     machine = CpuMachine(plan, lambda _: own.batch, lambda _: exactly, cores=([0], [0]))
     for block in range(len(plan.workload.blocks)):
         machine.host.set_weights(block, {p.name: weights[p.name].detach().float() for p in machine.host.owned[block]})
@@ -155,7 +155,7 @@ def _streamed(own: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.T
         (step,) = steps
     assert step.result is not None, "a step was performed"
     loss = torch.tensor(step.result.loss, dtype=torch.float32)
-    # That of routers is added to the tokens' in fp64
+    # The router loss is added to the token loss in fp64
     if not (torch.allclose(loss, own.loss, rtol=1e-6) if own.semantics.router_loss else is_same(loss, own.loss)):
         yield "loss"
     for p in machine.host.all_owned():
@@ -167,7 +167,7 @@ def _streamed(own: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.T
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """On one thread, without a trace in the process's random numbers; of warnings only those of the host's optimizer are shown."""
+    """Use one thread, keep the process's random state, and show warnings of the host's optimizer only."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

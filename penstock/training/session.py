@@ -1,4 +1,4 @@
-"""A session: a run that is put together from a plan, settings, data and a machine, and waits to be started."""
+"""A session: a run assembled from plan, settings, data and a machine, ready to start."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -54,26 +54,26 @@ from .self_test import self_test
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A run that waits to be started."""
+    """A run ready to start."""
 
     settings: RunSettings
-    plan: Plan  # the user's, with the model's own configuration
+    plan: Plan  # the user's, with the configuration in the model's folder
     device: str  # cuda, cpu or emulated
-    machine: Machine  # performs the ops
-    store: TorchMachine  # holds the state, of a stand-in model where the machine is emulated
+    machine: Machine  # executes the ops
+    store: TorchMachine  # holds the state; of a stand-in model if the machine is emulated
     data: RunData
     n_steps: int  # of the whole run
     prediction: Prediction
-    identity: Mapping[str, Any] = field(default_factory=dict)  # what a run that resumes from this one's checkpoints must share
-    first_step: int = 0  # steps that are done
-    scale: float = 1.0  # how many times slower than the plan's machine an emulated one is
-    weights: str = ""  # where they come from, in words
-    tokenizer_from: Path | None = None  # folder of the tokenizer, which checkpoints hold too; None: bytes
-    towers_from: Path | None = None  # folder of a vision-language model, whose towers checkpoints hold too
+    identity: Mapping[str, Any] = field(default_factory=dict)  # fields that a resumed run must match
+    first_step: int = 0  # number of finished steps
+    scale: float = 1.0  # slowdown of an emulated machine against the plan's machine
+    weights: str = ""  # their source, for the user
+    tokenizer_from: Path | None = None  # copied into checkpoints; None: bytes
+    towers_from: Path | None = None  # folder of a vision-language model, with the towers to copy into checkpoints
     checkpoint_bytes: int = 0  # of each: state, weights and towers
-    held_out: RunData | None = None  # each sequence is a batch of its own
+    held_out: RunData | None = None  # one sequence per batch
     prompts: Prompts | None = None
-    leader: Leader | None = None  # of several ranks
+    leader: Leader | None = None  # with several ranks
     stop: Stop = field(default_factory=Stop)
     say: Callable[[str], None] = say
 
@@ -83,41 +83,41 @@ class Session:
 
     @property
     def rates(self) -> Rates:
-        """The hyperparameters of each step, which a turn may change."""
+        """Hyperparameters of each step, which a turn may change."""
         assert isinstance(self.store.settings, Rates), "what opens a session makes them"
         return self.store.settings
 
     @property
     def saves(self) -> bool:
-        """Whether there are checkpoints; an emulated run has the state of a stand-in."""
+        """True if checkpoints are written; an emulated run only has the state of a stand-in."""
         return self.device != "emulated"
 
     @property
     def checkpoint(self) -> CheckpointSettings:
-        """When and how states are saved: of several ranks while all lanes are idle."""
+        """When and how to save. With several ranks, never in the background."""
         asked = self.settings.checkpoint
         return asked if self.leader is None else replace(asked, background=False)
 
     @property
     def of_head(self) -> dict[str, Any]:
-        """What a checkpoint's configuration says of a head of the run's own."""
+        """Configuration fields of a task head, for checkpoints."""
         config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
         pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
         return {} if n is None else scoring_config(config, n, pad_id)
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the prediction is for a machine of this kind."""
+        """True if the prediction is for a machine of this kind."""
         return self.device == "emulated" or self.plan.profile["device"]["kind"] == self.device
 
     @property
     def predicted_step_s(self) -> float | None:
-        """Seconds of a step here, as predicted; None where the prediction is for another kind of machine."""
+        """Predicted seconds of a step; None if the prediction is for another kind of machine."""
         return self.prediction.step_s * self.scale if self.is_comparable else None
 
     @property
     def late_fraction(self) -> float:
-        """Of the ops of an emulated run: those whose real work took this computer longer than they were to last."""
+        """Share of emulated ops that took longer in real work than their emulated duration."""
         machine = self.machine
         return machine.n_real_work_binds / max(machine.n_performed, 1) if isinstance(machine, EmulatedMachine) else 0.0
 
@@ -137,11 +137,10 @@ def open_session(
     stop: Stop | None = None,
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[Session]:
-    """Put a run together. PenstockError for what cannot be, before anything but a cache of tokens is written.
+    """Assemble a run. PenstockError for invalid inputs, before anything but a cache of tokens is written.
 
-    `where`: the plan's place, for errors; `data`: batches that are not read from where the settings say; `report` is told of
-    progress; `ranks`: all ranks of the run, where this is the first of several; `loss`: the function of a plan whose loss
-    is one's own.
+    `where`: the plan's place, for errors. `data`: batches of a program, instead of the settings' data. `report`: receives progress.
+    `ranks`: all ranks of the run, if this is rank 0. `loss`: the function of a plan with a user loss.
     """
     report("checking the plan")
     plan, device, out = checked(file, where).plan, device_of(settings.device), Path(settings.out)
@@ -168,7 +167,7 @@ def open_session(
         session = replace(session, stop=stop or Stop())
         try:
             yield session
-        except GeneratorExit:  # of a loop that is left
+        except GeneratorExit:  # the user left the loop
             if session.leader is not None:
                 session.leader.end()
             raise
@@ -177,7 +176,7 @@ def open_session(
 
 
 def checked(file: PlanFile, where: str) -> PlanFile:
-    """The plan, proven by the checker, with the blocks and arenas of its model and policy; else PlanError."""
+    """Return the plan if the checker proves it, with the blocks and arenas of its model and policy. Otherwise PlanError."""
     claim = None if file.claim is None else claimed(file.claim, where)
     try:
         check(file.plan)
@@ -189,7 +188,7 @@ def checked(file: PlanFile, where: str) -> PlanFile:
 
 
 def predicted(plan: Plan) -> tuple[list[Demand], Region, Prediction]:
-    """What the ops ask of the machine in the plan's profile, what that offers, and the prediction that follows."""
+    """Return the demands of the ops, the resources of the machine in the plan's profile, and the prediction."""
     profile = Profile.from_json(plan.profile, "the plan's profile")
     demands, region = costs(plan, profile), region_of(profile)
     return demands, region, simulate(plan, demands, region)
@@ -207,8 +206,8 @@ def _real(
     own: Callable[..., Any] | None = None,
     stop: Stop | None = None,
 ) -> Session:
-    """A run of the plan's own model on this machine. What is quickly refused is read before the weights are. `converts`: the state
-    of another optimizer is taken."""
+    """Assemble a run of the plan's model on this machine. Cheap checks precede loading weights. `converts`: accept the state of
+    another optimizer."""
     prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, own or settings.loss)
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
@@ -264,8 +263,8 @@ def _real(
 
 
 def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path, report: Report = unheard) -> int:
-    """Write what log-probability the settings' model gives to each answer of their data, held-out data too, into a file that
-    `--reference` takes; how many answers these are. PenstockError for what cannot be, before anything is written."""
+    """Write a reference file for `--reference`: log-probabilities of each answer in training and held-out data. Return the number
+    of answers. PenstockError for invalid inputs, before anything is written."""
     plan, device = checked(file, where).plan, device_of(settings.device)
     if plan.semantics.ranks > 1 or device == "emulated":
         raise PlanError(f"{where}: a forward that writes is one GPU's, or this CPU's; plan it without --gpus and --hosts")
@@ -274,7 +273,7 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     if settings.data.streaming:
         raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
     settle_kernels(plan, device, settings.deterministic)
-    loss = LossFunction(plan.semantics.objective, torch.zeros_like)  # no forward asks for it
+    loss = LossFunction(plan.semantics.objective, torch.zeros_like)  # not used in a forward pass
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, None)
     refuse_what_does_not_fit(plan, device, settings.device)
@@ -296,15 +295,15 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
 
 
 def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
-    """Digests of what every rank reads for itself, by name."""
+    """Return digests of the inputs that every rank reads, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
 def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
-    """A run of the plan at the pace of the machine in its profile, on a stand-in model, which is not saved."""
+    """Assemble a run at the pace of the machine in the profile, on a stand-in model without checkpoints."""
     if (kind := needed(plan.semantics.objective)) is not None:
         raise RunConfigError(f"an emulated run trains on sequences too short for {kind} rows; emulate the plan of another --loss")
-    refer(settings, plan, [], None)  # refused, as nothing here has one
+    refer(settings, plan, [], None)  # raises if the settings name a reference
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
     data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)
@@ -322,7 +321,7 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
 
 
 def _stand_in(plan: Plan) -> Plan:
-    """The same ops on a tiny model with the same blocks."""
+    """Return the same ops for a tiny model with the same blocks."""
     semantics = stand_in_semantics(plan.semantics)
     model = Model(stand_in_config(plan.model.config), name="stand-in")
     small = lower(model, build_workload(model, semantics), semantics, plan.policy, plan.profile)
@@ -341,15 +340,14 @@ def machine_of(
     loss: LossFunction | None = None,
     disk: Path | None = None,
 ) -> TorchMachine:
-    """A machine that trains the plan, with its memory taken. `loss`: the user's own, where the plan's is that; `disk`: the file
-    of what it reads from a disk."""
+    """Return a machine for the plan, with memory allocated. `loss`: a user loss; `disk`: the file of weights on disk."""
     if device == "cuda":
         return CudaMachine(plan, data.batch, of_step, seed, ranks=ranks, loss=loss, disk=disk)
     return CpuMachine(plan, data.batch, of_step, seed, pin_threads=True, ranks=ranks, loss=loss, disk=disk)
 
 
 def steps_of(settings: RunSettings, data: RunData) -> int:
-    """Steps of the whole run."""
+    """Return the number of steps of the whole run."""
     if settings.steps is not None:
         return settings.steps
     if data.n_steps is None:
@@ -358,7 +356,7 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
 
 
 def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
-    """The settings with a learning rate and a beta2: where none is given, those of what the plan trains, and by what."""
+    """Return the settings with learning rate and beta2. Defaults depend on the optimizer, and on adapters or full training."""
     of, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
     if is_lion and of.eps != AdamW().eps:
         raise RunConfigError("optimizer.eps: the plan's optimizer is Lion, which has none; leave it out")
@@ -368,7 +366,7 @@ def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
 
 
 def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Rates, dict[str, Any]]:
-    """The hyperparameters of each step, and what of them a checkpoint keeps: a resumed run must use the same."""
+    """Return the hyperparameters of each step, and the fields of them that a resumed run must match."""
     lr_of = learning_rates(settings, n_steps)
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it
     kept = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}

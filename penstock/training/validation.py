@@ -1,8 +1,8 @@
-"""Validation: the loss on held-out data and samples of what the model writes, logged and shown every N steps.
+"""Validation: loss on held-out data and generated samples, logged and shown every N steps.
 
-A sample computes its sequence again for every new token, without a cache of keys and values: where weights are streamed a forward
-takes as long for one token as for hundreds, and the plan has set no device memory aside for a cache. A token costs one upload of
-the model, for all prompts together.
+Generation recomputes the whole sequence for each new token, without a KV cache: with streamed weights a forward pass takes the same
+time for one token and for hundreds, and the plan reserves no device memory for a cache. A token costs one upload of the model,
+shared by all prompts.
 """
 
 # B sequences, T positions of a sequence, D width, S sequences of all prompts, V vocabulary
@@ -31,25 +31,25 @@ from .monitors import Monitors
 from .run_folder import add_lines, lines_of
 from .session import Session
 
-SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds all
-LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple of it: shapes change seldom, and suit kernels
+SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds full texts
+LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple: fewer distinct shapes, which suit kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Looks at the weights while all lanes are idle, and adds lines to a log of the run."""
+    """A check of the weights while all lanes are idle. Appends lines to a log of the run."""
 
     log: str  # file in the run's folder
-    field: str  # that its lines have, and no others there
-    perform: Callable[[int], None]  # given the number of steps done; Abandoned when the run is asked to end
-    first: bool = False  # before the first step, too
+    field: str  # present only in this validation's lines
+    perform: Callable[[int], None]  # called with the number of finished steps; raises Abandoned on a stop request
+    first: bool = False  # True: also before the first step
 
     def is_logged(self, session: Session, step: int) -> bool:
         return any(fields.get("step") == step and self.field in fields for _, fields in lines_of(session.folder / self.log))
 
 
 def validations_of(session: Session, monitors: Monitors) -> tuple[Validation, ...]:
-    """Those that the settings ask for."""
+    """Return the validations in the settings."""
     found = []
     if session.held_out is not None:
         perform = partial(_evaluate, session, monitors)
@@ -60,7 +60,7 @@ def validations_of(session: Session, monitors: Monitors) -> tuple[Validation, ..
 
 
 def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
-    """The loss on held-out data; where the settings say so, that without the adapter too."""
+    """Log the loss on held-out data, and with `evaluation.base` the loss without the adapter."""
     measure = partial(held_out_loss, session, session.stop)
     values, without = measure(), ""
     if _compares(session):
@@ -74,7 +74,7 @@ def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
 
 
 def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float]:
-    """`evaluate` of as much of the held-out data as the settings say; PlanError where there is none."""
+    """Run `evaluate` on up to `evaluation.max_sequences` held-out sequences. PlanError without held-out data."""
     data, most = session.held_out, session.settings.evaluation.max_sequences
     if data is None:
         raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
@@ -93,7 +93,7 @@ def _in_words(values: dict[str, float]) -> str:
 
 
 def _sample(session: Session, monitors: Monitors, prompts: Prompts, step: int) -> None:
-    """Answers to the prompts; where the settings say so, those without the adapter too."""
+    """Log answers to the prompts, and with `evaluation.base` the answers without the adapter."""
     asked, store = session.settings.evaluation, session.store
     tokenizer = prompts.tokenizer
 
@@ -122,13 +122,11 @@ def _compares(session: Session) -> bool:
 def evaluate(
     machine: TorchMachine, sequence: Callable[[int], Batch], n_sequences: int, stop: Stop | None = None
 ) -> dict[str, float]:
-    """The loss on `n_sequences`, batches of one as long as the plan's, of the weights as they are: as in training, without dropout.
+    """Return the loss on `n_sequences` batches of one sequence with the plan's length. Current weights, no dropout.
 
-    By the names of metrics.jsonl: the mean over supervised tokens, which is their cross entropy whatever the loss of tokens, its
-    perplexity, how many they are, and the seconds it took; the mean divergence from a teacher who has something to say of them;
-    of any other loss its own mean instead, and of pairs the share in which
-    the chosen answer is preferred. All lanes of the machine must be idle. DataError where no token is supervised;
-    Abandoned after `stop.request()`, once the pass in progress is done.
+    Names like in metrics.jsonl. Loss of tokens: mean cross entropy over supervised tokens, perplexity, token count, seconds, and
+    mean divergence from a teacher. Other losses: the mean loss; for pairs also the share with the chosen answer preferred. All
+    lanes of the machine must be idle. DataError without supervised tokens. Abandoned after `stop.request()`, at the end of a pass.
     """
     began_s, losses, divergences, n_tokens = time.perf_counter(), list[torch.Tensor](), list[torch.Tensor](), 0
     objective = machine.plan.semantics.objective
@@ -159,9 +157,9 @@ def evaluate(
 
 
 def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
-    """The mean of a loss that is not of tokens. A pair is right where the chosen answer gains more on the reference
-    than the other, or, without a reference, has the larger mean log-probability; where both have the same it is half right. An
-    answer of KTO's is right where it gains more than its group's baseline if it is wanted, and less if not."""
+    """Return the mean of a loss over answers, and the accuracy. A pair is correct if the chosen answer gains more on the reference
+    than the rejected one; without a reference, if its mean log-probability is higher. Ties count half. A KTO answer is correct if
+    it gains more than its group's baseline when desirable, less when not."""
     sums, n_tokens, extras = log_probabilities(machine, sample, n_samples, stop)
     loss, objective = machine.compute.templates.head.function, machine.plan.semantics.objective
     assert loss is not None
@@ -169,7 +167,7 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     values = loss.values(sums, n_tokens, extras)
 
     def in_groups(of: torch.Tensor) -> torch.Tensor:
-        """Of those that are there, a row of each pair or group."""
+        """Return one row per complete pair or group."""
         by_group = [
             in_order(each, rows_each, n_tokens).view(-1, rows_each, *each.shape[n_tokens.dim() :]) for each in (of, n_tokens)
         ]
@@ -198,7 +196,7 @@ def generate(
     end_ids: Collection[int] = (),
     stop: Stop | None = None,
 ) -> list[list[int]]:
-    """The likeliest tokens after each prompt: up to `max_new_tokens`, one of `end_ids`, or the length of the plan's sequences.
+    """Generate greedily after each prompt: up to `max_new_tokens`, a token of `end_ids`, or the plan's sequence length.
 
     All lanes of the machine must be idle. Abandoned after `stop.request()`.
     """
@@ -210,7 +208,7 @@ def generate(
         return n_new < max_new_tokens and n < semantics.seq_len and not (n_new and sequences[number][-1] in end_ids)
 
     while unfinished := [number for number in range(len(prompts)) if is_open(number)]:
-        for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # as many rows of logits as a tile of the loss has
+        for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # at most one tile of logits
             some = unfinished[first : first + semantics.loss_tile_tokens]
             for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
@@ -220,12 +218,12 @@ def generate(
 
 
 def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop | None) -> torch.Tensor:
-    """(S, V) fp32 logits of the token after each sequence, on the host."""
+    """Return (S, V) fp32 logits of the token after each sequence, on the host."""
     semantics = machine.plan.semantics
     longest = max(map(len, sequences))
     seq_len = min(semantics.seq_len, -(-longest // LENGTH_STEP_TOKENS) * LENGTH_STEP_TOKENS)
     plan = forward_plan(machine.plan, -(-len(sequences) // semantics.micro_batch), seq_len)
-    tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # padded on the right: attention is causal
+    tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # right padding: attention is causal
     for row, sequence in enumerate(sequences):
         tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
     batch, found = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
