@@ -1,11 +1,11 @@
-"""A run with adapters, measured: step time against the prediction, kill and resume, merge and load.
+"""Measured runs with adapters: step time against the prediction, kill and resume, merge and load.
 
     python -m benchmarks.adapter_run > docs/benchmarks/adapter-run_cpu-2core_DATE.md
 
-The demo's model with weights of its own, on this computer, with half of the device memory that training all of it would be given:
-adapters beside a base in bf16 and in nf4, the last layer alone, and everything. Each is planned from a profile that is probed
-first, and run by the command; one is killed (SIGKILL) half-way, resumed, and compared file by file with the run that was not; its
-adapter is merged and loaded by transformers. Ten minutes of two cores.
+The demo's model with random weights on this computer. Device memory is half of what full training takes. Cases: adapters with a
+base in bf16 and in nf4, the last layer alone, and full training. A fresh probe gives the profile of each plan. One run is killed
+(SIGKILL) half-way, resumed, and compared file by file with an undisturbed run. Its adapter is merged and loaded by transformers.
+Ten minutes of two cores.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ KILLED = "adapters beside nf4"
 
 
 def with_weights(folder: Path) -> int:
-    """The demo's model in its folder; its parameters."""
+    """Save the demo's model to a folder. Return its number of parameters."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -58,7 +58,7 @@ def run(home: Path, plan: Path, out: str, *more: str) -> None:
 
 
 def kill(home: Path, plan: Path, out: str) -> int:
-    """Begin a run and kill it after some steps; how many its log holds."""
+    """Start a run and kill it after some steps. Return the number of lines in its log."""
     log = home / out / "metrics.jsonl"
     process = subprocess.Popen(command(home, out, str(plan)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and (not log.exists() or len(lines(log)) < KILL_AFTER):
@@ -77,7 +77,7 @@ def sums(checkpoint: Path) -> dict[str, str]:
 
 
 def row(name: str, predicted_s: float, steps_s: list[float], of_all: tuple[float, float], gap: float) -> str:
-    """Predicted and measured, median and spread of the steps after the warm-up; `of_all`: the same of training everything."""
+    """Format predicted and measured step time, median and spread after warm-up. `of_all`: both for full training."""
     low_s, *_, high_s = quantiles(steps_s, n=10)
     measured_s = median(steps_s)
     shares = predicted_s / of_all[0], measured_s / of_all[1]

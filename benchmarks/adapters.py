@@ -2,9 +2,9 @@
 
     python -m benchmarks.adapters > docs/benchmarks/adapters_DATE.md
 
-Each cell is searched as `penstock plan` does it, with adapters of rank 16 beside every projection and the base in bf16 or packed,
-and once more with all weights trained. What others published of adapters stands beside our plan of the same step. Nothing is
-measured. Two and a half minutes of one core.
+Each cell is a search like `penstock plan`, with adapters of rank 16 at every projection and the base in bf16 or packed, and a
+second search with all weights trained. Published adapter runs of other systems are listed next to our plan of the same step.
+Nothing is measured. Two and a half minutes of one core.
 """
 
 import sys
@@ -27,12 +27,12 @@ from penstock.runtime.units import GB, TB, show_bytes, show_seconds
 
 PUBLISHED = Path(__file__).parent / "published_adapters.json"
 SEQ_LEN = 4096
-DPO_BYTES, DPO_BEFORE_BYTES = 19.08 * GB, 31.09 * GB  # published of Qwen2.5-7B by LoRA; and with a reference computed before
+DPO_BYTES, DPO_BEFORE_BYTES = 19.08 * GB, 31.09 * GB  # published for LoRA of Qwen2.5-7B; with a precomputed reference
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is trained, and where; `host_bytes`: in place of the machine's."""
+    """A model, base and machine. `host_bytes` replaces the machine's memory."""
 
     model: str
     machine: str
@@ -65,7 +65,7 @@ CELLS = (
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """What another system did, as its authors measured it."""
+    """A measured run of another system."""
 
     id: str
     system: str
@@ -75,7 +75,7 @@ class PublishedRun:
     base: str
     seq: int
     batch: int
-    tokens_per_s: float | None  # None: not said, or of a card that has no profile here
+    tokens_per_s: float | None  # None: not published, or no profile of the card
     full_tokens_per_s: float | None
     host_bytes: int | None
     source: str
@@ -84,7 +84,7 @@ class PublishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """All of the file."""
+    """Contents of the file."""
 
     about: str
     runs: list[PublishedRun]
@@ -95,7 +95,7 @@ def read_published(path: Path = PUBLISHED) -> Published:
 
 
 def planned(cell: Cell, train: str) -> Planned | None:
-    """Our plan; None where it does not fit."""
+    """Return our plan, or None if it does not fit."""
     base = cell.base if train == "lora" else "bf16"
     try:
         return penstock.plan(
@@ -111,12 +111,12 @@ def _memory(answer: Answer) -> str:
 
 
 def _where(answer: Answer) -> str:
-    """Whether adapters are updated on the device."""
+    """Return where adapters are updated."""
     return "device" if answer.plan.policy.device_blocks else "host"
 
 
 def row(cell: Cell) -> str:
-    """A cell with adapters, and with everything trained on the machine as it is, or with as much host memory as that takes."""
+    """Format a cell with adapters, and with all weights trained in sufficient host memory."""
     found = planned(cell, "lora")
     host = "" if cell.host_bytes is None else f", {cell.host_bytes // GB} GB"
     head = f"| {cell.model} | {cell.machine}{host} | {cell.batch_size * SEQ_LEN:,} | {cell.base} |"
@@ -135,7 +135,7 @@ def row(cell: Cell) -> str:
 
 
 def published_rows() -> Iterator[str]:
-    """What others measured, and our plan of the same step; another system, so no prediction of it."""
+    """Yield published measurements and our plan of the same step. The plan does not predict the other system."""
     yield "| system | machine | GPUs | model | base | a step | published | planned | ratio | gap | device | host |"
     yield "|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for it in read_published().runs:
@@ -156,7 +156,7 @@ def published_rows() -> Iterator[str]:
 
 
 def section() -> Iterator[str]:
-    """Of docs/accuracy.md."""
+    """Yield the section for docs/accuracy.md."""
     yield """
 ## Adapters
 
@@ -185,7 +185,7 @@ another program's, is missed."""
 
 
 def dpo_rows() -> Iterator[str]:
-    """Memory of DPO with all state on the device."""
+    """Yield the memory of DPO with all state on the device."""
     for seq_len in (256, 512, 1024, 2048):
         how = {"train": "lora:r=16", "loss": "dpo", "seq_len": seq_len, "batch_size": 2, "micro_batch": 2}
         found = penstock.plan("qwen2.5-7b", "h100-sxm", **how)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Random attack on the bounds: thousands of drawn policies against every lower bound, and how near they come.
+"""Random attack on the bounds: thousands of sampled policies against every lower bound, with the tightest margins.
 
-Prints a page in markdown: `python -m benchmarks.adversary` from the root of the repository, some twenty minutes of a core;
-`--cases 500` for fewer. A case is a policy in a cell (model, machine, memory, step) with all bounds that say something of it. Two
-cells of three are hard ones (`hard_cells.py`).
+Prints a page in markdown: `python -m benchmarks.adversary` from the root of the repository, some twenty minutes of a core; `--cases
+500` for fewer. A case is a policy in a cell (model, machine, memory, step) with all nontrivial bounds on it. Two of three cells are
+hard ones (`hard_cells.py`).
 """
 
 import random
@@ -21,28 +21,28 @@ from tests.adversary import Cell, Held, cell, climbed, held, neighbour, relaxati
 
 from .hard_cells import hard_cell, kinds_of, repeats
 
-FAULT_FRACTION = 0.01  # a bound that is higher by that is to be caught
+FAULT_FRACTION = 0.01  # a bound raised by this fraction should be caught
 N_TRIES = 8  # of a climb
-N_STAYING = 2  # policies drawn that keep state on the device
-DRAWN_CELLS = 3  # one cell in three is drawn without regard to what is hard
+N_STAYING = 2  # sampled policies with state on the device
+DRAWN_CELLS = 3  # one cell in three is sampled uniformly, not hard
 SEARCHED_CELLS = 10  # one cell in ten is searched, too
 N_NEIGHBOURS = 100
-LEAST_GAIN_FRACTION = 0.005  # by which a climb is not to improve what a search found
-MOST_SEARCHED_OPS = 800  # of a plan, where the search is attacked
+LEAST_GAIN_FRACTION = 0.005  # a climb should not improve a searched plan by more
+MOST_SEARCHED_OPS = 800  # in a plan, for attacks on the search
 
 
 @dataclass(slots=True)
 class Row:
-    """One bound in one situation."""
+    """Tally of one bound in one situation."""
 
     n_cases: int = 0
-    n_near: int = 0  # steps so near that the bound, made higher, would be caught
+    n_near: int = 0  # steps close enough to catch a raised bound
     tightest_fraction: float = float("inf")
     broken: list[str] = field(default_factory=list)
 
     def add(self, of: Held, number: int) -> None:
         if of.bound_s == 0.0:
-            return  # it says nothing there
+            return  # trivial bound
         self.n_cases += 1
         self.n_near += of.slack_fraction < FAULT_FRACTION
         self.tightest_fraction = min(self.tightest_fraction, of.slack_fraction)
@@ -52,15 +52,15 @@ class Row:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of some cells."""
+    """Results of several cells."""
 
     n_cases: int = 0
-    n_empty: int = 0  # cells in which nothing fits
+    n_empty: int = 0  # cells without a policy that fits
     rows: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
-    kinds: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))  # of what is hard
-    n_of_kind: Counter[str] = field(default_factory=Counter)  # cases
+    kinds: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))  # by what is hard
+    n_of_kind: Counter[str] = field(default_factory=Counter)  # number of cases
     gaps: list[float] = field(default_factory=list)  # of certificates
-    gains: list[float] = field(default_factory=list)  # of a climb from what the search found
+    gains: list[float] = field(default_factory=list)  # of a climb from the searched plan
 
     def add(self, other: "Tally") -> None:
         self.n_cases += other.n_cases
@@ -77,7 +77,7 @@ class Tally:
 
 
 def attacked(number: int) -> Tally:
-    """One cell: policies of a climb against their bounds; of some cells, the search against a climb."""
+    """Attack one cell: compare the policies of a climb with their bounds, and in some cells the search with a climb."""
     of, rng, tally = cell(number) if number % DRAWN_CELLS == 0 else hard_cell(number), random.Random(~number), Tally()
     start = start_of(rng, of)
     if start is None:
@@ -103,13 +103,13 @@ def attacked(number: int) -> Tally:
 
 
 def _near(rng: random.Random, of: Cell, policy: Policy) -> Policy:
-    """A neighbour, one that fits if any of those drawn does."""
+    """Return a neighbour, one that fits if possible."""
     near = (neighbour(rng, of, policy) for _ in range(N_TRIES))
     return next((other for other in near if of.needs(other).fits), policy)
 
 
 def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
-    with patch("penstock.planner.search.answer.resident_in_parts", resident):  # a drawn model has no other micro-batch
+    with patch("penstock.planner.search.answer.resident_in_parts", resident):  # a sampled model has no other micro-batch
         answer = search(of.model, [(of.semantics, of.workload)], of.profile, clipped_fraction=of.clipped_fraction)
     policy, fastest_s = climbed(rng, of, answer.plan.policy, N_NEIGHBOURS)
     bound_s = answer.certificate.policy_bound_s
@@ -119,7 +119,7 @@ def _attack_search(of: Cell, rng: random.Random, tally: Tally) -> None:
 
 
 def page(tally: Tally, n_cells: int) -> Iterator[str]:
-    """The tally in markdown."""
+    """Yield the tally in markdown."""
     broken = [said for row in tally.rows.values() for said in row.broken]
     tight = [row for row in tally.rows.values() if row.n_near]
     yield f"{n_cells} cells, in {tally.n_empty} of which nothing drawn fits; {tally.n_cases} cases; {len(broken)} below a bound.\n"
@@ -145,7 +145,7 @@ def page(tally: Tally, n_cells: int) -> Iterator[str]:
 @click.option("--first", default=10_000, show_default=True, help="the number of the first cell")
 @click.option("--workers", default=2, show_default=True)
 def main(n_cases: int, first: int, workers: int) -> None:
-    """Attack until there are `n_cases`."""
+    """Attack until `n_cases` are done."""
     tally, number = Tally(), first
     with ProcessPoolExecutor(workers) as pool:
         while tally.n_cases < n_cases:

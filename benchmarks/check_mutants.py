@@ -1,4 +1,4 @@
-"""Mutation score of the checker: how many broken plans it refuses, and its time on right ones.
+"""Mutation score of the checker: the share of broken plans that it rejects, and its time on correct ones.
 
 Prints a page in markdown: `python -m benchmarks.check_mutants` from the root of the repository, some minutes.
 """
@@ -11,7 +11,7 @@ from penstock.planner.check.check import check
 from tests.edits import small
 from tests.mutants import SAMPLES, tally
 
-MOST = 400  # mutants of a mutation and a plan
+MOST = 400  # mutants per mutation and plan
 N_RUNS = 7
 PLANS: tuple[dict[str, Any], ...] = (
     {"n_layers": 24, "n_micro_batches": 1},
@@ -25,7 +25,7 @@ PLANS: tuple[dict[str, Any], ...] = (
 
 
 def main() -> None:
-    """Mutants of every sample plan, then the time of the check on growing plans."""
+    """Test mutants of every sample plan, then time the check on growing plans."""
     found = tally(MOST)
     print(f"Mutants of {len(SAMPLES)} plans, of each mutation and plan at most {MOST}:\n\n{found.table()}\n")
     for what in found.condemned:

@@ -1,10 +1,10 @@
 """Cost of writing a checkpoint every ten steps of a run.
 
 `python -m benchmarks.checkpointing HOME` prints a page of Markdown: the demo's model, plan and data, in one process. Every other
-stretch of ten steps begins with a checkpoint that is due, and is held against the stretch without one that follows it: what else
-happens on the machine meets both alike. Checkpoints are written while training goes on and, in other runs of the same process, with
-lanes drained. As many bytes are then written and summed up plainly. Exit code 1 where a background write costs more than 3 %.
-`--tiny` only shows that all of it works.
+stretch of ten steps starts with a checkpoint and is compared with the next stretch without one, so that other load on the machine
+affects both. Checkpoints are written in the background and, in other runs of the same process, with lanes drained. The same number
+of bytes is then written and hashed without training. Exit code 1 if a background write costs more than 3 %. `--tiny` only tests
+that the benchmark works.
 """
 
 import argparse
@@ -31,17 +31,17 @@ from penstock.runtime.units import GB, show_bytes
 
 from .kills import CONFIG as TINY
 
-INTERVAL = 10  # steps between two checkpoints, of which the cost is asked
+INTERVAL = 10  # steps between checkpoints, for the reported cost
 TARGET_FRACTION = 0.03
 WAYS = ("background", "drained")
-LOOK_S = 0.02  # between two looks at what is being written: a watcher must not cost anything itself
+LOOK_S = 0.02  # polling interval, long enough to cost nothing
 PIECE_BYTES = 16 * 2**20
 N_PLAIN = 3
 
 
 @dataclass(slots=True)
 class Seen:
-    """When steps ended, and from when to when checkpoints were being written."""
+    """End times of steps, and write intervals of checkpoints."""
 
     ends_s: list[float] = field(default_factory=list)
     written_s: dict[str, list[float]] = field(default_factory=dict)
@@ -54,21 +54,21 @@ class Seen:
 
 
 def stretches(ends_s: Sequence[float], interval: int) -> list[tuple[float, float]]:
-    """Seconds of each stretch that begins with a checkpoint, and of the one without that follows it. The first two warm up."""
+    """Pair the seconds of stretches with and without a checkpoint. The first two are warm-up."""
     marks_s = [ends_s[step - 1] for step in range(2 * interval, len(ends_s) + 1, interval)]
     times_s = [b - a for a, b in pairwise(marks_s)]
     return list(zip(times_s[::2], times_s[1::2], strict=False))
 
 
 def costs(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """What a checkpoint adds to a stretch, as a share of it: the median over pairs, the lowest and the highest."""
+    """Return the relative cost of a checkpoint per stretch: median over pairs, minimum, maximum."""
     shares = sorted(with_s / without_s - 1 for with_s, without_s in pairs)
     return median(shares), shares[0], shares[-1]
 
 
 @contextmanager
 def watched(out: Path, seen: Seen) -> Iterator[None]:
-    """Look all the while which checkpoint is being written."""
+    """Poll which checkpoint is being written, in a thread."""
     is_over = threading.Event()
 
     def look() -> None:
@@ -87,7 +87,7 @@ def watched(out: Path, seen: Seen) -> Iterator[None]:
 
 
 def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen:
-    """`n_steps` more, with a checkpoint due after every second interval."""
+    """Train `n_steps` more, with a checkpoint after every second interval."""
     seen = Seen()
     settings = {
         "tokenizer": "bytes",
@@ -113,7 +113,7 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
 
 
 def planned(home: Path, is_tiny: bool) -> Path:
-    """The demo's plan: the machine is measured first."""
+    """Return the demo's plan for this machine, after probing it."""
     model = home / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(TINY if is_tiny else CONFIG))
@@ -126,7 +126,7 @@ def planned(home: Path, is_tiny: bool) -> Path:
 
 
 def plainly(folder: Path, n_bytes: int) -> tuple[float, float]:
-    """Bytes per second of writing `n_bytes` to a new file, until they are on the disk; and of their SHA-256."""
+    """Return bytes per second of a synced write of `n_bytes`, and of their SHA-256."""
     piece = os.urandom(min(PIECE_BYTES, n_bytes))
     n_pieces = -(-n_bytes // len(piece))
 
@@ -155,7 +155,7 @@ def _least_s(work: Callable[[], None]) -> float:
 
 
 def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Seen]], int]:
-    """What was seen of runs of either way, in turns, each resumed from the last; and the bytes of a checkpoint."""
+    """Run both ways alternately, each resumed from the last. Return their times, and the size of a checkpoint."""
     plan, out, n_steps, done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
     out.mkdir()
     found: dict[str, list[Seen]] = {way: [] for way in WAYS}
@@ -168,7 +168,7 @@ def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[di
 
 
 def page(found: dict[str, list[Seen]], n_bytes: int, plain: tuple[float, float]) -> Iterator[str]:
-    """The figures as Markdown."""
+    """Yield the results as Markdown."""
     yield "| checkpoints | cost, median | lowest to highest | pairs | seconds to write | GB/s |\n|---|---:|---|---:|---:|---:|"
     for way, runs in found.items():
         share, low, high = costs([pair for seen in runs for pair in stretches(seen.ends_s, INTERVAL)])

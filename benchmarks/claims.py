@@ -1,7 +1,7 @@
 """Published claims about other systems, against the same quantities in our model.
 
-Sentences of the sources that give no complete run, so nothing was ever fitted from them: ratios, ablations, limits, and times of
-single copies. Each is computed again with the shipped profiles and held against what the source says, misses included.
+Claims without a complete run, so no constant was fitted to them: ratios, ablations, limits, and times of single copies. Each is
+computed with the shipped profiles and compared with its source, misses included.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from penstock.runtime.plan.workload import Model
 from penstock.runtime.units import GB, TB, GiB
 
 TFLOP = 10**12
-NEAR_FRACTION = 0.1  # a claim holds where we are within this of what the source says
+NEAR_FRACTION = 0.1  # a claim holds within this distance
 PAPER, FORK, FLEX = "arXiv 2604.05091", "bdqnghi/MegaTrain-Plus, its author's notes", "als244/flextrain"
 MOST_SEQUENCES = 512
 _read_profile = cache(read_profile)
@@ -26,7 +26,7 @@ _read_profile = cache(read_profile)
 
 @dataclass(frozen=True, slots=True)
 class PublishedClaim:
-    """A number that a source gives, from `low` to `high` (None: no limit on that side), and ours."""
+    """A published number, from `low` to `high` (None: unbounded), and our value."""
 
     what: str
     source: str
@@ -34,16 +34,16 @@ class PublishedClaim:
     high: float | None
     ours: float
     unit: str
-    note: str = ""  # how it was read, or why we miss it
+    note: str = ""  # interpretation, or the reason of a miss
 
     @property
     def holds(self) -> bool:
-        """Whether ours lies in the range, or within a tenth of it."""
+        """True if our value is in the range, or within a tenth of it."""
         slack = NEAR_FRACTION * abs(self.ours)
         return (self.low is None or self.ours >= self.low - slack) and (self.high is None or self.ours <= self.high + slack)
 
     def row(self) -> tuple[str, str, str, str, str, str]:
-        """What, who says it, what they say, what we say, the verdict, the note."""
+        """Return claim, source, published value, our value, verdict and note."""
         low, high = (None if x is None else f"{x:.4g}" for x in (self.low, self.high))
         words = (
             low if low == high else f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
@@ -59,7 +59,7 @@ class PublishedClaim:
 
 
 def claims() -> list[PublishedClaim]:
-    """Every definite sentence of the sources that is not a run of the ledger."""
+    """Return all definite claims of the sources that are not runs of the ledger."""
     return [*_megatrain(), *_limits(), *_fork(), *_others()]
 
 
@@ -118,7 +118,7 @@ def _limits() -> Iterator[PublishedClaim]:
 
 
 def _fork() -> Iterator[PublishedClaim]:
-    """The fork's changes one by one, on its machine, with a 7B and no optimizer."""
+    """Yield the fork's changes one by one, on its machine, with a 7B and no optimizer."""
     costs = _costs("gb10", "qwen2.5-7b", 2, 512)
     before, inputs, views, third = (
         _phases(costs, *changes) for changes in ((False, False, 2), (True, False, 2), (True, True, 2), (True, True, 3))
@@ -169,7 +169,7 @@ def _costs(machine: str, model: str, batch: int, seq_len: int = 1024) -> SystemC
 
 
 def _phases(costs: SystemCosts, keeps_inputs: bool, views: bool, n_buffers: int) -> tuple[float, float, float]:
-    """Seconds of forward, backward and zeroing with some of the fork's changes."""
+    """Return seconds of forward, backward and zeroing with some of the fork's changes."""
     run = Run("megatrain", costs.profile.name, "", costs.semantics.batch_size, costs.semantics.seq_len, updates=False)
     m = MegaTrain(replace(costs), run)
     m.keeps_inputs, m.views, m.n_buffers = keeps_inputs, views, n_buffers
@@ -187,7 +187,7 @@ def _fits_device(found: Outcome, profile: Profile) -> bool:
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits; the smallest, 1, is taken to."""
+    """Return the largest batch that fits, at least 1."""
     low, high = 1, MOST_SEQUENCES
     while low < high:
         middle = (low + high + 1) // 2

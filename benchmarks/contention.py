@@ -1,8 +1,8 @@
-"""What ignoring contention costs a planner.
+"""Cost of ignoring contention in a planner.
 
-`python -m benchmarks.contention [MACHINE ...]` prints a page of Markdown. For each machine and workload the search runs twice: on
-the machine as its profile has it, and on a twin in which nothing is shared (both directions of the link at once, host DRAM and
-host cores without end). The plan that the second search picks is then costed on the real machine, by the same model as the first.
+`python -m benchmarks.contention [MACHINE ...]` prints a page of Markdown. Two searches per machine and workload: on the machine in
+its profile, and on a twin without shared resources (both directions of the link at once, unlimited host DRAM and host cores). The
+plan of the second search is then costed on the real machine, with the model of the first.
 """
 
 import os
@@ -30,9 +30,9 @@ from penstock.runtime.units import TB, show_seconds
 
 MACHINES = ("gb300", "gh200", "b200", "h200-pcie5", "a100-sxm", "rtx5090-server", "rtx5090-desktop", "rtx4090-desktop")
 SEQ_LEN = 4096
-HOST_MEMORY_BYTES = 2 * TB  # on every machine, so that what fits is not what decides
-ENDLESS = 1e6  # times what there is: nothing uses it up
-WORSE_FRACTION = 0.005  # five times the search's own tolerance (CLOSE_FRACTION): a worse plan, not another of equals
+HOST_MEMORY_BYTES = 2 * TB  # on every machine, so that memory is not decisive
+ENDLESS = 1e6  # factor on a capacity, so that it never binds
+WORSE_FRACTION = 0.005  # five times the search's tolerance (CLOSE_FRACTION): worse, and not merely tied
 HEAD = """
 | machine | model | tokens | clipped | step | blind | worse by | promised | gap | with contention it picks |
 |---|---|---:|---|---:|---:|---:|---:|---:|---|"""
@@ -40,7 +40,7 @@ HEAD = """
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is trained: without clipping, updates may run beside the backward, and everything shares everything."""
+    """A training job. Without clipping, updates may overlap with the backward pass and share all resources."""
 
     model: str
     tokens_per_step: int
@@ -57,14 +57,14 @@ WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One machine and workload: the step of the plan picked with contention, and of the one picked without."""
+    """One machine and workload: step times of the plans found with and without contention."""
 
     machine: str
     work: Work
     step_s: float
-    blind_step_s: float  # by the full model
-    promised_s: float  # by the model without contention, which picked it
-    gap_fraction: float  # of the search with contention: how much better than its plan some policy could still be
+    blind_step_s: float  # in the full model
+    promised_s: float  # in the model without contention
+    gap_fraction: float  # of the search with contention: upper bound on any further gain
     changed: tuple[str, ...]
 
     @property
@@ -88,14 +88,14 @@ class Row:
 
 
 def unshared(profile: Profile) -> Profile:
-    """The machine whose ops are as fast as ever and never in each other's way."""
+    """Return the machine without contention, at the same speed per op."""
     free = faster(profile, {Group.DUPLEX: ENDLESS, Group.DRAM: ENDLESS})
     none = Share(value=0.0, spread_fraction=0.0, source=profile.link.host_cores_per_copy.source)
     return free.model_copy(update={"link": free.link.model_copy(update={"host_cores_per_copy": none})})
 
 
 def compared(machine: str, work: Work) -> Row | None:
-    """None where it does not fit."""
+    """Return the comparison, or None if the model does not fit."""
     model, profile = read_model(work.model), with_any_memory(read_profile(machine), None, HOST_MEMORY_BYTES)
     attention = supported_attention(model)[0]
     n_sequences = work.tokens_per_step // SEQ_LEN
@@ -115,7 +115,7 @@ def compared(machine: str, work: Work) -> Row | None:
 
 
 def _differences(seeing: Policy, blind: Policy) -> Iterator[str]:
-    """What the first policy has and the second has instead; lists of blocks by their length."""
+    """Yield the fields that differ between two policies. Lists of blocks are shown by length."""
     others = asdict(blind)
     for name, value in asdict(seeing).items():
         if value != others[name]:

@@ -3,8 +3,8 @@
     python -m benchmarks.decisions -o after.json            # in this tree; in another one: the same, before.json
     python -m benchmarks.decisions before.json after.json > docs/benchmarks/decisions_DATE.md
 
-Five sizes of model on nine machines, 4096 tokens a sequence, 16 sequences on each GPU, 2 TB of host memory where none is soldered:
-the policy that is found and its speed, from each tree's own profiles and costs. Some five minutes of two cores a tree.
+Five model sizes on nine machines, 4096 tokens a sequence, 16 sequences per GPU, 2 TB of host memory unless it is soldered. Policy
+and speed are found with each tree's profiles and costs. Some five minutes of two cores per tree.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Cell = dict[str, Any]
 
 
 def cell(name: str, machine: str) -> Cell:
-    """One plan: its speed and its policy, or why there is none."""
+    """Return one plan's speed and policy, or the reason without a plan."""
     profile = with_any_memory(read_profile(machine), None, 2 * TB)
     n = profile.n_devices if machine[0].isdigit() else 1
     where = {"model": name, "machine": machine}
@@ -45,7 +45,7 @@ def cell(name: str, machine: str) -> Cell:
 
 
 def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy with its lists of blocks counted: how many, not which."""
+    """Return a policy with counts in place of lists of blocks."""
     counted: dict[str, Any] = {}
     for key, value in policy.items():
         if key == "save":
@@ -57,7 +57,7 @@ def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page(before: list[Cell], after: list[Cell]) -> Iterator[str]:
-    """The table of both, and what changed in words."""
+    """Yield a table of both trees with the changes."""
     yield "| model | machine | tokens/s before | after | | gap before | after | what is chosen otherwise |"
     yield "|---|---|--:|--:|--:|--:|--:|---|"
     known = {(c["model"], c["machine"]): c for c in before}

@@ -1,8 +1,7 @@
 """Emulated runs against the simulator: step times, and the speed-up of searched plans.
 
-`python -m benchmarks.emulated` prints a page of Markdown: plans of models with 24 to 80 layers, for three machines that are not
-here, performed at their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two quiet cores; `--only` takes some
-rows.
+`python -m benchmarks.emulated` prints a page of Markdown: plans of models with 24 to 80 layers, for three other machines, run at
+their pace, slowed until the median op lasts 20 ms. A quarter of an hour on two quiet cores; `--only` selects rows.
 """
 
 import argparse
@@ -27,14 +26,14 @@ from penstock.runtime.plan import Plan, Policy, saves
 from penstock.runtime.plan.workload import Saved
 from penstock.runtime.units import TB
 
-N_STEPS = 7  # the first two warm up: five steps, from one end to the next, are compared
+N_STEPS = 7  # two are warm-up: five steps, end to end, are compared
 MOST_OVER_PREDICTION, MOST_OFF_RATIO = 1.03, 0.05
 AGAINST = ("search", "megatrain")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A model on a machine, and the policies under which it is performed: names, or what a policy file holds."""
+    """A model on a machine, and policies to run: names, or fields of a policy file."""
 
     model: str
     machine: str
@@ -42,7 +41,7 @@ class Cell:
     policies: tuple[str | dict[str, object], ...] = AGAINST
 
 
-# Of the 66 blocks of qwen2.5-32b; what the search has no use for on these machines is performed too.
+# For the 66 blocks of qwen2.5-32b: also features that the search does not choose on these machines.
 SPECULATES: dict[str, object] = {"update": "deferred", "speculate_blocks": [*range(0, 66, 2)], "save": saves(all=range(1, 33))}
 SPILLS: dict[str, object] = {"update": "deferred", "spill_blocks": [*range(64)], "prefetch_depth": 2, "resident_blocks": [3, 9, 20]}
 EVERYTHING: dict[str, object] = {
@@ -66,7 +65,7 @@ CELLS = (
 
 
 def named(policy: str | dict[str, object]) -> str:
-    """A policy in a few words."""
+    """Return a policy in a few words."""
     if isinstance(policy, str):
         return policy
     found = {
@@ -79,7 +78,7 @@ def named(policy: str | dict[str, object]) -> str:
 
 
 def used(policy: Policy) -> str:
-    """What a plan makes use of, besides uploads and offloads."""
+    """Return the features of a plan, except uploads and offloads."""
     blocks = {
         "all saved": policy.saving(Saved.ALL),
         "spilled": policy.spill_blocks,
@@ -94,20 +93,20 @@ def used(policy: Policy) -> str:
 
 
 def time_scale(plan: Plan, profile: penstock.Profile) -> float:
-    """At which the median op lasts as long as it should; below 1 where the machine is slower than need be."""
+    """Return the slowdown that gives the median op its target duration. Below 1 for slow machines."""
     return MEDIAN_OP_S / median(demand.uncontended_s for demand in costs(plan, profile))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy of a cell, performed."""
+    """One measured policy of a cell."""
 
     cell: Cell
     policy: str
     n_layers: int
     n_ops: int
     scale: float
-    late_fraction: float  # of the ops, whose real work took longer than the emulated op
+    late_fraction: float  # share of ops with real work longer than the emulated op
     uses: str
     times: Compared
 
@@ -125,7 +124,7 @@ class Row:
 
 
 def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: int) -> Row:
-    """Plan, perform at the machine's pace, compare."""
+    """Plan, run at the machine's pace, and compare."""
     name = named(policy)
     asked = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
     found = penstock.plan(cell.model, with_any_memory(read_profile(cell.machine), None, 2 * TB), policy=asked, **cell.sizes)
@@ -164,7 +163,7 @@ def main() -> None:
 
 
 def ratio_off(rows: list[Row], cell: Cell) -> float:
-    """How far off, as a fraction, the predicted ratio of the two policies was; 0 where only one of them was performed."""
+    """Return the relative error of the predicted ratio of two policies; 0 if only one was run."""
     times = {row.policy: row.times for row in rows if row.cell == cell and row.policy in AGAINST}
     if len(times) < len(AGAINST):
         return 0.0

@@ -1,7 +1,7 @@
 """Overhead of the executor per op.
 
-`python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers performed by a machine that does nothing, in
-turns with bare hand-overs between two threads, which are what waking a lane costs at least. A minute on a quiet computer.
+`python -m benchmarks.executor` prints a page of Markdown: plans of 24 and 80 layers run on a machine that does nothing, interleaved
+with bare hand-overs between two threads, the minimal cost of waking a lane. A minute on a quiet computer.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Wake, Sleep = Callable[[], object], Callable[[], object]
 
 
 def plans() -> dict[str, Plan]:
-    """Row-major and layer-major, by a name."""
+    """Return row-major and layer-major plans by name."""
     profile, found = read_profile("h200-pcie5").to_json(), {}
     semantics = Semantics(seq_len=4096, batch_size=N_MICRO_BATCHES, micro_batch=1)
     for name in MODELS:
@@ -76,7 +76,7 @@ HAND_OVERS = {"a condition": by_condition, "a queue, as the executor": by_queue,
 
 
 def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int] | None = None) -> float:
-    """One of n hand-overs, there and back between two threads; each on a core of its own, or where the system puts them."""
+    """Return the microseconds of one of n hand-overs between two threads: one per core, or unpinned."""
     (wake_there, sleep_there), (wake_here, sleep_here) = make(), make()
     ready = threading.Event()
 
@@ -108,7 +108,7 @@ def hand_over_us(make: Callable[[], tuple[Wake, Sleep]], n: int, cores: list[int
 
 
 def op_us(plan: Plan, n_ops: int) -> float:
-    """An op, in a run of about `n_ops`. Threads are started and ended within the time."""
+    """Return the microseconds per op in a run of about `n_ops`, thread start and end included."""
     n_steps = max(2, n_ops // len(plan.ops))
     began_s = time.perf_counter()
     execute(plan, NullMachine(), n_steps)
@@ -129,7 +129,7 @@ def main() -> None:
     for name, plan in named.items():
         jobs[f"an op: {name}, {len(plan.ops)} ops"] = lambda plan=plan: op_us(plan, asked.ops)  # type: ignore[misc]
     times_us: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(asked.runs):  # in turns: what disturbs the computer for a while disturbs all of them
+    for _ in range(asked.runs):  # interleaved, so that a disturbance affects all
         for name, job in jobs.items():
             times_us[name].append(job())
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()

@@ -1,8 +1,8 @@
-"""Fuzzing: random damage to a good file of every format, given to the command that reads it.
+"""Fuzzing: random damage to a valid file of every format, given to the command that reads it.
 
-`python -m benchmarks.fuzz --minutes 1` from the root of the repository takes each format of `tests/hostile.py` for a minute, in a
-process of its own with limited memory, and prints a page in markdown. `--only JSONL` takes one. A file that a command neither took
-nor refused in one line is kept in `--out`.
+`python -m benchmarks.fuzz --minutes 1` from the root of the repository spends a minute on each format of `tests/hostile.py`, in a
+separate process with limited memory, and prints a page in markdown. `--only JSONL` selects one. A file that a command neither
+accepts nor rejects with a one-line error is kept in `--out`.
 """
 
 import argparse
@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from random import Random
 
-ADDRESS_SPACE_BYTES = 8 * 2**30  # above what is mapped at first: a larger request fails instead of filling memory
-ENDED_S = 300  # of a process after its time: native code that does not come back
+ADDRESS_SPACE_BYTES = 8 * 2**30  # above the initial mapping, so that a large request fails
+ENDED_S = 300  # grace period for native code that does not return
 
 
 def fuzz(name: str, seconds: float, out: Path) -> None:
-    """Damage one format in this process; its tally is one line of JSON on standard output."""
+    """Fuzz one format in this process. Print the tally as one line of JSON."""
     from benchmarks.damage import damaged
     from tests.hostile import FORMATS, NoEndError, judged, make_house
 
@@ -33,7 +33,7 @@ def fuzz(name: str, seconds: float, out: Path) -> None:
     good.mkdir(parents=True)
     make_house(good)
     shutil.copytree(good.parent, home.parent)
-    judged(home, words)  # what is imported at first counts for nothing
+    judged(home, words)  # imports are not counted
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + ADDRESS_SPACE_BYTES, resource.RLIM_INFINITY))
     until_s, codes, failures, n = time.monotonic() + seconds, list[int](), dict[str, str](), 0

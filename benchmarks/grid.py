@@ -2,10 +2,9 @@
 
     python benchmarks/grid.py > docs/benchmarks/grid_DATE.md
 
-Six machines, five models, three sizes of a step, sequences of 4096 tokens, 2 TB of host memory. Each core does one cell at a
-time, five minutes of one core in all. A cell is a search, as `penstock plan` does it, and a check of its plan. Speed-ups
-are over the schedules of other systems under the same semantics and costs (docs/design.md); what those systems take as published
-is in docs/accuracy.md.
+Six machines, five models, three step sizes, sequences of 4096 tokens, 2 TB of host memory. Each core does one cell at a time, five
+minutes of one core in total. A cell is a search like `penstock plan`, and a check of its plan. Speed-ups are over the schedules of
+other systems under the same semantics and costs (docs/design.md); published times of those systems are in docs/accuracy.md.
 """
 
 import os
@@ -38,7 +37,7 @@ OTHERS = ("megatrain", "megatrain-plus", "slideformer", "zero3-offload")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A machine, a model, a size of step, and what the search says; a text where it does not fit."""
+    """A machine, a model, a step size, and the search result, or the reason without one."""
 
     model: str
     machine: str
@@ -52,7 +51,7 @@ class Cell:
         return None if isinstance(self.answer, str) else self.answer.certificate.gap_fraction
 
     def speed_up(self, name: str) -> float | None:
-        """How many times as fast as another system's schedule; None where that does not fit."""
+        """Return the speed-up over another system's schedule, or None if that does not fit."""
         if isinstance(self.answer, str) or "step_s" not in self.answer.baselines[name]:
             return None
         return float(self.answer.baselines[name]["step_s"]) / self.answer.step_s
@@ -78,7 +77,7 @@ class Cell:
 
 
 def searched(name: str, machine: str, n_tokens: int) -> Cell:
-    """One cell of the grid."""
+    """Search one cell of the grid."""
     model, profile = read_model(name), with_any_memory(read_profile(machine), None, 2 * TB)
     start_s = time.process_time()
     semantics = Semantics(SEQ_LEN, n_tokens // SEQ_LEN, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
@@ -97,13 +96,13 @@ def searched(name: str, machine: str, n_tokens: int) -> Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Every cell of the grid, in order; one process for each core."""
+    """Yield the cells of the grid in order, with one process per core."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
         yield from processes.map(searched, *zip(*product(MODELS, MACHINES, TOKENS_PER_STEP), strict=True))
 
 
 def summary(found: list[Cell]) -> Iterator[str]:
-    """The figures that the grid was made for."""
+    """Yield the summary figures."""
     gaps = sorted(cell.gap_fraction for cell in found if cell.gap_fraction is not None)
     wide = sum(gap > 0.05 for gap in gaps)
     yield f"- {len(gaps)} of {len(found)} cells fit."

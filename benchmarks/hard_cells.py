@@ -1,4 +1,4 @@
-"""Hard cells for the adversary: packed bases, layers of two kinds, the least memory, large models on small cards, long steps."""
+"""Hard cells for the adversary: packed bases, mixed layer types, minimal memory, large models on small cards, long steps."""
 
 import random
 from dataclasses import replace
@@ -18,24 +18,24 @@ from tests.adversary import MACHINES, PLENTY_BYTES, STARVED, Cell
 
 from .any_memory import with_any_memory
 
-# Layers of linear or sliding attention beside others, of experts beside dense ones, with rotary embeddings or none
+# Models that mix linear or sliding with full attention, experts with dense layers, or layers with and without rotary embeddings
 OF_TWO_KINDS = (
     *("qwen3.5-35b-a3b", "qwen3.5-0.8b", "qwen3-next-80b-a3b", "gemma3-1b", "gpt-oss-20b", "glm-4.5-air-106b"),
     *("llama-4-scout-109b", "smollm3-3b", "deepseek-v3-671b"),
 )
 LARGE = ("qwen2.5-32b", "qwen2.5-72b", "llama-3.1-70b", "mixtral-8x22b", "gpt-oss-120b", "qwen3.5-35b-a3b", "qwen3.5-27b")
 SMALL_CARDS = ("rtx3090-desktop", "rtx4090-desktop", "rtx4090-server", "rtx5090-desktop")
-HARDLY_MORE = 1.05  # times the least that a policy asks for, of device or host
+HARDLY_MORE = 1.05  # factor on the least memory of any policy, device or host
 
 
 def hard_cell(number: int) -> Cell:
-    """The hard cell of this number."""
+    """Return the hard cell with this number."""
     rng = random.Random(f"hard cell {number}")
     is_large, is_packed, is_step_long = rng.random() < 0.25, rng.random() < 0.6, rng.random() < 0.35
     model = shipped_model(rng.choice(LARGE if is_large else OF_TWO_KINDS))
     n_layers = model.config["num_hidden_layers"] if is_large else rng.choice((4, 5, 8, 12))
     n = rng.choice((1, 1, 2, 3) if is_large else (1, 2, 3, 5, 8))
-    if is_step_long:  # about as many as a plan says once, or many more
+    if is_step_long:  # about the least number folded into `repeat`, or far more
         n = -(-FEWEST_FOLDED // (n_layers + 2)) * rng.choice((1, 1, 2, 5)) + rng.choice((0, 0, 1, 7))
     of = _semantics(rng, n, model, is_packed)
     workload = build_workload(model, of)
@@ -54,7 +54,7 @@ def hard_cell(number: int) -> Cell:
 
 
 def _cut(rng: random.Random, whole: Workload, n_layers: int) -> Workload:
-    """With few of its layers, in any order, and some of each kind."""
+    """Keep a few layers, in random order, with at least one of each kind."""
     layers = [rng.choice(blocks) for blocks in whole.classes if blocks[0] in range(1, whole.n_layers + 1)]
     others = [b for b in range(1, whole.n_layers + 1) if b not in layers]
     layers += rng.sample(others, n_layers - len(layers))
@@ -80,7 +80,7 @@ def _semantics(rng: random.Random, n_micro_batches: int, model: Model, is_packed
 
 
 def _with_least(rng: random.Random, of: Cell, device_bytes: int) -> Profile:
-    """The machine with hardly more memory than one of the leanest policies asks for."""
+    """Return the machine with barely more memory than one of the smallest policies needs."""
     lean = [needs for _, needs in leanest(of.model, of.workload, of.semantics, of.profile) if needs.fits]
     if not lean:
         return of.profile
@@ -90,7 +90,7 @@ def _with_least(rng: random.Random, of: Cell, device_bytes: int) -> Profile:
 
 
 def kinds_of(of: Cell) -> list[str]:
-    """What is hard about a cell, if anything."""
+    """Return what is hard about a cell."""
     lean = [(plan, needs) for plan, needs in leanest(of.model, of.workload, of.semantics, of.profile)]
     device_bytes, host_bytes = of.profile.device.memory_bytes.value, of.profile.host.memory_bytes.value
     least_device, least_host = (
@@ -109,6 +109,6 @@ def kinds_of(of: Cell) -> list[str]:
 
 
 def repeats(of: Cell, policy: Policy) -> bool:
-    """Whether the policy's plan says once what repeats in a step."""
+    """True if the policy's plan folds the repetition of a step."""
     plan = frame(of.model, of.workload, of.semantics, policy)
     return is_long(of.workload, of.semantics, policy) and outline(plan).repeat is not None

@@ -1,8 +1,8 @@
 """Rates of the host's updates and sums of squares: a run against the probe, in pairs.
 
-`python -m benchmarks.host_rates` prints a table in Markdown. Each pair is the probe's own works on its slab of memory, and the ops
-of a plan by the runtime's `Updates` in the arenas of a model with layers of real size, on the same threads and cores; the order
-alternates. The target is a median ratio of run to probe within 5 %. Two minutes, 5 GB of memory.
+`python -m benchmarks.host_rates` prints a table in Markdown. A pair is the probe's kernels on their memory slab, and the ops of a
+plan run by the runtime's `Updates` in the arenas of a model with realistic layers, on the same threads and cores, in alternating
+order. The target is a median ratio of run to probe within 5 %. Two minutes, 5 GB of memory.
 """
 
 import argparse
@@ -36,11 +36,11 @@ N_PAIRS = 7
 MODEL, N_LAYERS, VOCAB = "qwen2.5-1.5b", 4, 1024  # layers of 46.8 M parameters
 WORKS = ("update", "squares")
 MOST_OFF = 0.05
-Rates = dict[str, float]  # parameters per second, by work
+Rates = dict[str, float]  # parameters per second, by kernel
 
 
 def plan_of() -> Plan:
-    """A plan whose layers are of real size, and whose vocabulary and batch are small."""
+    """Return a plan with layers of realistic size, and a small vocabulary and batch."""
     model = read_model(MODEL)
     model = Model(model.config | {"num_hidden_layers": N_LAYERS, "vocab_size": VOCAB})
     semantics = Semantics(seq_len=16, batch_size=1, micro_batch=1)
@@ -48,7 +48,7 @@ def plan_of() -> Plan:
 
 
 class Run:
-    """State and gradients of a plan in its arenas, and the runtime's updates of it."""
+    """State and gradients of a plan in arenas, with the runtime's updates."""
 
     def __init__(self, plan: Plan, workers: Workers[Scratch], n_threads: int) -> None:
         self.plan, self.step = plan, 0
@@ -67,7 +67,7 @@ class Run:
         return [op for op in self.plan.ops if op.kind is kind]
 
     def rates(self, seconds: float) -> Rates:
-        """Medians over steps of about that many seconds in all: parameters of layers over the time of their ops."""
+        """Return median rates over about `seconds`: parameters of layers over the time of their ops."""
         found: dict[str, list[float]] = {work: [] for work in WORKS}
         until_s = time.perf_counter() + seconds
         while time.perf_counter() < until_s or len(found["update"]) < 3:
@@ -90,7 +90,7 @@ class Run:
 
 
 def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
-    """The probe's rates of the same works on as many threads, and their circumstances."""
+    """Return the probe's rates of the same kernels on the same number of threads, with their CPU use."""
     n_threads, n_bytes = len(device.host_cores), host_works.slab_bytes(device.free_bytes, effort.host_bytes)
     rates, uses = Rates(), dict[str, Use]()
     works = host_works.updates(n_threads, n_bytes), host_works.squares(n_threads, n_bytes)
@@ -103,7 +103,7 @@ def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
 
 
 def pairs(n_pairs: int, effort: Effort) -> list[tuple[Rates, Rates, dict[str, Use], float]]:
-    """Of each pair: rates of the probe and of the run, circumstances of the probe's, and the load average."""
+    """Return per pair: rates of probe and run, CPU use of the probe, and load average."""
     device, found = CpuDevice(), []
     workers = Workers(len(device.host_cores), Scratch)
 

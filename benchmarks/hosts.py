@@ -1,7 +1,7 @@
-"""Predicted scaling over hosts of eight GPUs, and where the network binds.
+"""Predicted scaling over hosts of eight GPUs, and the scale at which the network binds.
 
-Prints a page in markdown: `python -m benchmarks.hosts` from the root of the repository, some ten minutes. Plans alone; nothing is
-run. Every GPU has the same tokens of a step (weak scaling); hosts are those of `8xh100`.
+Prints a page in markdown: `python -m benchmarks.hosts` from the root of the repository, some ten minutes. Plans only, no runs. Weak
+scaling: tokens per GPU and step are constant. Hosts are those of `8xh100`.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from penstock.runtime.plan import Lane
 MACHINE, DEVICES, SEQ_LEN = "8xh100", 8, 8192
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 GPUS = tuple(1 << i for i in range(11))
-EACH = 8  # sequences of each GPU
-GBIT = (400, 3200)  # of each host: one adapter, or one for each GPU
-FEWER = (1, 2, 4)  # sequences of each GPU, where the network is asked for more
-MANY = 128  # GPUs of which that is asked
+EACH = 8  # sequences per GPU
+GBIT = (400, 3200)  # per host: one adapter, or one for each GPU
+FEWER = (1, 2, 4)  # sequences per GPU that stress the network
+MANY = 128  # GPUs in that test
 
 
 def planned(model: str, gpus: int, gbit: int, each: int) -> Planned | str:
-    """The plan; or why there is none."""
+    """Return the plan, or the reason without one."""
     here = min(gpus, DEVICES)
     try:
         sizes = {"seq_len": SEQ_LEN, "batch_size": each * gpus, "gpus": here, "hosts": gpus // here}
@@ -34,12 +34,12 @@ def planned(model: str, gpus: int, gbit: int, each: int) -> Planned | str:
 
 
 def network_s(plan: Planned) -> float:
-    """Seconds of a step for which the lane of gathers and exchanges is at work."""
+    """Return the busy seconds per step of the lane for gathers and exchanges."""
     return plan.answer.prediction.busy_s(plan.plan).get(Lane.NET, 0.0)
 
 
 def row(model: str, gpus: int, gbit: int, each: int, alone: float) -> tuple[str, float]:
-    """A line of the page; and tokens a second of each GPU."""
+    """Return a line of the page, and tokens per second and GPU."""
     found, head = planned(model, gpus, gbit, each), f"| {model} | {gpus:,} | {gbit} | {each * SEQ_LEN:,} |"
     if isinstance(found, str):
         return f"{head} {found} | | | | | |", 0.0
@@ -50,7 +50,7 @@ def row(model: str, gpus: int, gbit: int, each: int, alone: float) -> tuple[str,
 
 
 def page() -> Iterator[str]:
-    """Both tables, line by line."""
+    """Yield the lines of both tables."""
     titles = ("model", "GPUs", "Gbit/s a host", "tokens a GPU", "tokens/s", "of eight GPUs' speed", "net lane", "gap", "binding")
     of_eight: dict[tuple[str, int], float] = {}
     for many in (False, True):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernels > docs/benchmarks/kernels_DATE.md
 
-Every cell is planned twice: with `--kernels eager`, which are transformers' own modules and FlashAttention-2, and with the fastest
-set that the machine's profile has rates for. 2 TB of host memory everywhere; nothing is measured. Some ten minutes on two cores.
+Every cell is planned twice: with `--kernels eager` (modules of transformers and FlashAttention-2), and with the fastest set for
+which the machine's profile has rates. 2 TB of host memory everywhere; nothing is measured. Some ten minutes on two cores.
 """
 
 import os
@@ -26,16 +26,16 @@ from penstock.runtime.units import show_seconds
 
 MODELS = ("qwen2.5-7b", "qwen3-8b", "qwen2.5-14b", "llama-3.1-70b")
 MACHINES = ("h100-sxm", "h200-pcie5", "rtx4090-server", "gh200")
-SHAPES = ((64, 2048), (4, 16384), (1, 65536))  # sequences of a step, tokens of each
+SHAPES = ((64, 2048), (4, 16384), (1, 65536))  # sequences per step, tokens per sequence
 HOST_BYTES = 2 * 10**12
 WANTED = {
     ("qwen2.5-7b", 64): 1.2, ("qwen2.5-7b", 4): 1.28, ("qwen2.5-7b", 1): 1.4, ("qwen3-8b", 4): 1.37,
 }  # fmt: skip  # on an H100
-BEST_PUBLISHED_TOKENS_PER_S = (10_700, 11_400)  # of an 8B on one H100 by resident stacks, at 8k tokens a sequence
+BEST_PUBLISHED_TOKENS_PER_S = (10_700, 11_400)  # 8B on one H100 with resident state, 8k tokens a sequence
 
 
 def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels: Any) -> Answer | None:
-    """The best plan with these kernels; None where none fits. `pointwise` overrides what the set has."""
+    """Return the best plan with these kernels, or None if none fits. `pointwise` overrides the set."""
     model, (n_sequences, seq_len) = read_model(model_name), shape
     asked = Semantics(seq_len, n_sequences, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     pointwise = kernels.pop("pointwise", None)
@@ -52,7 +52,7 @@ def tokens_per_s(answer: Answer) -> float:
 
 
 def row(model: str, machine: str, shape: tuple[int, int]) -> str:
-    """One cell, before and after; where a figure is wanted also with activation and rotary embedding call by call."""
+    """Format one cell with both kernel sets; for target figures also with eager activation and rotary embedding."""
     profile = with_any_memory(read_profile(machine), None, HOST_BYTES)
     before, after = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
     name = f"| {model} | {machine} | {shape[0]} x {shape[1]:,} |"
@@ -69,7 +69,7 @@ def row(model: str, machine: str, shape: tuple[int, int]) -> str:
 
 
 def rests_on() -> Iterator[str]:
-    """For each machine, where the rates come from that its fused plans use and its eager ones do not."""
+    """Yield the sources of rates that only the fused plans use, per machine."""
     for machine in MACHINES:
         profile, model = read_profile(machine), read_model(MODELS[0])
         semantics = with_kernels(model, Semantics(16384, 4, 4), profile)

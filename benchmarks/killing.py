@@ -1,7 +1,7 @@
 """Kills of a run at chosen moments.
 
-A process tells which step it is at; its folder shows what else it is doing. A kill waits for one of these and then a random while,
-so that the short moments in which most can go wrong (a checkpoint that is half written, one that is half deleted) get their share.
+A process prints its step; its folder shows background activity. A kill waits for one of these events and then for a random time, so
+that short critical phases (a partial checkpoint, a partial deletion) are hit often enough.
 """
 
 import json
@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any
 
 EVALUATE_EVERY = 5  # steps
-AIMS = {"anywhere": 0.4, "checkpoint": 0.3, "evaluation": 0.2, "retention": 0.1}  # what a kill waits for, and how often
-LOOK_S = 0.0005  # between two looks at a run that is to be killed
-MISSED = 0.8  # of a run's life: what was not seen until then will hardly be
+AIMS = {"anywhere": 0.4, "checkpoint": 0.3, "evaluation": 0.2, "retention": 0.1}  # event that a kill waits for -> probability
+LOOK_S = 0.0005  # polling interval of a run to be killed
+MISSED = 0.8  # share of a run's life after which an event is not expected any more
 STUCK_S = 300.0  # a process that takes longer hangs
 PHASES = ("before a step was done", "in a step", "while a checkpoint was written", "in retention", "in evaluation")
 
 
 @dataclass(slots=True)
 class Process:
-    """A run that has been started, and what it says meanwhile."""
+    """A started run, and its output so far."""
 
     command: Sequence[str]
-    started_s: float | None = None  # when it said which steps it is going to do
-    first_step: int | None = None  # steps that were done before
+    started_s: float | None = None  # when the range of steps was printed
+    first_step: int | None = None  # steps done before
     last_step: int = 0
-    evaluated_from_s: float | None = None  # when it said the last step after which there is an evaluation
+    evaluated_from_s: float | None = None  # when a step with a following evaluation was printed
     said: list[str] = field(default_factory=list)
     process: subprocess.Popen[str] = field(init=False)
     _listener: threading.Thread = field(init=False)
@@ -64,14 +64,14 @@ class Process:
         return self.process.poll() is None
 
     def kill(self) -> bool:
-        """Whether it was alive, and SIGKILL is what it died of."""
+        """Kill the process. Return True if it was alive and died of SIGKILL."""
         if not self.is_alive:
             return False
-        os.kill(self.process.pid, signal.SIGKILL)  # nobody has asked how it ended, so its number is still its own
+        os.kill(self.process.pid, signal.SIGKILL)  # not reaped yet, so its number is not reused
         return self.end() == -signal.SIGKILL
 
     def end(self) -> int:
-        """Its exit code, once it and all that it said is over."""
+        """Wait for the process and its output. Return the exit code."""
         code = self.process.wait(STUCK_S)
         self._listener.join(STUCK_S)
         return code
@@ -79,21 +79,21 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What takes how long in a run that nobody disturbs."""
+    """Durations in an undisturbed run."""
 
     n_steps: int
-    life_s: float  # from when it says which steps to its end
-    written_s: float  # a checkpoint, from its first file to its name
+    life_s: float  # from the first line with steps to the exit
+    written_s: float  # a checkpoint, from first file to final name
     evaluated_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """When to kill: so long after what the aim waits for has been seen so often."""
+    """When to kill: after the event has occurred `times` times, plus `share` of its duration."""
 
     at: str
     times: int
-    share: float  # of how long that lasts
+    share: float  # of the event's duration
 
     @staticmethod
     def drawn(rng: random.Random) -> "Aim":
@@ -101,7 +101,7 @@ class Aim:
         return Aim(at, rng.choice((1, 1, 2)), rng.random())
 
     def wait(self, process: Process, out: Path, pace: Pace) -> bool:
-        """Return when it is time; False when the process ended before."""
+        """Wait for the moment. Return False if the process ended before."""
         seen, last, due_s = 0, None, None
         began_s = time.monotonic()
         while process.is_alive:
@@ -124,7 +124,7 @@ class Aim:
         return False
 
     def _here(self, process: Process, out: Path) -> object:
-        """What is seen now of what is waited for."""
+        """Return the current event of the aimed kind."""
         match self.at:
             case "evaluation":
                 return process.evaluated_from_s
@@ -142,7 +142,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log; a line that was being written when the run was killed is none."""
+    """Return the complete lines of a log, without a truncated last line."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
         with suppress(ValueError):
@@ -152,7 +152,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def phases(out: Path, process: Process) -> list[str]:
-    """What a run was about when it was killed, as its folder shows; it may be several things at once."""
+    """Return the activities of a run when it was killed, from its folder. Several are possible."""
     names, evaluated = _names(out), [said for said in lines(out / "metrics.jsonl") if "eval_loss" in said]
     found = []
     if any(name.startswith("checkpoint-") and name.endswith(".partial") for name in names):

@@ -1,9 +1,9 @@
-"""A hundred random kills of a run, each resumed to the same bits.
+"""A hundred random kills of a run, each resumed to bitwise identical results.
 
-`python -m benchmarks.kills HOME` trains a tiny model on chats in processes of their own, kills them with SIGKILL at random moments,
-again and again, and lets each run go on until it is done. What it leaves must be what a run leaves that nobody disturbed: every
-file of the last checkpoint, every loss, evaluation and sample. HOME/kills.jsonl takes a line for each run, and is gone on from; at
-the end a page of Markdown is printed, and the exit code is 1 where anything differed.
+`python -m benchmarks.kills HOME` trains a tiny model on chats in separate processes, kills them with SIGKILL at random moments,
+repeatedly, and resumes each run to its end. The results must equal those of an undisturbed run: all files of the last checkpoint,
+all losses, evaluations and samples. HOME/kills.jsonl gets a line per run and allows continuing; at the end a page of Markdown is
+printed. Exit code 1 for any difference.
 """
 
 import argparse
@@ -58,23 +58,23 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"accumulation_group": 2, "update": "deferred", "spill_blocks": [0, 1]},
 )
 SAVE_EVERY, KEEP = 2, 3
-# How checkpoints are written: while training goes on, with memory for copies or without, and with lanes drained.
+# Checkpoint writes: in the background with or without memory for copies, or with lanes drained.
 WAYS: dict[str, dict[str, Any]] = {"copies": {}, "waits": {"copy_bytes": 0}, "drained": {"background": False}}
 MOST_KILLS = 4  # of one run, before it is left alone
 Left = dict[str, Any]
-Command = Callable[[Path, Path, str], Sequence[str]]  # of a plan, an --out and a way of writing
+Command = Callable[[Path, Path, str], Sequence[str]]  # (plan, --out, way of writing) -> command line
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What an undisturbed run leaves, and what takes how long in it."""
+    """Results and durations of an undisturbed run."""
 
     left: Left
     checkpoints: dict[str, dict[str, str]]  # SHA-256 of every file of each
     pace: Pace
 
 
-# -- what a run leaves --------------------------------------------------------------------------------------------------
+# -- results of a run ----------------------------------------------------------------------------------------------------
 
 
 def sums(folder: Path) -> dict[str, str]:
@@ -82,7 +82,7 @@ def sums(folder: Path) -> dict[str, str]:
 
 
 def left_by(out: Path) -> Left:
-    """What must not depend on what befell a run: the last checkpoint's bytes, and what was logged that no clock was asked for."""
+    """Return the results that must not depend on kills: the last checkpoint's digests, and logged values without times."""
     checkpoints = whole(out)
     left: Left = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
     left["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
@@ -96,13 +96,13 @@ def left_by(out: Path) -> Left:
 
 
 def differences(found: Left, expected: Left) -> list[str]:
-    """Names of what is not as it was left undisturbed."""
+    """Return the names of results that differ."""
     return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
 
 
 def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
-    """The step that who goes on must go on from, how many checkpoints look whole, and what is wrong with them: each must be, to the
-    last byte, the one that an undisturbed run wrote."""
+    """Return the step to resume from, the number of checkpoints that look complete, and errors. Each checkpoint must equal the
+    undisturbed run's, byte by byte."""
     wrong, last, found = list[str](), 0, whole(out)
     for step, path in found:
         try:
@@ -120,30 +120,30 @@ def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One SIGKILL of a process that was alive."""
+    """One SIGKILL of a live process."""
 
     aim: str
     phases: list[str]
     plan: str
     way: str
-    after_step: int  # that it had said
-    whole_checkpoint: int  # the step of the last whole one it left; 0: none
-    resumed: bool  # whether the next process went on from exactly there
+    after_step: int  # last printed step
+    whole_checkpoint: int  # step of the last complete one; 0: none
+    resumed: bool  # True if the next process resumed exactly there
 
 
 @dataclass(slots=True)
 class Story:
-    """One run from its beginning to its end, however often it was killed."""
+    """One run from start to end, with all its kills."""
 
     number: int
     kills: list[Kill] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
-    n_checkpoints: int = 0  # whole ones that were found after kills and compared
+    n_checkpoints: int = 0  # complete ones, found after kills and compared
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is run, and what it is held against."""
+    """Inputs of a trial and the expected results."""
 
     home: Path
     command: Command
@@ -151,7 +151,7 @@ class Trial:
     usual: Usual
 
     def story(self, number: int, seed: int, budget: threading.Semaphore) -> Story:
-        """Train once, be killed up to `MOST_KILLS` times as far as the budget goes, and see what is left in the end."""
+        """Train one run with up to `MOST_KILLS` kills, within the budget, and compare the results."""
         rng, story, out = random.Random(f"{seed} {number}"), Story(number), self.home / f"run-{number}"
         shutil.rmtree(out, ignore_errors=True)
         most, stands_at = rng.randint(1, MOST_KILLS), 0
@@ -176,7 +176,7 @@ class Trial:
             story.n_checkpoints += n_whole
             story.mismatches += wrong
         if stands_at == self.usual.pace.n_steps and differences(left_by(out), self.usual.left):
-            # Killed while the last state, which is on the disk, was looked at: going on makes up for that.
+            # Killed during evaluation of the saved last state: resuming repeats it.
             process = Process(self.command(self.plans[0], out, next(iter(WAYS))))
             if code := process.end():
                 story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
@@ -186,7 +186,7 @@ class Trial:
         return story
 
     def _went_on(self, story: Story, process: Process, stands_at: int) -> None:
-        """Whether a process began where it should: at the last whole checkpoint, or, without one, at the beginning."""
+        """Check that a process started at the last complete checkpoint, or at the beginning without one."""
         if process.first_step != stands_at:
             story.mismatches.append(f"began after step {process.first_step}, not {stands_at}: {' / '.join(process.said[-2:])}")
         elif story.kills:
@@ -218,7 +218,7 @@ def undisturbed(home: Path, command: Command, plan: Path, n_steps: int) -> Usual
 
 
 def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLICIES) -> tuple[Command, list[Path]]:
-    """A model, chats, plans that share no habit, and a file of settings for each way of writing; how they become a command."""
+    """Write a model, chats, diverse plans, and settings for each way of writing. Return a command builder and the plans."""
     (home / "model").mkdir(parents=True, exist_ok=True)
     (home / "model" / "config.json").write_text(json.dumps(CONFIG))
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
@@ -252,18 +252,18 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
 
 
 def told(path: Path) -> list[Story]:
-    """The stories that were told before."""
+    """Return the stories of an earlier call."""
     return [Story(**{**said, "kills": [Kill(**kill) for kill in said["kills"]]}) for said in lines(path)]
 
 
 def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> list[Story]:
-    """Kill so often in all, those of a trial that was stopped included."""
+    """Kill this many times in total, including an interrupted earlier trial."""
     command, plans = prepared(home, n_steps)
     return perform(Trial(home, command, plans, undisturbed(home, command, plans[0], n_steps)), n_kills, seed, n_jobs)
 
 
 def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
-    """Run after run until there have been `n_kills`; each is written down when it is over."""
+    """Run stories until `n_kills` are reached. Each is logged at its end."""
     path = trial.home / "kills.jsonl"
     stories = told(path)
     budget = threading.Semaphore(max(0, n_kills - sum(len(story.kills) for story in stories)))
@@ -292,7 +292,7 @@ def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
 
 
 def page(stories: Sequence[Story]) -> Iterator[str]:
-    """The tally as Markdown."""
+    """Yield the tally as Markdown."""
     kills = [kill for story in stories for kill in story.kills]
     n_resumed, n_mismatches = sum(kill.resumed for kill in kills), sum(len(story.mismatches) for story in stories)
     yield "| kills | resumed | mismatches |\n|---:|---:|---:|"

@@ -2,9 +2,9 @@
 
     python benchmarks/ledger.py RUNS.json [-o docs/accuracy.md]
 
-Predicts every run, fits the constants of `benchmarks.run_fit` again, once with all its runs and once without each run, and writes
-the ledger, with sections on several GPUs (`benchmarks/several.py`) and adapters (`benchmarks/adapters.py`). Minutes on one core.
-Without -o the page goes to the terminal.
+Predicts every run, fits the constants of `benchmarks.run_fit` with all runs and without each run, and writes the ledger, with
+sections on several GPUs (`benchmarks/several.py`) and adapters (`benchmarks/adapters.py`). Minutes on one core. Without -o, the
+page is printed.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from benchmarks.several import read_published, section
 from penstock.cli.outputs import json_text
 from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
 
-MISS_FRACTION = 0.1  # errors beyond this are explained
+MISS_FRACTION = 0.1  # larger errors are explained
 RUNS_FOR_LEAVING_OUT = 3  # of one machine
 
-# Why a prediction misses, by run and quantity: "run key" or, for a whole machine or quantity, part of either.
+# Reasons of misses: "run quantity" -> text.
 JOIN = "the thread adds to one large tensor faster than to the many of a layer, which one page-fault rate does not tell apart"
 SYNC = "the copy's 28 GB/s is half of the pinned rate; the belief, a third, was kept: a phase of 0.1 s is too little to fit from"
 LONG = (
@@ -64,13 +64,13 @@ EXPLANATIONS: dict[str, str] = {
 
 @dataclass(slots=True)
 class Fitter:
-    """Fits the stages, with or without a run. A stage whose runs and earlier constants are the same is fitted once."""
+    """Fits the stages, with or without a run. Caches stages with equal runs and earlier constants."""
 
     runs: Mapping[str, PublishedRun]
     _known: dict[tuple[str, tuple[str, ...], tuple[tuple[str, float], ...]], dict[str, float]] = field(default_factory=dict)
 
     def values(self, without: Collection[str] = ()) -> dict[str, float]:
-        """Every constant by name; what no run is left for stays as it was believed to be."""
+        """Return every constant by name. Constants without a run keep their prior."""
         values: dict[str, float] = {}
         for name, stage in STAGES.items():
             used = tuple(r for r in stage.runs if r not in without) or tuple(r for r in stage.instead if r not in without)
@@ -85,12 +85,12 @@ class Fitter:
         return fit(stage.constants, lambda values: list(_residuals(self.rows(runs, before | values), stage.measured)))
 
     def rows(self, runs: list[PublishedRun], values: Mapping[str, float]) -> tuple[Row, ...]:
-        """The runs predicted with these constants instead of the shipped ones."""
+        """Predict runs with these constants instead of the shipped ones."""
         return validate(runs, software_with(values), profiles_with(values)).rows
 
 
 def _residuals(rows: tuple[Row, ...], measured: tuple[str, ...]) -> Iterator[float]:
-    """Differences of logarithms; a phase counts by its share of the step, so that no short one bends a constant."""
+    """Yield log errors. A phase is weighted by its share of the step, so that a short one does not dominate."""
     for row in rows:
         for key in measured:
             error = row.error_fraction if key == "step_s" else row.error_of(key)
@@ -113,13 +113,13 @@ _profile = cache(read_profile)
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """A run predicted by constants fitted without it, and without all runs of its machine."""
+    """A run predicted with constants fitted without it, and without all runs of its machine."""
 
     name: str
     error_fraction: float
-    unseen_error_fraction: float  # of the machine nothing was known but what was believed before any run
+    unseen_error_fraction: float  # with the priors for this machine
     interval_fraction: float
-    extrapolated: bool  # too few runs of the machine: the rest of the fit comes from other machines
+    extrapolated: bool  # too few runs of the machine: the fit is from other machines
 
     @property
     def covered(self) -> bool:
@@ -127,7 +127,7 @@ class LeftOut:
 
 
 def leave_out(runs: list[PublishedRun], ledger: Ledger, fitter: Fitter) -> list[LeftOut]:
-    """Every run of the ledger, predicted without it."""
+    """Predict every run of the ledger without it."""
     of: dict[str, list[str]] = {}
     for published in runs:
         of.setdefault(published.run.machine, []).append(published.name)
@@ -142,14 +142,14 @@ def leave_out(runs: list[PublishedRun], ledger: Ledger, fitter: Fitter) -> list[
 
 
 def shipped(name: str) -> float:
-    """The value that a constant of the fit has in the shipped profile, or in `Software`."""
+    """Return a fitted constant's value in the shipped profile, or in `Software`."""
     owner, _, key = name.partition(".")
     if owner == SOFTWARE:
         return float(getattr(Software(), key))
     return value_of(_profile(owner), key)
 
 
-# How surely runs give a constant, and what it is in words.
+# Spread of a constant fitted to runs, and its description.
 TOLD: dict[str, tuple[float, str]] = {
     "products": (0.12, "the rate of all products, their law's shape as it is, that forward and backward of whole layers imply"),
     "sustained": (0.04, "what products keep of a burst's rate in steps: power under load"),
@@ -159,11 +159,11 @@ TOLD: dict[str, tuple[float, str]] = {
     "dram": (0.1, "flattening layers and zeroing gradients on the CPU"),
     "runtime": (0.1, "resident memory beside MegaTrain's arenas"),
 }
-OF_THE_GPU = ("products", "sustained", "eager")  # the others are of its host
+OF_THE_GPU = ("products", "sustained", "eager")  # the others belong to the host
 
 
 def write_constants(values: Mapping[str, float]) -> None:
-    """Put what runs say into the shipped profiles, after `benchmarks.op_profiles --write` has put the laws there."""
+    """Write fitted constants into the shipped profiles, after `benchmarks.op_profiles --write` has written the laws."""
     for stage in STAGES.values():
         for c in (c for c in stage.constants if c.owner != SOFTWARE):
             for machine in (c.owner, *(SAME_GPU.get(c.owner, ()) if c.key in OF_THE_GPU else ())):
@@ -180,7 +180,7 @@ def write_constants(values: Mapping[str, float]) -> None:
 def page(
     ledger: Ledger, left_out: list[LeftOut], refitted: Mapping[str, float], claimed: list[PublishedClaim], several: Iterable[str]
 ) -> str:
-    """docs/accuracy.md."""
+    """Return docs/accuracy.md."""
     of_runs = [*_head(), *_summary(ledger, left_out, claimed), *_runs(ledger, left_out), *_misses(ledger)]
     return "\n".join([*of_runs, *_claims(claimed), *several, *_constants(refitted), *_tail()]) + "\n"
 
@@ -273,7 +273,7 @@ def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
 
 
 def misses(ledger: Ledger) -> list[tuple[str, float]]:
-    """`run quantity` of every error beyond MISS_FRACTION."""
+    """Return (`run quantity`, error) for errors beyond MISS_FRACTION."""
     found = []
     for row in ledger.rows:
         for key in row.measured:

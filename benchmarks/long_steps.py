@@ -1,9 +1,8 @@
-"""Planning, checking and performing steps of thousands of micro-batches.
+"""Planning, checking and running steps of thousands of micro-batches.
 
-`python -m benchmarks.long_steps` prints two tables of Markdown: what `penstock plan -o` and `penstock check` take for
-steps of one to four million tokens, each in a fresh process, start-up included, with the process's peak memory; and one step of
-a tiny model in thousands of micro-batches, planned, checked and trained on this CPU, as the plan stands and with every
-repetition written out.
+`python -m benchmarks.long_steps` prints two tables of Markdown. First, time and peak memory of `penstock plan -o` and `penstock
+check` for steps of one to four million tokens, each in a fresh process, start-up included. Second, one step of a tiny model in
+thousands of micro-batches, planned, checked and trained on this CPU, with the plan folded and unrolled.
 """
 
 import argparse
@@ -33,8 +32,8 @@ from penstock.runtime.units import MB, show_seconds
 from tests.strategies import PROFILE
 from tests.tiny import tiny_config
 
-MILLION = 2**20  # tokens, as steps are counted
-ENOUGH = ("--host-memory", "1.5TB")  # 512 GB are too few for a step of several groups: the host adds up gradients in fp32
+MILLION = 2**20  # tokens
+ENOUGH = ("--host-memory", "1.5TB")  # 512 GB are too few for several groups: the host accumulates gradients in fp32
 CELLS: tuple[tuple[str, str, int, int | None, tuple[str, ...]], ...] = (  # model, machine, million tokens, micro-batch, more
     *(("qwen2.5-32b", "rtx4090-server", n, b, ENOUGH) for n in (1, 2, 4) for b in (1, 2)),
     ("qwen2.5-72b", "rtx4090-server", 1, 1, ENOUGH),
@@ -53,7 +52,7 @@ finally:
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """What a command took, and what it printed."""
+    """Time, memory and output of a command."""
 
     wall_s: float
     cpu_s: float
@@ -97,7 +96,7 @@ def tiny(n_micro_batches: int) -> Plan:
 
 
 def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
-    """Seconds of a step, and a digest of all masters, moments and losses."""
+    """Return seconds per step, and a digest of all masters, moments and losses."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 64, (plan.semantics.batch_size, plan.semantics.seq_len), generator=generator)
     machine = CpuMachine(plan, lambda step: Batch(tokens, tokens), lambda step: AdamW(1e-3, 0.9, 0.95, 1e-8, 0.1))

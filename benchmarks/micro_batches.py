@@ -2,9 +2,9 @@
 
     python -m benchmarks.micro_batches > docs/benchmarks/micro-batches_DATE.md
 
-Every figure is a search, as `penstock plan` does it, with 2 TB of host memory; nothing is measured. *Before* is the rule that the
-choice replaced, kept here alone: the largest divisor of the batch whose least working set takes 60 % of the device. Kernels are
-each machine's fastest, before and after. Half an hour of one core.
+Every figure is a search like `penstock plan`, with 2 TB of host memory; nothing is measured. *Before* is an earlier rule, kept here
+for comparison: the largest divisor of the batch with a least working set of at most 60 % of the device. Kernels are each machine's
+fastest in both. Half an hour of one core.
 """
 
 import os
@@ -48,7 +48,7 @@ BEFORE_FRACTION = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A model, and what its steps are to be, on a machine."""
+    """A model, its semantics, and a machine."""
 
     model: Model
     semantics: Semantics
@@ -61,7 +61,7 @@ class Asked:
         return Asked(model, with_kernels(model, semantics, profile), profile)
 
     def before(self) -> int:
-        """The micro-batch of the rule of before; one sequence where nothing leaves room, for no cell here needs tiles."""
+        """Return the micro-batch of the earlier rule; 1 if no divisor fits, because no cell here needs tiles."""
         batch = self.semantics.batch_size
         room_bytes = BEFORE_FRACTION * self.profile.device.memory_bytes.value
         for n in (n for n in range(batch, 0, -1) if batch % n == 0):
@@ -72,20 +72,20 @@ class Asked:
         return 1
 
     def chosen(self) -> tuple[int, float]:
-        """The micro-batch that is chosen now, and the seconds of this process that the search over all of them takes."""
+        """Return the chosen micro-batch, and the CPU seconds of the search."""
         start_s = time.process_time()
         answer = search(self.model, sizes_of(self.model, self.semantics, self.profile), self.profile, free=SIZES)
         return answer.plan.semantics.micro_batch, time.process_time() - start_s
 
     def searched(self, micro_batch: int) -> Answer:
-        """The best plan with this micro-batch, its tiles chosen as ever."""
+        """Return the best plan with this micro-batch and free tiles."""
         of = replace(self.semantics, micro_batch=micro_batch)
         free = SIZES - {"micro_batch"}
         return search(self.model, sizes_of(self.model, of, self.profile, free), self.profile, free=free)
 
 
 def cell(model: str, machine: str, batch: int, seq_len: int) -> str:
-    """One cell: before, now, and the best power of two up to four times as large or small, each searched in full."""
+    """Format one cell: the earlier rule, the choice, and the best power of two within a factor of four, each searched."""
     asked = Asked.of(model, machine, batch, seq_len)
     before, (now, seconds) = asked.before(), asked.chosen()
     powers = [n for k in range(batch.bit_length()) if now / 4 <= (n := 1 << k) <= 4 * now]
@@ -93,7 +93,7 @@ def cell(model: str, machine: str, batch: int, seq_len: int) -> str:
     for n in sorted({*powers, before, now}):
         try:
             steps_s[n] = asked.searched(n).step_s
-        except ValueError:  # it does not fit
+        except ValueError:  # does not fit
             continue
     best = min((n for n in powers if n in steps_s), key=lambda n: steps_s[n])
     return (
@@ -104,7 +104,7 @@ def cell(model: str, machine: str, batch: int, seq_len: int) -> str:
 
 
 def rung(model: str, machine: str, batch: int, seq_len: int, device_bytes: int) -> tuple[str, float, float]:
-    """With so much device memory: the row, the step now, and the gap that is printed with it."""
+    """Return the row for a device memory, the step time, and its gap."""
     asked = Asked.of(model, machine, batch, seq_len, device_bytes)
     before, (now, _) = asked.before(), asked.chosen()
     old, new = asked.searched(before), asked.searched(now)
@@ -123,7 +123,7 @@ def batch_row(model: str, batch: int) -> str:
 
 
 def _slower(rungs: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Each row, and by how much its step is longer than that of a smaller device."""
+    """Append to each row its slowdown against a smaller device."""
     rows, fastest_s = [], float("inf")
     for row, step_s, gap in rungs:
         more = step_s / fastest_s - 1

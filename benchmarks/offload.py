@@ -3,10 +3,10 @@
     python -m benchmarks.offload > docs/benchmarks/offload_DATE.md
     python -m benchmarks.offload state > docs/benchmarks/state_DATE.md
 
-Each cell is searched as `penstock plan` does it, and once more without `offload_blocks` (or `device_blocks`): then no plan that
-makes this choice is suggested, bounded or climbed to, nor sizes chosen with one in mind. The fastest other system's schedule under
-the same semantics, with sizes of the first search, stands beside. Cells are those of `grid.py` and a few that others publish
-figures for; of state, small steps on devices with room. Nothing is measured. Half an hour of one core, a quarter for state.
+Each cell is a search like `penstock plan`, repeated without `offload_blocks` (or `device_blocks`): such plans are then neither
+suggested, bounded nor reached by a climb, and sizes are chosen without them. The fastest schedule of another system under the same
+semantics, with the sizes of the first search, is listed next to it. Cells are those of `grid.py` and some with published figures;
+for state, small steps on devices with free memory. Nothing is measured. Half an hour of one core, a quarter for state.
 """
 
 import statistics
@@ -44,19 +44,19 @@ SMALL_STEPS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of a cell: its plan, and the best without the choice."""
+    """A cell's plan, and the best plan without the choice."""
 
     step_s: float
     without_s: float | None
-    other_s: float | None  # of the fastest other system's schedule
+    other_s: float | None  # fastest schedule of another system
     gap_fraction: float
-    above_machine_fraction: float  # the step above what no schedule goes below
+    above_machine_fraction: float  # step time above the machine bound
     what: str
     binding: str
 
 
 def found(knob: str, cell: Cell) -> Found | None:
-    """Both searches; None where nothing fits."""
+    """Run both searches. Return None if nothing fits."""
     profile = with_any_memory(read_profile(cell.machine), None, cell.host_bytes)
     try:
         planned = penstock.plan(cell.model, profile, seq_len=cell.seq_len, batch_size=cell.n_tokens // cell.seq_len)

@@ -1,7 +1,7 @@
 """Memory and speed of a model of a billion parameters on a small computer.
 
-`python -m benchmarks.one_billion` probes this machine, plans a model of 1.1 G parameters (random weights, split masters), takes a
-few steps, and prints a page of Markdown: tokens/s, what binds, and the process's memory, sampled all along, beside the plan's.
+`python -m benchmarks.one_billion` probes this machine, plans a model of 1.1 G parameters (random weights, split masters), runs a
+few steps, and prints a page of Markdown: tokens/s, the binding resource, and sampled process memory next to the plan's.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SIZES = {"seq_len": 512, "batch_size": 4, "device_memory_bytes": 3 * GB, "host_m
 
 
 def watched(words: list[str]) -> tuple[str, list[int]]:
-    """A command's standard output, and samples of its resident set in bytes."""
+    """Run a command. Return its standard output, and samples of its resident set in bytes."""
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     samples: list[int] = []
     status = Path(f"/proc/{process.pid}/status")

@@ -1,8 +1,8 @@
 """Fit of the profiles' cost laws to published measurements of single ops.
 
-Laws (`hwprofiles/laws.py`) are fitted to the rows of `benchmarks/published_ops.csv` that are marked `fit`, those of one
-architecture together: shapes of curves are an architecture's, rates a GPU's. Least squares over logarithms with a robust loss,
-each constant held by what is believed of it. What `benchmarks/op_profiles.py` makes of them is what profiles hold.
+Laws (`hwprofiles/laws.py`) are fitted to the `fit` rows of `benchmarks/published_ops.csv`, per architecture: curve shapes belong to
+an architecture, rates to a GPU. Least squares over logarithms with a robust loss and a prior on each constant.
+`benchmarks/op_profiles.py` converts the results to profiles.
 """
 
 import hashlib
@@ -22,29 +22,29 @@ from penstock.hwprofiles.quantity import Quantity
 from penstock.hwprofiles.schema import BACKWARD_ATTENTION, Collective, read_profile, shipped_profiles
 
 ROWS = Path(__file__).with_name("published_ops.csv")
-TOLERANCE = 0.04  # a difference of logarithms that a row is trusted to, beyond which the loss grows slowly
-N_FOLDS = 4  # of shape classes, each left out once
-COVERED = 0.8  # of errors that a spread covers
+TOLERANCE = 0.04  # trusted difference of logarithms of a row; the loss flattens beyond
+N_FOLDS = 4  # of shape classes, for cross-validation
+COVERED = 0.8  # share of errors within a spread
 LEAST_SPREAD = 0.02
-FEW, FEW_SPREAD = 8, 0.12  # errors of rows left out, below which others' count too; and the least spread where those are few
+FEW, FEW_SPREAD = 8, 0.12  # least number of held-out errors to use alone; least spread with fewer
 BF16 = 2
-SEARCHED = "best shape of a search"  # of hundreds: no row of products as they come
+SEARCHED = "best shape of a search"  # of hundreds: not typical products
 
 Values = Mapping[str, float]
-Groups = Mapping[str, Sequence[OpRow]]  # rows by machine
+Groups = Mapping[str, Sequence[OpRow]]  # machine -> rows
 Fit = Callable[[Groups], dict[str, dict[str, float]]]
-Seconds = Callable[[str, Values, OpRow], float]  # of a row on a machine, by a law with these constants
+Seconds = Callable[[str, Values, OpRow], float]  # (machine, constants, row) -> seconds by a law
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What datasheets say of a GPU that a law needs; of one without rows, whose law it has, and the rate that it is scaled to."""
+    """Datasheet facts for a law. For a GPU without rows: the GPU with its law, and its own rate to scale to."""
 
     architecture: str
     n_processors: int
-    like: str | None = None  # the measured GPU whose law it has
-    flop_per_s: float | None = None  # of the 8192-cubed product in bf16
-    spread_fraction: float = 0.0  # of that rate
+    like: str | None = None  # measured GPU with the same law
+    flop_per_s: float | None = None  # 8192-cubed product in bf16
+    spread_fraction: float = 0.0  # of `flop_per_s`
     why: str = ""
 
 
@@ -84,7 +84,7 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Something to fit: where it is believed to be, and how surely, as a standard deviation of its logarithm."""
+    """A constant to fit: prior, and standard deviation of its logarithm."""
 
     name: str
     prior: float
@@ -96,7 +96,7 @@ class Constant:
 def fitted(
     groups: Groups, own: Callable[[str], Sequence[Constant]], shared: Sequence[Constant], seconds: Seconds
 ) -> dict[str, dict[str, float]]:
-    """Constants by machine: its own, and those that all share."""
+    """Return constants by machine, both per-machine and shared ones."""
     names = [(machine, c) for machine in groups for c in own(machine)] + [("", c) for c in shared]
 
     def values(steps: Sequence[float]) -> dict[str, dict[str, float]]:
@@ -105,7 +105,7 @@ def fitted(
             found[machine][c.name] = min(c.most, max(c.least, c.prior * math.exp(step)))
         return {machine: found[""] | found[machine] for machine in groups}
 
-    @lru_cache(maxsize=2 * len(groups))  # differences by a constant of one machine's own leave the errors of all others
+    @lru_cache(maxsize=2 * len(groups))  # a step in one machine's constant leaves the errors of others cached
     def errors(machine: str, v: tuple[tuple[str, float], ...]) -> list[float]:
         return [error / TOLERANCE for error in errors_of(machine, dict(v), groups[machine], seconds)]
 
@@ -119,13 +119,13 @@ def fitted(
 
 
 def errors_of(machine: str, v: Values, rows: Iterable[OpRow], seconds: Seconds) -> list[float]:
-    """Logarithms of predicted over measured time."""
+    """Return logarithms of predicted over measured time."""
     return [math.log(seconds(machine, v, row) / row.value) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Constants of a law by machine, and how far rows are off that were left out: each predicted without its shape class."""
+    """Constants of a law by machine, and cross-validation errors: predictions without a row's shape class."""
 
     values: dict[str, dict[str, float]]
     rows: Groups
@@ -143,7 +143,7 @@ class Found:
         return Found(fit(groups), groups, errors)
 
     def spread(self, machine: str) -> float:
-        """Of the rates of a machine; where it has few rows, of those of all that were fitted with it."""
+        """Return the spread of a machine's rates; with few rows, of all machines in the fit."""
         rows, errors = self.rows[machine], self.errors[machine]
         if len(errors) >= FEW:
             return spread_of(errors, rows)
@@ -151,7 +151,7 @@ class Found:
         return max(spread_of(pooled, rows), 0.0 if len(pooled) >= FEW else FEW_SPREAD)
 
     def words(self, machine: str, what: str) -> str:
-        """What was fitted to what, how far off it is, and a mark of the very rows."""
+        """Describe the fit: its rows, held-out error, and a digest of the rows."""
         rows, errors = self.rows[machine], [abs(math.expm1(error)) for error in self.errors[machine]]
         off = f", off by {statistics.median(errors):.1%} in the median where left out" if len(errors) >= N_FOLDS else ""
         return f"{what} fitted to {counted_sets(rows)}{off} (docs/ops.md; rows {digest_of(rows)})"
@@ -162,7 +162,7 @@ def fold_of(row: OpRow) -> int:
 
 
 def spread_of(errors: Sequence[float], rows: Sequence[OpRow]) -> float:
-    """What four of five errors lie within, and no less than half of what versions of software differ by, in the median."""
+    """Return the bound on 80 % of the errors, and at least half of the median difference between software versions."""
     versions = [math.log(row.high / row.low) / 2 for row in rows if row.low and row.high and row.high > row.low]
     at = sorted(map(abs, errors))
     within = at[math.ceil(COVERED * len(at)) - 1] if at else 0.0
@@ -171,13 +171,13 @@ def spread_of(errors: Sequence[float], rows: Sequence[OpRow]) -> float:
 
 @cache
 def rows_to_fit() -> tuple[OpRow, ...]:
-    """The rows that profiles may rest on: trusted ones, and no search's best."""
+    """Return rows to fit: trusted ones, without best-of-search results."""
     rows = read_ops(str(ROWS), frozenset(shipped_profiles()))
     return tuple(row for row in rows if row.share == "fit" and row.trust < 3 and row.kernel != SEARCHED)
 
 
 def rows_of(kind: str, kernels: Collection[str] | None = None) -> dict[str, list[OpRow]]:
-    """By machine, the rows of a kind, and of these kernels if named."""
+    """Return rows of a kind, and of these kernels, by machine."""
     found: dict[str, list[OpRow]] = {}
     for row in rows_to_fit():
         if row.kind == kind and (kernels is None or row.kernel in kernels):
@@ -186,20 +186,20 @@ def rows_of(kind: str, kernels: Collection[str] | None = None) -> dict[str, list
 
 
 def counted_sets(rows: Iterable[OpRow]) -> str:
-    """`48 rows of aiconfigurator, 28 of llmservingsim`."""
+    """Return for example `48 rows of aiconfigurator, 28 of llmservingsim`."""
     names = [row.set for row in rows]
     counts = [f"{names.count(name)} {'row' if names.count(name) == 1 else 'rows'} of {name}" for name in sorted(set(names))]
     return ", ".join(counts)
 
 
 def digest_of(rows: Iterable[OpRow]) -> str:
-    """Tells sets of rows apart: what a profile's source repeats of those that it rests on."""
+    """Return a digest of rows, stored in the source of a profile."""
     text = "\n".join(sorted(f"{r.machine} {r.kind} {r.kernel} {r.shape} {r.set} {r.value!r}" for r in rows))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def by_architecture(groups: Groups) -> Iterator[Groups]:
-    """The GPUs with rows, those of an architecture together."""
+    """Yield the GPUs with rows, grouped by architecture."""
     for architecture in dict.fromkeys(gpu.architecture for gpu in GPUS.values()):
         if of := {m: rows for m, rows in groups.items() if m in GPUS and GPUS[m].architecture == architecture}:
             yield of
@@ -211,7 +211,7 @@ def _rate(value: float) -> Quantity:
 
 @cache
 def memory_of(machine: str) -> float:
-    """Bytes a second of a device's memory, as its profile has it."""
+    """Return a device's memory bandwidth from its profile, in bytes per second."""
     return read_profile(machine).device.memory_bytes_per_s.value
 
 
@@ -247,18 +247,18 @@ def fit_products(groups: Groups) -> dict[str, dict[str, float]]:
 
 @cache
 def products() -> dict[str, Found]:
-    """By GPU, what was found together with its architecture."""
+    """Fit products per architecture. Return the fit of each GPU."""
     return {m: found for of in by_architecture(rows_of("matmul")) for found in [Found.of(of, fit_products, product_s)] for m in of}
 
 
 def overhead_of(machine: str) -> float:
-    """Seconds that a kernel takes to begin."""
+    """Return the launch time of a kernel in seconds."""
     at = machine if machine in products() else GPUS[machine].like or machine
     return products()[at].values[at]["kernel_overhead_s"]
 
 
 def large_rate(machine: str) -> float:
-    """FLOP/s of the 8192-cubed product, by which GPUs are compared."""
+    """Return FLOP/s of the 8192-cubed product, for comparisons of GPUs."""
     if (given := GPUS[machine].flop_per_s) is not None:
         return given
     law = product_law(machine, products()[machine].values[machine])
@@ -266,8 +266,8 @@ def large_rate(machine: str) -> float:
 
 
 def scaled_spread(architecture: str) -> float:
-    """How far another GPU's law is off once it is scaled to the right rate for large products: over all pairs of measured GPUs of
-    the architecture, or of any where it has but one."""
+    """Return the error of another GPU's law, scaled to the rate of large products, over all pairs of measured GPUs of the
+    architecture, or of any architecture for a single GPU."""
     pairs = [(a, b) for a in products() for b in products() if a != b and GPUS[a].architecture == GPUS[b].architecture]
     errors: list[float] = []
     for measured, other in [pair for pair in pairs if GPUS[pair[0]].architecture == architecture] or pairs:
@@ -279,7 +279,7 @@ def scaled_spread(architecture: str) -> float:
 
 # ---- attention
 
-ONE_CODE = ("flash",)  # kernels that are written once for all architectures
+ONE_CODE = ("flash",)  # kernels with the same code on all architectures
 PASS = ("short_tokens", "unmasked", "narrow", "grouped", "paged_passes")
 
 
@@ -288,7 +288,7 @@ def pass_law(v: Values) -> PassLaw:
 
 
 def flop_of(row: OpRow) -> float:
-    """Of a call of attention, the causal half where it is masked; those of a backward are 2.5 times the forward's."""
+    """Return FLOP of an attention call: the causal half if masked; 2.5 times the forward for a backward."""
     d = row.sizes
     n_pairs = d["seq"] * (d["seq"] + 1) / 2 if d.get("causal", 1) else d["seq"] ** 2
     return 4 * d["batch"] * d["heads"] * d["head_dim"] * n_pairs * (BACKWARD_ATTENTION if row.kind == "attention_backward" else 1.0)
@@ -316,7 +316,7 @@ def fit_attention(groups: Groups) -> dict[str, dict[str, float]]:
 
 
 def attention(kernel: str, way: str) -> dict[str, Found]:
-    """By GPU, what was found of a kernel together with its architecture, or with all that run the same code; `way`: forward or
+    """Fit a kernel per architecture, or jointly if all run the same code. Return the fit of each GPU. `way`: forward or
     backward."""
     groups = rows_of(f"attention_{way}", (kernel, f"{kernel}-deterministic"))
     alike = [groups] if kernel in ONE_CODE else by_architecture(groups)
@@ -325,17 +325,17 @@ def attention(kernel: str, way: str) -> dict[str, Found]:
 
 # ---- norms, eager modules, memory
 
-PIECES = ("rms_norm", "rope", "swiglu")  # of a layer, whose eager modules have one rate
-LARGE_BYTES = 150e6  # that no cache keeps
+PIECES = ("rms_norm", "rope", "swiglu")  # of a layer, with one rate for their eager modules
+LARGE_BYTES = 150e6  # larger than any cache
 
 
 def moved_bytes(row: OpRow) -> float:
-    """What the cost model counts of a piece of a layer, backward twice the forward."""
+    """Return the bytes that the cost model counts for a piece of a layer. Backward: twice the forward."""
     return block_of(row).pointwise_bytes * (2.0 if row.kind.endswith("_backward") else 1.0)
 
 
 def pointwise_s(machine: str, v: Values, row: OpRow) -> float:
-    """`share`: of the memory's rate; `factor`: by which one GPU differs from the others."""
+    """`share`: of memory bandwidth; `factor`: deviation of one GPU."""
     n_kernels = block_of(row).n_kernels * (2 if row.kind.endswith("_backward") else 1)
     return moved_bytes(row) / (v["share"] * v["factor"] * memory_of(machine)) + n_kernels * overhead_of(machine)
 
@@ -345,7 +345,7 @@ def fit_pointwise(groups: Groups) -> dict[str, dict[str, float]]:
 
 
 def norms(kernel: str, way: str) -> Found:
-    """Rates of RMS norms in one kernel."""
+    """Fit the rates of RMS norms in one kernel."""
     return Found.of(rows_of(f"rms_norm_{way}", (kernel,)), fit_pointwise, pointwise_s)
 
 
@@ -355,7 +355,7 @@ def bytes_per_s(found: Found, machine: str) -> float:
 
 
 def eager_rates() -> dict[str, tuple[float, list[OpRow]]]:
-    """By GPU, the mean over pieces of a layer, each way, of what their eager modules reach; and the rows."""
+    """Return by GPU the mean rate of eager modules over pieces of a layer and directions, and the rows."""
     found: dict[str, tuple[float, list[OpRow]]] = {}
     for machine in GPUS:
         kinds = (rows_of(f"{piece}_{way}", ("eager",)).get(machine) for piece in PIECES for way in ("forward", "backward"))
@@ -367,7 +367,7 @@ def eager_rates() -> dict[str, tuple[float, list[OpRow]]]:
 
 
 def memory_rates() -> dict[str, tuple[float, list[OpRow]]]:
-    """By GPU, the median over copies on the device, and over kernels that only move, of what no cache keeps; and the rows."""
+    """Return by GPU the median memory bandwidth of device copies and pure copy kernels beyond cache size, and the rows."""
     found = {}
     for machine in GPUS:
         moved = [(row.value, row) for row in rows_of("device_copy").get(machine, [])]
@@ -381,7 +381,7 @@ def memory_rates() -> dict[str, tuple[float, list[OpRow]]]:
 
 # ---- collectives
 
-JOINED = {  # machines whose devices are joined alike
+JOINED = {  # interconnect -> machines
     "NVLink 3": ("a100-sxm",), "NVLink 4": ("8xh100", "h200-pcie5"), "NVLink 5": ("b200", "gb200", "gb300"),
     "PCIe of L40S": ("l40s-server",), "PCIe of RTX PRO 6000": ("rtxpro6000-workstation",),
 }  # fmt: skip
@@ -413,7 +413,7 @@ def fit_collectives(groups: Groups) -> dict[str, dict[str, float]]:
 
 
 def collectives() -> dict[str, dict[str, Found]]:
-    """By what joins devices, and by collectives that take alike."""
+    """Fit collectives. Return fits by interconnect, and by groups of collectives with equal cost."""
     found: dict[str, dict[str, Found]] = {}
     for joined, machines in JOINED.items():
         for alike, kinds in ALIKE.items():

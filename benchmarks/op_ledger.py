@@ -2,8 +2,8 @@
 
     python -m benchmarks.op_ledger > docs/ops.md
 
-The op ledger of `benchmarks/published_ops.csv` as a page: what holds within a tenth, what does not and why, what nobody has
-measured, and why laws stand where grids could. Half a minute of one core.
+The op ledger of `benchmarks/published_ops.csv` as a page: predictions within a tenth, misses with their reasons, unmeasured ops,
+and a comparison of laws with grids. Half a minute of one core.
 """
 
 import math
@@ -19,11 +19,11 @@ from penstock.hwprofiles.curves import interpolated, rows_of
 from penstock.hwprofiles.schema import read_profile, shipped_profiles
 from penstock.planner.predict.rests_on import standard
 
-HOLDS_FRACTION = 0.1  # a group whose median error is no larger holds
+HOLDS_FRACTION = 0.1  # a group holds up to this median error
 HOPPER_AND_ADA = ("h100-sxm", "8xh100", "h200-pcie5", "gh200", "l40s-server", "rtx4090-server")
 NVLINK = ("a100-sxm", "8xh100", "h100-sxm", "h200-pcie5", "b200", "gb200", "gb300")
 WHOLE = ("layer_forward", "layer_backward", "step_compute", "model_attention_step", "model_rest_step")
-# What was wanted of rows of the test: median and 90th percentile of errors.
+# Targets on test rows: median and 90th percentile of errors.
 WANTED: dict[str, tuple[Callable[[OpRow], bool], float, float]] = {
     "products": (lambda r: r.kind == "matmul" and r.kernel != "best shape of a search", 0.05, 0.15),
     "attention by cuDNN": (lambda r: r.kind.startswith("attention") and r.kernel.startswith("cudnn"), 0.08, 0.2),
@@ -36,7 +36,7 @@ WANTED: dict[str, tuple[Callable[[OpRow], bool], float, float]] = {
     "whole layers and steps": (lambda r: r.kind in WHOLE, 0.05, 0.1),
     "collectives over NVLink": (lambda r: r.kind == "collective" and r.machine in NVLINK, 0.05, 0.1),
 }
-TEST_COVERAGE = (0.75, 0.9)  # of rows of the test that P10 to P90 should hold
+TEST_COVERAGE = (0.75, 0.9)  # target share of test rows within P10 to P90
 STREAM = "STREAM on one host of its kind; others' figures for such hosts are as far apart as this"
 L2 = "8 to 50 MB, of which most stays in the L2: in a step it does not"
 COMPILED = "what a compiler makes of a norm differs by width and version, up to three times; one rate stands for all of it"
@@ -86,7 +86,7 @@ WHY: dict[tuple[str, str, str], str] = {
         "eager",
     ): "width 2048: its products reach more than the law of wider rows says",
 }
-# Licences of the sets. Figures and sources are here; no text and no code of theirs is.
+# Licences of the sets. We use their figures and cite the sources, but no text and no code.
 LICENCES = {
     "aiconfigurator": "Apache-2.0",
     "cudnn-frontend": "MIT",
@@ -136,7 +136,7 @@ def _errors_row(name: str, ops: list[Op], wanted: str) -> str:
 
 
 def misses(ledger: OpLedger) -> list[tuple[tuple[str, str, str], Errors]]:
-    """Groups whose median error is beyond HOLDS_FRACTION, the worst first."""
+    """Return groups with a median error beyond HOLDS_FRACTION, worst first."""
     found = [(key, errors) for key, ops in ledger.groups().items() if (errors := Errors.of(ops)) and not _holds(errors)]
     return sorted(found, key=lambda item: -item[1].median_error_fraction)
 
@@ -219,7 +219,7 @@ scaled. A profile that `penstock probe` measured holds its grid."""
 
 
 def _grid_errors(rows: list[OpRow]) -> list[float]:
-    """Of rows left out, by interpolation between the others."""
+    """Return errors of held-out rows, interpolated between the others."""
     found = []
     for fold in range(N_FOLDS):
         kept = [row for row in rows if fold_of(row) != fold]

@@ -1,11 +1,10 @@
 """Profiles rebuilt from the fitted laws.
 
-    python -m benchmarks.op_profiles            # the laws of products that would be written
+    python -m benchmarks.op_profiles            # print the laws of products
     python -m benchmarks.op_profiles --write    # all laws, into hwprofiles/profiles; then: python benchmarks/ledger.py RUNS --write
 
-Each shipped profile of a GPU gets the laws that `benchmarks/op_fit.py` finds: its own, or those of the nearest GPU of its
-architecture, scaled to a rate that datasheets or single measurements give. Each source says what it rests on, and of which device.
-Half a minute of one core.
+Each shipped GPU profile gets the laws of `benchmarks/op_fit.py`: from its rows, or from the nearest GPU of its architecture, scaled
+to a rate from datasheets or single measurements. Each source names its data and device. Half a minute of one core.
 """
 
 import argparse
@@ -46,15 +45,15 @@ from penstock.hwprofiles.schema import FOLDER, Profile, read_profile
 SAME_GPU = {"h100-sxm": ("8xh100",), "rtx4090-server": ("8xrtx4090", "rtx4090-desktop", "rtx4090-threadripper")}
 MEMORY_LIKE = {"rtx5090-desktop": "rtx5090-server", "rtx5090-threadripper": "rtx5090-server"}
 KERNELS = ("flash", "cudnn", "fa3", "aiter")
-ONLY_MEASURED = ("fa3", "aiter")  # kernels that no plan asks for: for GPUs with rows alone
-# Whose torch attention stands for an architecture of which nobody published any, or not both ways
+ONLY_MEASURED = ("fa3", "aiter")  # kernels that plans never choose: only for GPUs with rows
+# Substitutes for architectures without published torch attention in both directions
 STANDING = {"Blackwell GeForce": "Ada", "Blackwell": "Hopper", "Ampere": "Hopper", "CDNA": "Hopper"}
-ATTENTION_SPREAD, NORM_SPREAD, EAGER_SPREAD, MEMORY_SPREAD = 0.25, 0.4, 0.25, 0.05  # of what other GPUs' rows stand for
+ATTENTION_SPREAD, NORM_SPREAD, EAGER_SPREAD, MEMORY_SPREAD = 0.25, 0.4, 0.25, 0.05  # of values from other GPUs
 OVERHEAD_SPREAD, ORDER_SPREAD = 0.5, 0.1
-EAGER_SHARE = 0.65  # of memory's rate: between 0.58, which single modules of A100 and H100 show, and 0.7 to 0.76, which runs do
-WIDEST = 3.0  # of exchanges by way of a host: as far as hosts of one card were found apart
+EAGER_SHARE = 0.65  # of memory bandwidth: between 0.58 (single modules on A100 and H100) and 0.7 to 0.76 (runs)
+WIDEST = 3.0  # of exchanges through a host: the spread between hosts of one card
 
-# What products keep of a burst's rate in a step, by architecture; runs say it of some GPUs (`benchmarks/run_fit.py`).
+# Rate of products in a step relative to a burst, by architecture; runs give it for some GPUs (`benchmarks/run_fit.py`).
 AS_HOPPER = "as on Hopper, whose clocks fall under load, too; nobody published a step of this architecture"
 SUSTAINED: dict[str, tuple[float, float, SourceKind, str | None, str]] = {
     "Ampere": (1.0, 0.04, "published", "a100-sxm", "whole MLPs run at the rate of isolated products (Liger-Kernel's benchmarks)"),
@@ -81,7 +80,7 @@ def device_of(machine: str) -> str:
 
 
 def source(kind: SourceKind, detail: str, machine: str | None = None, scaled: bool = False) -> Fields:
-    """Fields of a source; `machine`: whose device was measured."""
+    """Return the fields of a source. `machine`: the measured device."""
     device = None if machine is None else device_of(machine)
     fields: Fields = {"kind": kind, "detail": detail, "date": None, "device": device, "driver": None}
     return fields | ({"scaled": True} if scaled else {})
@@ -96,8 +95,8 @@ def rounded(value: float) -> float:
 
 
 def nearest(gpu: str, measured: Collection[str], kernel: str) -> str | None:
-    """Itself, the GPU whose law it has, or the one of its architecture with the nearest products; of torch's own attention, which
-    every GPU has, one of another."""
+    """Return the GPU with the law to use: itself, its `like`, or the one of its architecture with the nearest products. For torch's
+    attention, which every GPU has, another architecture is accepted."""
     if gpu in measured or (like := GPUS[gpu].like) in measured:
         return gpu if gpu in measured else like
     own = [m for m in measured if GPUS[m].architecture == GPUS[gpu].architecture]
@@ -108,7 +107,7 @@ def nearest(gpu: str, measured: Collection[str], kernel: str) -> str | None:
 
 @dataclass(slots=True)
 class Writing:
-    """A profile's fields while laws are put into them; `gpu`: the machine whose rows are those of its device."""
+    """Fields of a profile under construction. `gpu`: the machine with the rows of its device."""
 
     machine: str
     gpu: str
@@ -119,7 +118,7 @@ class Writing:
         return self.fields["device"]  # type: ignore[no-any-return]
 
     def put(self, key: str, of: Fields) -> str:
-        """The source under its key, which is returned."""
+        """Store a source and return its key."""
         self.fields["sources"][key] = of
         return key
 
@@ -156,7 +155,7 @@ class Writing:
         self.device["kernel_overhead_s"] = quantity(v["kernel_overhead_s"], OVERHEAD_SPREAD, key)
 
     def attention(self, kernel: str, found: Mapping[str, Mapping[str, Found]]) -> None:
-        """The law of a kernel, both ways; none of one that nobody measured on its architecture."""
+        """Add the law of a kernel in both directions, unless it was not measured on this architecture."""
         ats = {way: nearest(self.gpu, of, kernel) for way, of in found.items()}
         if None in ats.values() or (kernel in ONLY_MEASURED and self.gpu not in found["forward"]):
             return
@@ -169,7 +168,7 @@ class Writing:
             if at == self.gpu:
                 said = source("fitted", of.words(at, f"a law of {kernel} attention, {way},"), at)
             else:
-                # A backward whose forward was measured is to it as where both were
+                # Scale a backward like its forward, if that was measured
                 by_forward = way == "backward" and ats["forward"] == self.gpu and at in found["forward"]
                 factor = large_rate(self.gpu) / large_rate(at)
                 if by_forward:
@@ -189,7 +188,7 @@ class Writing:
         self.device["attention"].setdefault(kernel, {})["bf16"] = law
 
     def norms(self, found: Mapping[str, Mapping[str, Found]]) -> None:
-        """Rates of norms by kernel; of torch's own also where others' stand for it."""
+        """Add rates of norms by kernel. For torch's fused norm, the median of other GPUs is a fallback."""
         self.device["norms"] = {}
         for kernel, by_way in found.items():
             rates: Fields = {}
@@ -247,7 +246,7 @@ class Writing:
 
 
 def profiles() -> Iterator[tuple[str, Fields]]:
-    """Every profile of a GPU with its laws."""
+    """Yield every GPU profile with its laws."""
     ways = ("forward", "backward")
     of_attention = {kernel: {way: attention(kernel, way) for way in ways} for kernel in KERNELS}
     of_norms = {kernel: {way: norms(kernel, way) for way in ways} for kernel in ("torch-fused", "torch-compile")}
@@ -271,7 +270,7 @@ def profiles() -> Iterator[tuple[str, Fields]]:
 
 
 def without_unused(fields: Fields) -> Fields:
-    """The fields of a profile with the sources that its numbers name, and no other."""
+    """Drop sources that no quantity names."""
     used = {quantity.source for _, quantity in Profile.from_json(fields).quantities()}
     return fields | {"sources": {key: of for key, of in fields["sources"].items() if key in used}}
 

@@ -1,9 +1,9 @@
-"""Bandwidth of the host's optimizers against memcpy, and their times beside AdamW's.
+"""Bandwidth of the host's optimizers against memcpy, and their times next to AdamW's.
 
-`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW on split, bf16 and fp32 masters, and
-of the optimizers that keep less, with one worker and more, beside a copy that moves as many bytes with as many threads, measured in
-turns, and as ratios to AdamW on split masters and to torch's fused kernel alone, in turns too; the bytes per parameter counted from
-the loops; and what the processor's own counters say, where they can be had. `--before REVISION` compares with a revision instead.
+`python -m benchmarks.optimizer` prints a page of Markdown: nanoseconds per parameter of AdamW with split, bf16 and fp32 masters,
+and of the low-bit optimizers, with one worker and more. Baselines, all interleaved: a copy of the same bytes with the same threads,
+AdamW with split masters, and torch's fused kernel. Also bytes per parameter counted in the loops, and hardware counters where
+available. `--before REVISION` compares with a revision instead.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from penstock.runtime.plan.optimizer import AdamW, Optimizer
 
 N_PARAMS = 48 * 2**20
 N_ROUNDS = 9
-FACTOR = 0.5  # any but one, which would skip a multiplication
+FACTOR = 0.5  # not 1, which would skip a multiplication
 SETTINGS = AdamW(lr=1e-5, weight_decay=0.1)
-# What is kept, and the master: fp32, alone or split; or bf16, rounded half up or stochastically
+# Optimizer, and master: fp32, whole or split; or bf16, rounded to nearest or stochastically
 KINDS = {
     "split": (Optimizer.ADAMW, "split"),
     "bf16": (Optimizer.ADAMW, "bf16"),
@@ -54,7 +54,7 @@ KINDS = {
     "lion:moments=int8,master=bf16": (Optimizer.LION_INT8, "stochastic"),
     "lion:moments=int8,master=split24": (Optimizer.LION_INT8, "split24"),
 }
-FUSED_BYTES = 28  # moved by torch's fused kernel on fp32 alone
+FUSED_BYTES = 28  # traffic of torch's fused kernel on fp32
 BYTES_PER_LINE = 64
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}
 _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cache misses; last level, read, miss
@@ -62,22 +62,22 @@ _LAST_LEVEL_MISSES = ((0, 3), (3, 2 | 0 << 8 | 1 << 16))  # (type, config): cach
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A parameter in one of the store's forms, and what there is to do with it."""
+    """A parameter in one storage layout, and the work on it."""
 
     name: str
-    n_bytes: int  # moved by one run
+    n_bytes: int  # traffic of one run
     run: Callable[[Workers[Scratch]], object]
 
 
 def flat(n: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory as the arenas have it."""
+    """Allocate memory like the arenas."""
     slab = host_slab(n * dtype.itemsize)
     touch([slab], 1)
     return slab.view(dtype)
 
 
 def update_case(kind: str, n: int) -> Case:
-    """One step on a parameter of n elements."""
+    """Return one update of a parameter with n elements."""
     optimizer, of_master = KINDS[kind]
     moments = [flat(group_bytes(n) if dtype == "int8" else n, DTYPE[dtype]) for dtype in optimizer.moments.values()]
     half, gradient = flat(n, torch.bfloat16), flat(n, torch.float32 if of_master == "fp32" else torch.bfloat16)
@@ -102,7 +102,7 @@ def update_case(kind: str, n: int) -> Case:
 
 
 def fused_case(n: int) -> Case:
-    """torch's fused AdamW on fp32 master, gradient and moments, chunk by chunk: nothing is split, rounded or scaled."""
+    """Return torch's fused AdamW on fp32 master, gradient and moments, in chunks, without splitting, rounding or scaling."""
     tensors = [flat(n, torch.float32).uniform_(1e-8, 1e-6) for _ in range(4)]
     step, of = torch.tensor(10.0), SETTINGS
     how = {"lr": of.lr, "beta1": of.beta1, "beta2": of.beta2, "weight_decay": of.weight_decay, "eps": of.eps}
@@ -126,7 +126,7 @@ def norm_case(n: int) -> Case:
 
 
 def copy_case(n_bytes: int, n_threads: int) -> Case:
-    """A copy that reads and writes `n_bytes` in sum, shared by the workers in equal parts."""
+    """Return a copy with `n_bytes` of reads plus writes, split equally among the workers."""
     to, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
 
     def run(workers: Workers[Scratch]) -> None:
@@ -142,7 +142,7 @@ def copy_case(n_bytes: int, n_threads: int) -> Case:
 
 @contextmanager
 def misses_counted() -> Iterator[Callable[[], int] | None]:
-    """A counter of the last cache's misses by this thread and those that it starts; None where the system has none to give."""
+    """Count last-level cache misses of this thread and its children. None if the system has no counter."""
     for kind, config in _LAST_LEVEL_MISSES:
         # struct perf_event_attr: type, size, config, .., flags (inherit, exclude_kernel, exclude_hv), ..
         attributes = struct.pack("IIQQQQQ", kind, 64, config, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(64, b"\0")
@@ -158,19 +158,19 @@ def misses_counted() -> Iterator[Callable[[], int] | None]:
 
 
 def misses_of(case: Case, n_threads: int) -> int | None:
-    """Of one run, after one that warms up."""
+    """Return cache misses of one run, after a warm-up run."""
     with misses_counted() as read:
         workers = Workers(n_threads, Scratch)
         with workers.helped(settled):
             case.run(workers)
             before = read() if read is not None else 0
             case.run(workers)
-        return read() - before if read is not None else None  # a helper's count is added when it ends
+        return read() - before if read is not None else None  # a child's count is added when it ends
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """As a machine settles its lanes: one thread inside a kernel, no autograd."""
+    """Configure a thread like a machine's lane: one thread per kernel, no autograd."""
     torch.set_num_threads(1)
     with torch.no_grad():
         yield
@@ -180,8 +180,7 @@ def settled() -> Iterator[None]:
 
 
 def in_turns(cases: list[Case], n_threads: int, n_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every run; one of each case after another, round by round. Of one worker the seconds of its core: others may use
-    the machine too."""
+    """Return seconds of every run, interleaved by rounds. With one worker, CPU seconds, because others may use the machine."""
     clock = time.thread_time if n_threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     workers = Workers(n_threads, Scratch)
@@ -190,7 +189,7 @@ def in_turns(cases: list[Case], n_threads: int, n_rounds: int) -> dict[str, list
             for case in cases:
                 start_s = clock()
                 case.run(workers)
-                if number:  # the first round warms up
+                if number:  # the first round is warm-up
                     times[case.name].append(clock() - start_s)
     return times
 
@@ -199,7 +198,7 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
     copy, split, bare = copy_case(26 * n_params, n_threads), update_case("split", n_params), fused_case(n_params)
     for kind in (*KINDS, "norm"):
         case = norm_case(n_params) if kind == "norm" else update_case(kind, n_params)
-        case = replace(case, name=f"{kind} ")  # beside the other of its kind
+        case = replace(case, name=f"{kind} ")  # distinct from the baseline of the same kind
         times = in_turns([case, copy, split, bare], n_threads, n_rounds)
         to_split, to_bare = (median(a / b for a, b in zip(times[case.name], times[of.name], strict=True)) for of in (split, bare))
         ordered, mine_s = sorted(times[case.name]), median(times[case.name])
@@ -215,7 +214,7 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
         )
 
 
-# Another revision's cases, in a process of its own: a line of input is a run, a line of output its thread's seconds
+# Cases of another revision, in a separate process: a line of input starts a run, a line of output is its thread time
 CHILD = """
 import sys, time
 from benchmarks import optimizer as of
@@ -232,7 +231,7 @@ with of.settled(), workers.helped(of.settled):
 
 
 def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> Iterator[str]:
-    """A row for each kind: the revision and this one in turns, round by round, each on one thread of its own process."""
+    """Yield a row per kind: a revision and this one, interleaved by rounds, each on one thread of a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", revision, "runtime", "benchmarks"], check=True, capture_output=True).stdout
         subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive)
@@ -252,7 +251,7 @@ def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> I
                     )
                     for at in (folder, Path(__file__).parents[1])
                 ]
-                pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round warms up
+                pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round is warm-up
             before, after = ([pair[i] / n_params * 1e9 for pair in pairs] for i in (0, 1))
             ratio = median(a / b for b, a in zip(before, after, strict=True))
             spread = f"{min(after):.2f} to {max(after):.2f}"

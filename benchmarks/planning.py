@@ -33,7 +33,7 @@ CHILD = (
 
 
 def timed(model: Path, policy: str) -> tuple[float, float]:
-    """Wall seconds and peak bytes of one `penstock plan`, each the median of fresh processes."""
+    """Return wall seconds and peak bytes of one `penstock plan`, medians of fresh processes."""
     words = ["plan", str(model), "--machine", MACHINE, "--host-memory", "4TB", "--tokens-per-step", "65536"]
     words += ["--policy", policy, "--json"]
     seconds, peaks = [], []
@@ -46,7 +46,7 @@ def timed(model: Path, policy: str) -> tuple[float, float]:
 
 
 def simulation() -> str:
-    """Seconds of one simulation of a step of 80 layers and 8 micro-batches."""
+    """Format the seconds of simulating a step of 80 layers and 8 micro-batches."""
     model, profile = read_model(MODEL), read_profile(MACHINE)
     semantics = Semantics(4096, 8, 1)
     workload = build_workload(model, semantics)

@@ -1,9 +1,9 @@
-"""Losses of preferences held against TRL's, and a run that learns from pairs.
+"""Preference losses compared with TRL, and a run that learns from pairs.
 
     python -m benchmarks.preferences > docs/benchmarks/preferences_cpu-2core_DATE.md
 
-The same batch of two pairs through TRL's `DPOTrainer` and through the head of a two-layer Llama here, where TRL is installed (`pip
-install trl`); and 24 steps of adapters on pairs of polite and rude answers, by the command. Three minutes of two cores.
+One batch of two pairs through TRL's `DPOTrainer` and through our head of a two-layer Llama, if TRL is installed (`pip install
+trl`); and 24 steps of adapters on pairs of polite and rude answers, with the command line. Three minutes of two cores.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.objective import parse_objective
 from penstock.runtime.plan.workload import Model
 
-LOSSES = {  # TRL's names, and ours
+LOSSES = {  # TRL's name -> ours
     "sigmoid": "dpo:beta=0.3",
     "ipo": "ipo:beta=0.3",
     "hinge": "hinge:beta=0.3",
@@ -41,11 +41,11 @@ SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "n
 SMALL |= {"model_type": "llama", "vocab_size": 96, "tie_word_embeddings": False}
 BYTES = SMALL | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 320}
 N_PAIRS, N_HELD_OUT, N_BEFORE, N_STEPS, EVERY = 100, 50, 120, 24, 12
-OURS = [0, 2, 1, 3]  # chosen, rejected, chosen, rejected; TRL has the chosen answers first
+OURS = [0, 2, 1, 3]  # to chosen, rejected, chosen, rejected; TRL's chosen answers precede
 
 
 def of_trl(loss_type: str, numbers: dict[str, float], model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of TRL's trainer."""
+    """Return the loss of TRL's trainer."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -61,7 +61,7 @@ def of_trl(loss_type: str, numbers: dict[str, float], model: Any, batch: dict[st
 
 
 def differences(loss_type: str, name: str, dtype: str) -> Iterator[float]:
-    """Relative ones, of the loss, and of the gradients of the last hidden state and of the output matrix."""
+    """Yield relative differences of the loss, and of the gradients of the last hidden state and output matrix."""
     torch.manual_seed(3)
     model, n, n_tokens = LlamaForCausalLM(LlamaConfig(**SMALL)).to(DTYPE[dtype]), 4, 16
     with torch.no_grad():
@@ -99,7 +99,8 @@ def differences(loss_type: str, name: str, dtype: str) -> Iterator[float]:
 
 
 def without_reference() -> Iterator[tuple[str, float]]:
-    """ORPO and SimPO: the largest difference of values and slopes, by TRL's own functions of the same log-probabilities."""
+    """Yield for ORPO and SimPO the largest difference of values and slopes, against TRL's functions of the same
+    log-probabilities."""
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 
@@ -151,7 +152,7 @@ def manners(n: int, begin: int) -> list[dict[str, str]]:
 
 
 def penstock(*words: object) -> None:
-    """A command, as a user gives it."""
+    """Run a command of the project."""
     subprocess.run([sys.executable, "-m", "penstock", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
 
 
@@ -161,14 +162,14 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
 
 
 def ranked(folder: Path) -> Iterator[str]:
-    """A row for each evaluation of a run on pairs."""
+    """Yield a row per evaluation of a run on pairs."""
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
         if "eval_loss" in line:
             yield f"| {line.get('step', 0)} | {line['eval_loss']:.4f} | {line['eval_accuracy']:.0%} |"
 
 
 def learned(home: Path) -> Iterator[str]:
-    """A model that learns both manners of answering, then from pairs which is wanted."""
+    """Train a model on both kinds of answers, then on pairs."""
 
     (home / "config.json").write_text(json.dumps(BYTES | {"architectures": ["LlamaForCausalLM"]}))
     pairs, held_out = manners(N_PAIRS, 0), manners(N_HELD_OUT, N_PAIRS)

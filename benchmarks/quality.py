@@ -1,10 +1,10 @@
-"""What less optimizer state costs in quality: the same runs with each optimizer, from several seeds.
+"""Quality cost of low-bit optimizer state: the same runs with each optimizer, from several seeds.
 
     python -m benchmarks.quality --home FOLDER [--device cuda --machine h100-16core] [--jobs 6] [--layers 3,10] [--steps 1000]
 
-Byte-level Qwen3 models, the demo's of 3 layers and one of 10 (30 M parameters), learn the sources of Python's standard library;
-each tenth file is held out. Runs of a seed begin with the same weights and see the same data in the same order. A run that is in
-FOLDER is not repeated; a table of all that are there and finished is printed in the end, or alone with `--jobs 0`.
+Byte-level Qwen3 models, the demo's with 3 layers and one with 10 (30 M parameters), trained on the sources of Python's standard
+library; every tenth file is held out. Runs with one seed start from equal weights and read equal data in equal order. Runs found in
+FOLDER are not repeated. A table of all finished runs is printed at the end, or alone with `--jobs 0`.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
 
 
 def write_data(home: Path) -> None:
-    """Sources of the standard library, in two folders."""
+    """Write sources of the standard library to two folders."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:MOST_FILES]
     for number, file in enumerate(files):
         to = home / ("held-out" if number % HELD_OUT_EVERY == 0 else "data") / f"{file.stem}.txt"
@@ -69,7 +69,7 @@ def folder(home: Path, run: Run) -> Path:
 
 
 def begin(home: Path, run: Run, words: list[str]) -> int:
-    """In a process of its own."""
+    """Run in a separate process."""
     to = folder(home, run)
     if any(to.glob("checkpoint-*")):
         return 0
@@ -102,8 +102,8 @@ def perform(asked: argparse.Namespace, run: Run) -> None:
 
 
 def table(home: Path) -> Iterator[str]:
-    """A row for each model and optimizer: of its finished runs, training losses by seed, means of the last steps, how far they lie
-    from fp32 state's of the same seed, and the same of losses on held-out files."""
+    """Yield a row per model and optimizer over finished runs: mean training loss of the last steps, spread over seeds, differences
+    from fp32 state by seed; and the same for held-out loss."""
     found: dict[Run, tuple[float, float]] = {}
     for path in sorted(home.glob("*/metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]

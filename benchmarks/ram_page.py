@@ -1,6 +1,6 @@
 """The page of largest trainable models by host memory.
 
-`penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md`: the page is that command's output, and nothing else.
+`penstock fits --json | python -m benchmarks.ram_page > docs/ram-to-model.md`: the page only depends on the command's output.
 """
 
 import json
@@ -23,11 +23,11 @@ full. What is sold as 128 GB has 137 x 10^9 bytes: 128 x 10^9 of them are counte
 
 
 def page(said: dict[str, Any]) -> str:
-    """The page of what `penstock fits --json` says."""
+    """Return the page for the output of `penstock fits --json`."""
     how = "an estimate, from a greedy plan" if said["is_estimate"] else "that of the plan which a search found"
     text = HEAD.format(**said, how=how)
     gpus = dict.fromkeys(fit["gpu"] for fit in said["fits"])
-    for gpu in gpus:  # rows come family by family
+    for gpu in gpus:  # rows are ordered by family
         fits = [fit for fit in said["fits"] if fit["gpu"] == gpu]
         families = list(dict.fromkeys(fit["family"] for fit in fits))
         cells = {(fit["host_memory_bytes"], fit["family"]): fit for fit in fits}
@@ -39,7 +39,7 @@ def page(said: dict[str, Any]) -> str:
 
 
 def _cell(fit: dict[str, Any]) -> str:
-    """`qwen2.5-32b: 525`."""
+    """Format a cell. Example: `qwen2.5-32b: 525`."""
     return "-" if fit["model"] is None else f"{fit['model']}: {fit['tokens_per_s']:,.0f}"
 
 

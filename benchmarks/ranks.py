@@ -1,7 +1,7 @@
 """Predicted step times by number of GPUs, and runs of several ranks against their plans.
 
-Prints a page in markdown: `python -m benchmarks.ranks` from the root of the repository, some five minutes. Every GPU has the same
-tokens of a step (weak scaling), so an efficiency of 100 % means that nothing is lost by sharing the host and by exchanging.
+Prints a page in markdown: `python -m benchmarks.ranks` from the root of the repository, some five minutes. Weak scaling: tokens per
+GPU and step are constant, so an efficiency of 100 % means no loss by sharing the host and by exchanges.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from penstock.results import Planned
 from penstock.runtime.errors import DoesNotFitError
 
 GPUS = (1, 2, 4, 8)
-# Model, machine, tokens of a sequence, sequences of a step on each GPU
+# Model, machine, tokens per sequence, sequences per step and GPU
 CELLS = (
     ("llama-3.1-8b", "8xh100", 8192, 8),
     ("llama-3.1-70b", "8xh100", 8192, 8),
@@ -24,7 +24,7 @@ CELLS = (
     ("qwen3-32b", "8xrtx4090", 2048, 16),
     ("qwen2.5-72b", "h200-pcie5", 4096, 16),
 )
-# Tokens a second of RoundPipe on eight RTX 4090 (its repository, commit e813c67), by how many are at work
+# Tokens per second of RoundPipe on RTX 4090 (its repository, commit e813c67), by number of GPUs
 PUBLISHED = {("llama-3.1-8b", "8xrtx4090"): (3142, 6259, 12278, 24275), ("qwen3-32b", "8xrtx4090"): (740, 1476, 2897, 5516)}
 EMULATED = (("llama-3.1-8b", "8xh100", 8), ("llama-3.1-8b", "8xrtx4090", 4), ("qwen2.5-7b", "h200-pcie5", 2))
 EMULATED_STEPS = 6
@@ -32,15 +32,15 @@ EMULATED_STEPS = 6
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell with so many GPUs."""
+    """One cell with a number of GPUs."""
 
     gpus: int
-    plan: Planned | None  # None: it does not fit
+    plan: Planned | None  # None: does not fit
     reason: str = ""
 
 
 def planned(model: str, machine: str, seq_len: int, each: int, gpus: int) -> Row:
-    """The plan of so many GPUs, in eight sum groups whatever their number."""
+    """Plan for `gpus` GPUs, always with eight sum groups."""
     try:
         plan = penstock.plan(model, machine, seq_len=seq_len, batch_size=each * gpus, sum_groups=8, gpus=gpus)
     except DoesNotFitError as error:
@@ -80,7 +80,7 @@ def page() -> Iterator[str]:
 
 
 def emulated(plan: Planned) -> float:
-    """Seconds of a step that this computer performs at the pace of the plan's machine, every rank doing what the first does."""
+    """Run a plan on this computer at the pace of its machine, with every rank simulated like the first. Return seconds per step."""
     with TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("What a plan says of one rank it says of all. " * 4000)

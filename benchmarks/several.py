@@ -1,7 +1,7 @@
 """Published runs on several GPUs against predictions.
 
-The section of docs/accuracy.md that `benchmarks/ledger.py` writes: runs of systems that shard (`benchmarks/sharded.py`), layers
-timed one by one, and another system beside our own plan.
+The section of docs/accuracy.md for `benchmarks/ledger.py`: runs of sharding systems (`benchmarks/sharded.py`), single layers, and
+another system next to our plan.
 """
 
 import math
@@ -26,13 +26,13 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.units import GB, GiB
 
 FILE = Path(__file__).parent / "published_several.json"
-# An A800 is an A100 of which NVLink carries 400 GB/s and not 600 (datasheet). Of it as much is taken to be reached as of the 900 of
-# `8xh100`, whose collectives also take as long to begin. Its host is taken to be that of `a100-sxm`.
+# An A800 is an A100 with NVLink at 400 instead of 600 GB/s (datasheet). It is assumed to reach the same share as the 900 GB/s of
+# `8xh100`, with the same latency of collectives. Its host is assumed to be that of `a100-sxm`.
 A800_RATES = {f"peers.collectives.{of}.bytes_per_s" for of in get_args(Collective)}
 A800, A800_LIKE, A800_NVLINK_LIKE, A800_LINK_FRACTION = "8xa800", "a100-sxm", "8xh100", 400 / 900
 FP16_SUMS_FACTOR = 330 / 165  # of products on a GeForce card, by its datasheet
 GEFORCE, TFLOP = "8xrtx4090", 10**12
-SLOWEST, FASTEST, N_HALVINGS = 1e-2, 10.0, 16  # of the search for a rate of exchange: factors of the profile's
+SLOWEST, FASTEST, N_HALVINGS = 1e-2, 10.0, 16  # bisection for a rate of exchange: factors of the profile's rate
 NOTES = {
     "8xrtx4090-fsdp-offload-qwen3-1.7b": "two errors nearly cancel: products in fp16 are faster than we say, exchange is slower",
     "8xrtx4090-fsdp-offload-qwen3-32b": "of which memory it ran out, and when, is not said; we suppose, while the model was made",
@@ -44,7 +44,7 @@ NOTES = {
 
 @dataclass(frozen=True, slots=True)
 class PublishedSharded:
-    """A run of a system that shards; None: it ran out of memory."""
+    """A run of a sharding system. `tokens_per_s` None: out of memory."""
 
     id: str
     system: str
@@ -64,7 +64,7 @@ class PublishedSharded:
 
 @dataclass(frozen=True, slots=True)
 class PublishedLayer:
-    """One layer timed alone, forward, and backward without the forward before it."""
+    """One layer timed alone: forward, and backward without its forward."""
 
     machine: str
     model: str
@@ -77,7 +77,7 @@ class PublishedLayer:
 
 @dataclass(frozen=True, slots=True)
 class PublishedPipeline:
-    """RoundPipe, which updates one step late, and with an update that the next step waits for."""
+    """RoundPipe with updates delayed by one step, and with synchronous updates."""
 
     machine: str
     model: str
@@ -91,7 +91,7 @@ class PublishedPipeline:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """All of the file."""
+    """Contents of the file."""
 
     about: str
     batches: str
@@ -107,7 +107,7 @@ def read_published(path: Path = FILE) -> Published:
 
 @cache
 def machine_of(name: str) -> Profile:
-    """A shipped profile, or the machine that was made of two."""
+    """Return a shipped profile, or the A800 composed of two."""
     if name != A800:
         return read_profile(name)
     device, links = read_profile(A800_LIKE), read_profile(A800_NVLINK_LIKE)
@@ -117,15 +117,15 @@ def machine_of(name: str) -> Profile:
 
 
 def exchange_bytes_per_s(machine: Profile) -> float:
-    """At which weights of one device reach another, once many are on their way."""
+    """Return the rate at which a device's weights reach another, with many in flight."""
     assert machine.peers is not None
     return machine.peers.collectives["all_gather"].bytes_per_s.value
 
 
 def explaining_bytes_per_s(published: PublishedSharded, products: float = 1.0) -> float | None:
-    """The rate of exchange by way of the host that makes the predicted step the measured one; None where none does.
+    """Return the exchange rate through the host that explains the measured step, or None if none does.
 
-    `products`: how many times as fast matrix products are as the profile says.
+    `products`: speed-up of matrix products over the profile.
     """
     machine = machine_of(published.machine)
     if published.tokens_per_s is None or machine.peers is None or not machine.peers.through_host:
@@ -145,7 +145,7 @@ def explaining_bytes_per_s(published: PublishedSharded, products: float = 1.0) -
 
 
 def section(published: Published) -> Iterator[str]:
-    """The lines of the page; some five minutes of planning."""
+    """Yield the lines of the page; some five minutes of planning."""
     explained = explained_rates(published)
     yield "## Several GPUs"
     yield ""
@@ -180,13 +180,13 @@ which allocates gradients anew, was not published with enough to predict it; nor
 
 
 def explained_rates(published: Published, products: float = 1.0) -> dict[str, float]:
-    """By run, the rate of exchange that would explain it, where one does."""
+    """Return by run the explaining exchange rate, if it exists."""
     found = {run.id: explaining_bytes_per_s(run, products) for run in published.sharded}
     return {name: rate for name, rate in found.items() if rate is not None}
 
 
 def sharded_rows(published: Published, explained: Mapping[str, float]) -> Iterator[str]:
-    """A row for each run of a system that shards."""
+    """Yield a row per run of a sharding system."""
     yield "| run | sequences, at a time | tokens/s predicted | measured | step | exchange | device memory predicted | |"
     yield "|---|---|---:|---:|---:|---:|---:|---|"
     for it in published.sharded:
@@ -208,13 +208,13 @@ def sharded_rows(published: Published, explained: Mapping[str, float]) -> Iterat
 
 
 def _error_fraction(it: PublishedSharded, shown: Shown) -> float:
-    """Predicted step time over the measured one, less one."""
+    """Return predicted over measured step time, minus 1."""
     assert it.tokens_per_s is not None
     return shown.step_s * it.tokens_per_s / it.run.tokens_per_step - 1
 
 
 def _reading(published: Published, explained: Mapping[str, float]) -> Iterator[str]:
-    """What the rows say together."""
+    """Yield the discussion of the rows."""
     ran = [it for it in published.sharded if it.tokens_per_s is not None]
     errors = {it: _error_fraction(it, predict(it.run, machine_of(it.machine))) for it in ran}
     by_host, by_nvlink = ([e for it, e in errors.items() if (it.machine == A800) is other] for other in (False, True))
@@ -247,7 +247,7 @@ def _span(errors: list[float]) -> str:
 
 
 def layer_rows(published: Published) -> Iterator[str]:
-    """A row for each layer."""
+    """Yield a row per layer."""
     yield "| a layer of | sequences | forward predicted | measured | error | TFLOP/s | backward predicted | measured | error |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     for it in published.layers:
@@ -265,7 +265,7 @@ def _milliseconds(predicted_s: float, measured_ms: float) -> str:
 
 
 def _beside(published: Published) -> Iterator[str]:
-    """Another system's runs and our own plans of the same steps."""
+    """Yield another system's runs next to our plans of the same steps."""
     yield """RoundPipe beside a plan of ours for the same step and machine: another system, so no prediction of it. It moves
 activations from GPU to GPU and uploads fp16 weights, each to one GPU at a time; it updates one step late, unless told to wait
 (`waiting`). Plans have the kernels that `plan` chooses, and as many sum groups as GPUs. `resident`: all state on the devices,
@@ -287,7 +287,7 @@ the `fsdp` above, which had plain modules and recomputed all.
 
 
 def _planned(it: PublishedPipeline, machine: Profile) -> Planned | None:
-    """Our plan of the step; None where it does not fit."""
+    """Return our plan of the step, or None if it does not fit."""
     try:
         return penstock.plan(it.model, machine, seq_len=it.seq, batch_size=it.batch, sum_groups=it.gpus, gpus=it.gpus)
     except DoesNotFitError:
@@ -295,13 +295,13 @@ def _planned(it: PublishedPipeline, machine: Profile) -> Planned | None:
 
 
 def published_cells(it: PublishedPipeline) -> str:
-    """The row's beginning, which no plan changes."""
+    """Format the start of a row, which does not depend on a plan."""
     waiting = "" if it.synchronous_tokens_per_s is None else f"{it.synchronous_tokens_per_s:,.0f}"
     return f"| {it.machine} | {it.model} | {it.batch} x {it.seq:,} | {it.gpus} | {it.tokens_per_s:,.0f} | {waiting} |"
 
 
 def pipeline_row(it: PublishedPipeline, planned: Planned | None) -> str:
-    """A run, and what we would do."""
+    """Format a run and our plan."""
     if planned is None:
         return f"{published_cells(it)} does not fit | | | |"
     kept = planned.answer.resident

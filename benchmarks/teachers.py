@@ -1,4 +1,4 @@
-"""Losses, distillation and heads held against plain loops and transformers, and runs that learn from a teacher and from pairs.
+"""Losses, distillation and heads compared with plain loops and transformers, and runs that learn from a teacher and from pairs.
 
     python -m benchmarks.teachers > docs/benchmarks/teachers_cpu-2core_DATE.md
 
@@ -33,14 +33,14 @@ PLAIN = ("cross-entropy", "label-smoothing:0.1", "z-loss:0.01", "orpo", "simpo")
 HEADS = ("classify:3", "reward", "reward:center=0.1")
 KIND = ("gladly", "sure", "friend", "happy", "kindly", "welcome", "yes", "thanks")
 RUDE = ("never", "fool", "no", "go", "hate", "stop", "idiot", "bah")
-END, N_STEPS = 256, 60  # of bytes, the token that ends a text
+END, N_STEPS = 256, 60  # end-of-text token of bytes
 STUDENT = BYTES | {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
 SIZES = ("--machine", "cpu-2core", "--compute", "fp32", "--seq-len", 64, "--batch-size", 8)
 
 
 def plain_divergence(teacher_BTV: Tensor, student_BTV: Tensor, numbers: dict[str, float], rounded_BTK: Tensor | None) -> Tensor:
-    """Of each position, from whole logits in fp64: of the likeliest ids as they are, of all others as one outcome.
-    `rounded_BTK`: a file's log-probabilities of these, in place of the teacher's own."""
+    """Return the divergence per position from whole logits in fp64: over the top ids, with all others as one outcome.
+    `rounded_BTK`: log-probabilities from a file instead of the teacher's."""
     ids = teacher_BTV.topk(int(numbers["k"])).indices
     both = [(z.double() / numbers["temperature"]).softmax(-1) for z in (teacher_BTV, student_BTV)]
     top = [each.gather(-1, ids) for each in both]
@@ -52,7 +52,7 @@ def plain_divergence(teacher_BTV: Tensor, student_BTV: Tensor, numbers: dict[str
 
 
 def plain_loss(name: str, numbers: dict[str, float], logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean of a loss that needs nothing else, from whole logits in fp64, as its paper writes it."""
+    """Return the mean of a loss without extras, from whole logits in fp64, by the formula of its paper."""
     logps, is_there, n = logits_BTV.double().log_softmax(-1), targets_BT != -100, numbers
     own = logps.gather(-1, targets_BT.clamp(min=0)[..., None])[..., 0] * is_there
     better, worse = (own.sum(1) / is_there.sum(1)).view(-1, 2).unbind(1)
@@ -70,7 +70,7 @@ def plain_loss(name: str, numbers: dict[str, float], logits_BTV: Tensor, targets
 
 
 def differences(name: str, dtype: str, is_rounded: bool = True) -> Iterator[float]:
-    """Relative ones, of the loss, and of the gradients of the last hidden state and of the output matrix."""
+    """Yield relative differences of the loss, and of the gradients of the last hidden state and output matrix."""
     torch.manual_seed(3)
     of, n, n_tokens, hidden = parse_objective(name), 4, 16, list[Tensor]()
     if of.n_labels is None:
@@ -132,7 +132,7 @@ def compared(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def answers(n: int, seed: int) -> list[dict[str, str]]:
-    """Pairs of four words, two of them kind in the chosen answer and rude in the other, in any order."""
+    """Return pairs of four words in random order: two kind words in the chosen, two rude ones in the rejected answer."""
     draw, rows = random.Random(seed), list[dict[str, str]]()
     for i in range(n):
         both = [draw.choices(of, k=2) + draw.choices(("it", "then", "so", "well", "now"), k=2) for of in (KIND, RUDE)]
@@ -143,7 +143,7 @@ def answers(n: int, seed: int) -> list[dict[str, str]]:
 
 
 def learned(home: Path) -> Iterator[str]:
-    """A teacher that has learned both manners, students of a fifth of its size, and a model that scores answers."""
+    """Train a teacher on both kinds of answers, students of a fifth of its size, and a model that scores answers."""
 
     def config(name: str, of: dict[str, Any]) -> Path:
         (home / name).mkdir()
@@ -157,7 +157,7 @@ def learned(home: Path) -> Iterator[str]:
         return out / f"checkpoint-{steps}"
 
     def divergence(folder: Path) -> float:
-        """KL(teacher || student) of whole logits, by transformers, a mean over the tokens of held-out texts."""
+        """Return the mean KL(teacher || student) of whole logits over tokens of held-out texts, by transformers."""
         each = list[Tensor]()
         both = [AutoModelForCausalLM.from_pretrained(of, dtype=torch.float32).eval() for of in (teacher, folder)]
         for row in held_out:
