@@ -1,13 +1,12 @@
 """Command line of the GPU benchmark.
 
     python -m benchmarks.gpu prepare --home FOLDER --machine h100-sxm --device-memory 78GB --host-memory 118GB    # anywhere
-    python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; again, until nothing is left to do
+    python -m benchmarks.gpu --home FOLDER --host-memory 118GB            # on the GPU's machine; repeat until all is done
     python -m benchmarks.gpu --device cpu --tiny --home FOLDER            # all of it, small, without a GPU
 
-Give stages, or `first` to `sixth` for those of one call of ten minutes; all of them otherwise. `first` and `second` are a visit of
-a quarter of an hour: every line prints the expected figure and the decision that it makes. Each stage is a
-process of its own with its own limit, and what it measures is in FOLDER/results at once. What was done is not repeated; what failed
-is tried again.
+Arguments are stages, or `first` to `sixth` for the stages of one call of ten minutes; default: all. `first` and `second` are a
+visit of a quarter of an hour; every line prints the expected figure and the decision that follows. A stage is a separate process
+with a time limit, and writes each result to FOLDER/results at once. Finished stages are not repeated; failed ones are retried.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from .packages import WheelsError, carried, missing, missing_words
 from .stages import CALL_S, CALLS, PAGE, STAGES, TINY_CONFIG, TINY_MACHINE, TINY_PATIENCE, Asked, SkippedError, Stage
 
 PREPARE = "prepare"
-TRACED_S = 5.0  # before the limit: every thread's traceback goes to the log
+TRACED_S = 5.0  # before the limit: dump the tracebacks of all threads to the log
 
 
 def main(words: Sequence[str]) -> int:
@@ -67,7 +66,8 @@ def _command(command: Sequence[str], stage: Stage, limit_s: float) -> list[str]:
 
 
 def _environment(site: Path, asked: Asked, stage: Stage) -> dict[str, str]:
-    """Of a stage. The allocator's segments grow, so a plan that fills the device is not cut to pieces by what is freed."""
+    """Return the environment of a stage. The allocator uses expandable segments, so that freed memory does not fragment a full
+    device."""
     given = getattr(asked, stage.is_given) if stage.is_given else None
     folders = [str(site), *([str(given)] if given else []), os.environ.get("PYTHONPATH", "")]
     return {
@@ -80,7 +80,7 @@ def _environment(site: Path, asked: Asked, stage: Stage) -> dict[str, str]:
 
 
 def _perform(asked: Asked, is_to_fail: bool) -> int:
-    """A stage, in this process."""
+    """Run a stage in this process."""
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, asked.stage_limit_s - TRACED_S))
     stage = next(stage for stage in (*STAGES, PAGE) if stage.name == asked.stage)
@@ -102,7 +102,7 @@ def _perform(asked: Asked, is_to_fail: bool) -> int:
 
 
 def _noted(results: Results, stage: str, what: str, /, **values: object) -> None:
-    """Write a line to the stream; print the expected figure and the decision beside the measured one where there is an estimate."""
+    """Write a line to the stream. If there is an estimate, print it and the decision next to the measured figure."""
     if (expected := expectation(stage, what, values)) is not None:
         print(f"{stage}, {what}: {figures(values)}; expected {expected.figure}; decides: {expected.decision}", flush=True)
         values = {**values, "expected": expected.figure, "decision": expected.decision}
@@ -110,7 +110,7 @@ def _noted(results: Results, stage: str, what: str, /, **values: object) -> None
 
 
 def _see_to_it(stage: Stage, asked: Asked) -> None:
-    """SkippedError where what only this stage needs is not there."""
+    """SkippedError if a requirement of this stage alone is missing."""
     if asked.tiny and not stage.in_tiny:
         raise SkippedError("a tiny run is without it: another of its kind speaks for it")
     if names := missing(stage.needs):
@@ -121,7 +121,7 @@ def _see_to_it(stage: Stage, asked: Asked) -> None:
 
 
 def _chosen(words: Sequence[str], patience: float) -> list[Stage]:
-    """The stages named, in the order of the table."""
+    """Return the named stages in the order of the table."""
     numbers = {CALLS[word] for word in words if word in CALLS}
     chosen = [stage for stage in STAGES if not words or stage.name in words or stage.call in numbers]
     return [replace(stage, limit_s=patience * stage.limit_s) for stage in chosen]

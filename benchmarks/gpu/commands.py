@@ -1,6 +1,6 @@
 """Stages that run the project's own commands on the GPU machine: plan, probe, tests.
 
-Torch is not needed to plan, so plans for a GPU are made beforehand, anywhere.
+Planning needs no torch, so plans for a GPU can be made on another machine.
 """
 
 import importlib.util
@@ -26,9 +26,9 @@ from penstock.runtime.units import parse_bytes, show_bytes, show_seconds
 from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
 
 CLI = (sys.executable, "-m", "penstock")
-HOST_SHARE = 0.92  # of the memory that the system says it has, where nobody says how much to plan for
+HOST_SHARE = 0.92  # of the system's memory: default to plan for
 MOST_FAILURES = 20
-ENDED_S = 25.0  # before its limit a stage of tests is told to end
+ENDED_S = 25.0  # before its limit, a stage of tests is interrupted
 TESTS = (
     "tests/runtime/test_on_a_gpu.py", "tests/hwprofiles/test_cuda_device.py", "tests/runtime/test_cuda_machine.py",
     "tests/runtime/test_packed_weights.py", "tests/runtime/test_device_norms.py",
@@ -37,14 +37,14 @@ TESTS_OF_KERNELS = (*TESTS[3:], "tests/runtime/test_kernels.py", "tests/runtime/
 
 
 class CommandError(RuntimeError):
-    """A command of the project's failed: its last line."""
+    """A failed command of the project, with its last line."""
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 
 def prepare(asked: Asked) -> int:
-    """Make the plans of every stage that trains, for the machine that is named; say what each needs."""
+    """Make the plans of every training stage for the named machine, and print their requirements."""
     if asked.machine is None or asked.host_memory is None:
         print("error: name the machine to plan for, and its host memory: --machine h100-sxm --host-memory 118GB", file=sys.stderr)
         return 2
@@ -64,10 +64,8 @@ def prepare(asked: Asked) -> int:
 
 
 def plan_of(asked: Asked, note: Note) -> Path:
-    """The plan of the stage: of the probed machine, if it is to be; else the one that was carried; else made for the machine named.
-
-    Never for another machine: without any of the three this fails.
-    """
+    """Return the plan of the stage: for the probed machine if requested, otherwise the prepared one, otherwise one for the named
+    machine. Raises without any of the three, because a plan for another machine predicts nothing."""
     carried = asked.plans / f"{asked.stage}.plan.json"
     if asked.case.is_probed and asked.profile.exists():
         try:
@@ -88,7 +86,7 @@ def make_plan(asked: Asked, name: str, case: Case, machine: str, path: Path) -> 
     words += ["--batch-size", str(case.batch_size), *asked.sizes.plan_words, *case.plan_words]
     if not asked.tiny:
         words += ["--host-memory", f"{host_bytes(asked)}B"]
-    if asked.device_memory is not None and machine != str(asked.profile):  # a probed one knows its own
+    if asked.device_memory is not None and machine != str(asked.profile):  # a probed profile contains it
         words += ["--device-memory", asked.device_memory]
     said = command([*words, "-o", str(path)])
     if asked.stage:
@@ -103,7 +101,7 @@ def claim_of(path: Path) -> dict[str, Any]:
 
 
 def model_of(asked: Asked, name: str, case: Case) -> Path:
-    """The model of a case, with as many layers as it is to have."""
+    """Write the model of a case, with its number of layers."""
     from penstock.planner.model.workload import read_model
 
     config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else case.model or asked.sizes.model).config)
@@ -114,14 +112,14 @@ def model_of(asked: Asked, name: str, case: Case) -> Path:
 
 
 def host_bytes(asked: Asked) -> int:
-    """As asked; else most of what the system says it has. What is free now says little where memory grows as it is used."""
+    """Return --host-memory, or most of the system's memory. Free memory is a poor measure because it may grow on demand."""
     if asked.host_memory is not None:
         return parse_bytes(asked.host_memory)
     return int(HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def command(words: list[str]) -> str:
-    """What a `penstock` command prints, performed here: it need not be installed."""
+    """Run a `penstock` command in this process, without installation. Return its output."""
     from penstock.cli.main import cli
 
     out, err, code = StringIO(), StringIO(), 0
@@ -139,7 +137,7 @@ def command(words: list[str]) -> str:
 
 
 def probe(asked: Asked, note: Note) -> None:
-    """The quick one: the profile comes back with the results, and later stages plan with it."""
+    """Run a quick probe. The profile is returned with the results, and later stages plan with it."""
     words = ["probe", "--device", asked.device, "--quick", "-o", str(asked.profile)]
     if asked.host_memory is not None and "--host-memory" in command(["probe", "--help"]):
         words += ["--host-memory", asked.host_memory]
@@ -149,7 +147,7 @@ def probe(asked: Asked, note: Note) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A small run: words for `plan` and `run`, its data, and whether a reference is written for it first."""
+    """A small run: arguments for `plan` and `run`, data, and True if a reference file is written first."""
 
     data: str
     plan_words: tuple[str, ...] = ()
@@ -174,7 +172,7 @@ RESUMED = {
 
 
 def resumed(asked: Asked, note: Note) -> None:
-    """Plan and train a small model by command, once whole and once with a stop between: both write the same bytes."""
+    """Plan and train a small model by command, once uninterrupted and once resumed. Both must write equal bytes."""
     case = RESUMED[asked.stage]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
@@ -197,12 +195,12 @@ def resumed(asked: Asked, note: Note) -> None:
         note("measured", n_files=len(files), n_different=len(odd))
         if odd or not files:
             raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
-        if case.refers:  # of the trained model, which then begins where it agrees with its reference
+        if case.refers:  # with the trained model, which starts equal to its reference
             _referred(asked, note, home, of_run)
 
 
 def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:
-    """The reference as a file gives the losses of the one that a run makes for itself."""
+    """Check that a reference file gives the same losses as a reference made by the run."""
     of_model, said = [*of_run, "--model", str(home / "whole" / "checkpoint-6")], {}
     subprocess.run([*CLI, "forward", *of_model, "--out", str(home / "reference.safetensors")], cwd=ROOT, check=True)
     for name in ("base", str(home / "reference.safetensors")):
@@ -218,22 +216,22 @@ def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:
 
 
 def tests(asked: Asked, note: Note) -> None:
-    """All tests that need a GPU."""
+    """Run all GPU tests."""
     _tested(asked, note, TESTS)
 
 
 def tests_of_kernels(asked: Asked, note: Note) -> None:
-    """The GPU tests of kernels alone."""
+    """Run the GPU tests of kernels alone."""
     _tested(asked, note, TESTS_OF_KERNELS)
 
 
 def _tested(asked: Asked, note: Note, files: tuple[str, ...]) -> None:
-    """Perform the GPU tests of some files, several at a time where pytest-xdist is installed."""
+    """Run the GPU tests of some files, in parallel if pytest-xdist is installed."""
     files = TESTS[1:2] if asked.tiny else files
     words = [sys.executable, "-m", "pytest", "-v", "-ra", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files]
     n_cores = len(os.sched_getaffinity(0))
     if not asked.tiny and importlib.util.find_spec("xdist"):
-        # Two cores for each of them, by a plugin: the lanes of all would else be pinned to the same first ones
+        # Two cores per worker, set by a plugin: otherwise the lanes of all workers are pinned to the same first cores
         words += ["-n", str(max(1, min(12, n_cores // 2))), "--maxschedchunk", "1", "-p", "benchmarks.gpu.cores"]
     if importlib.util.find_spec("pytest_timeout"):
         words += ["--timeout", str(int(asked.stage_limit_s * 0.8))]
@@ -242,7 +240,7 @@ def _tested(asked: Asked, note: Note, files: tuple[str, ...]) -> None:
         done = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         with suppress(subprocess.TimeoutExpired):
             done.wait(max(1.0, asked.stage_limit_s - ENDED_S))
-        if done.poll() is None:  # the names and reasons of what has failed are told as it ends
+        if done.poll() is None:  # an interrupt still reports the failures
             done.send_signal(signal.SIGINT)
             done.wait()
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []

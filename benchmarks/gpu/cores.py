@@ -1,7 +1,7 @@
-"""Plugin of pytest: each worker of pytest-xdist has cores of its own.
+"""pytest plugin: separate cores for each worker of pytest-xdist.
 
-A machine pins its lanes to the first cores that its process may use. Begun side by side with all cores allowed, eight processes
-would issue from one core, and laws of half a minute did not end in three.
+A machine pins its lanes to the first cores of its process. With all cores allowed, eight parallel processes would issue from one
+core; property tests of half a minute did not finish in three.
 """
 
 import os

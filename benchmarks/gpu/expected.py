@@ -1,4 +1,4 @@
-"""Expected figures of a visit to a GPU, and the decision that each of them makes.
+"""Expected figures of a visit to a GPU, and the decision that follows from each.
 
 The figures are estimates for an H200 with 16 cores, made before the visit from the account of the steps of 27 November 2026.
 """
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Expected(NamedTuple):
-    """Estimate of a line, and what follows from the measured figure."""
+    """Estimate for a line, and the decision that follows from the measured figure."""
 
     figure: str
     decision: str
@@ -16,7 +16,7 @@ class Expected(NamedTuple):
 
 _STEP = "within P10 to P90: the profile is shipped; above P90: the table of kernels names the op that takes longer"
 _UNPACK = "at least 2.5 TB/s: ship; else the torch operations stay"
-# By stage and by the name of the line: its `what`, and its `name` where it has one
+# By stage and name of the line: its `what`, with its `name` if it has one
 EXPECTED: Mapping[tuple[str, str], Expected] = {
     ("facts", "cores"): Expected("16 cores, pairs of siblings", "siblings: the sweep's line of one thread a core counts"),
     ("host", "update of 0.2 GB"): Expected("2.8 to 4 G params/s", "above the line of 12 GB: a cache holds it, so probes need more"),
@@ -59,13 +59,13 @@ UNITS = {
 
 
 def expectation(stage: str, what: str, values: Mapping[str, Any]) -> Expected | None:
-    """The entry of a line: by `what`, by its name, or by both."""
+    """Return the entry of a line: by `what`, by its name, or by both."""
     names = (what, str(values.get("name")), f"{what} {values.get('name')}")
     return next((EXPECTED[stage, name] for name in names if (stage, name) in EXPECTED), None)
 
 
 def figures(values: Mapping[str, Any]) -> str:
-    """The measured figures of a line, with their units; "bits equal" or "bits differ" where they were compared."""
+    """Format the measured figures of a line with units, and "bits equal" or "bits differ" if compared."""
     parts = [f"{values[key] / by:.3g} {unit}" for key, (by, unit) in UNITS.items() if isinstance(values.get(key), int | float)]
     if (equal := values.get("are_bits_equal")) is not None:
         parts.append("bits equal" if equal else "bits differ")

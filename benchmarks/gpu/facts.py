@@ -53,7 +53,7 @@ def facts(asked: Asked, note: Note) -> None:
 
 
 def _asked_of_driver(names: tuple[str, ...]) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where it does not know one of the names."""
+    """Return nvidia-smi's fields of the first GPU, or nothing if a name is unknown."""
     said = _said(("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")).partition("\n")[0].split(", ")
     return dict(zip(names, said, strict=True)) if len(said) == len(names) else {}
 
@@ -73,7 +73,7 @@ def _of_torch(asked: Asked, note: Note) -> None:
 
 
 def meminfo() -> dict[str, int]:
-    """What the system says of its memory; it may grow as it is used."""
+    """Return the system's memory sizes. They may grow on demand."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     wanted = {
         "total_bytes": "MemTotal",
@@ -116,6 +116,6 @@ def _cpu_model() -> str:
 
 
 def siblings() -> list[str]:
-    """Which of the cores are one core's threads."""
+    """Return the groups of sibling threads."""
     paths = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return sorted({text for path in paths if (text := _text(path))})

@@ -1,6 +1,6 @@
 """Stage that times the kernels of one layer, eager and fused.
 
-Each is called as torch offers it, whatever the runtime has chosen: what it could choose is to be known.
+Each kernel is called through torch, independent of the runtime's choice, to compare the alternatives.
 """
 
 # T tokens, H width, I width inside the MLP, D width of a head, V vocabulary
@@ -33,16 +33,16 @@ from .stages import Asked, Note
 Work = Callable[[], object]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 WARM_UP_RUNS, LEAST_RUNS = 2, 5
-PRODUCT = (8200, 8200, 8200)  # no power of two
+PRODUCT = (8200, 8200, 8200)  # not a power of two
 RUNS_BEHIND, PRODUCTS_BEFORE = 7, 3
-LOSS_BYTES = 6  # of a bf16 logit: read twice, written once
+LOSS_BYTES = 6  # per bf16 logit: read twice, written once
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
     n_tokens: int
-    contexts: tuple[tuple[int, int], ...]  # (sequences, tokens of each)
-    measured_s: float  # of one kernel
+    contexts: tuple[tuple[int, int], ...]  # (sequences, tokens per sequence)
+    measured_s: float  # for one kernel
     loss_tokens: int
     updated_elements: int
     wide_tokens: int  # of an activation: in 7B more than 2^30 elements, so that a call takes several launches
@@ -64,7 +64,7 @@ DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
 
 def kernels(asked: Asked, note: Note) -> None:
-    """All of it; a kernel that fails is a line, and the stage fails if none works."""
+    """Time all kernels. A failure is noted; the stage fails if none works."""
     model = str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model
     config, shapes, device = dict(read_model(model).config), TINY if asked.tiny else FULL, torch.device(asked.device)
     n_failed, n_measured = 0, 0
@@ -72,7 +72,7 @@ def kernels(asked: Asked, note: Note) -> None:
         try:
             measure()
             n_measured += 1
-        except Exception as error:  # one backend's refusal is no reason to leave out the others
+        except Exception as error:  # continue with the other kernels
             n_failed += 1
             note("failed", case=name, said=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300])
         if device.type == "cuda":
@@ -109,7 +109,7 @@ def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iter
 
 
 def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
-    """Median time of the work; on a GPU, of each run by itself, by events."""
+    """Return the median time of a kernel; on a GPU, of single runs between events."""
     for _ in range(WARM_UP_RUNS):
         work()
     times: list[float] = []
@@ -129,12 +129,12 @@ def _seconds(work: Work, shapes: Shapes, device: torch.device) -> float:
             work()
             event.record()
         events[-1].synchronize()
-        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # torch counts in milliseconds
+        times += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]  # from milliseconds
     return median(times)
 
 
 def _seconds_behind(work: Work, shapes: Shapes, device: torch.device) -> float:
-    """Median time of the work right behind large products, at the clock and the power of a step; on a CPU, of the work alone."""
+    """Return the median time of a kernel right after large products, at a step's clock and power; on a CPU, of the kernel alone."""
     if device.type == "cpu":
         return _seconds(work, shapes, device)
     x, w = _random(*PRODUCT[:2], device=device), _random(*PRODUCT[1:], device=device)
@@ -148,7 +148,7 @@ def _seconds_behind(work: Work, shapes: Shapes, device: torch.device) -> float:
         work()
         after.record()
         after.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)  # torch counts in milliseconds
+        times.append(before.elapsed_time(after) / 1e3)  # from milliseconds
     return median(times)
 
 
@@ -172,7 +172,7 @@ def _product(name: str, shapes: Shapes, k: int, n: int, device: torch.device, no
 
 
 def _eager_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As transformers' modules compute it."""
+    """RMS norm like in transformers' modules."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
@@ -195,7 +195,7 @@ def _norm(
     out = norm(x, weight)
     forward_s = _seconds(lambda: norm(x, weight), shapes, device)
     backward_s = _seconds(lambda: torch.autograd.grad(out, (x, weight), dy, retain_graph=True), shapes, device)
-    one_pass_bytes = x.nbytes  # what is read, or written, once
+    one_pass_bytes = x.nbytes  # read or written once
     note(
         "norm", name=name, n_rows=n_rows, width=d, forward_s=forward_s, backward_s=backward_s,
         forward_bytes_per_s=2 * one_pass_bytes / forward_s, backward_bytes_per_s=3 * one_pass_bytes / backward_s,
@@ -203,7 +203,7 @@ def _norm(
 
 
 def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.device, note: Note) -> None:
-    """Causal, as transformers calls it: a head of keys and values for several of queries, or repeated where that is refused."""
+    """Time causal attention as transformers calls it: with grouped heads, or with repeated ones if the backend rejects groups."""
     n_sequences, seq_len, n_heads, n_kv_heads, head_dim = size
     q, dy = (_random(n_sequences, seq_len, n_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
     k, v = (_random(n_sequences, seq_len, n_kv_heads, head_dim, device=device).transpose(1, 2) for _ in range(2))
@@ -237,7 +237,7 @@ def _named(kept: Kept) -> str:
 
 
 def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
-    """One parameter's update where its state lies, with a bf16 gradient: bytes are those of its state, read and written."""
+    """Time a parameter's update in device memory, with a bf16 gradient. Bytes: state, read and written, and gradient."""
     kernel, n = device_kernel(device, kept), shapes.updated_elements
     master = torch.randn(n, device=device).to(kept.weight)
     remainder = torch.zeros(n, dtype=torch.int16, device=device) if kept.is_split else None
@@ -253,7 +253,7 @@ def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> Non
 
 
 def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: torch.device, note: Note) -> None:
-    """Compile the kernels; then the bits and the rate of each at the size of a layer."""
+    """Compile the pointwise kernels. Compare bits and time each at the size of a layer."""
     began_s = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -272,7 +272,7 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
         function, definition = getattr(kernels, name), getattr(Pointwise(), name)
         seconds = _seconds_behind(lambda function=function, operands=operands: function(*operands), shapes, device)
         moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
-        # The definition needs several times the memory: bits are compared where it has room
+        # The definition needs several times the memory: compare bits on a part that fits
         some = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
         pairs = zip(several(function(*some)), several(definition(*some)), strict=True)
         are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
@@ -283,7 +283,7 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
 
 
 def _loss(shapes: Shapes, width: int, vocab: int, device: torch.device, note: Note) -> None:
-    """The loss of a tile, in place, and the head's weight gradient, which its product adds to fp32 sums."""
+    """Time the in-place loss of a tile, and the head's weight gradient with accumulation into fp32."""
     for n_tokens in shapes.loss_tiles:
         _loss_of_tile(n_tokens, width, vocab, shapes, device, note)
 
@@ -300,7 +300,7 @@ def _loss_of_tile(n_tokens: int, width: int, vocab: int, shapes: Shapes, device:
 
 
 def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.device, note: Note) -> None:
-    """One matrix of an MLP, by the kernel and by torch's operations."""
+    """Time unpacking one MLP matrix, by the kernel and by torch operations."""
     shape = (1, width, inner) if base == "mxfp4" else (inner, width)
     packed = pack(_random(*shape, device=device), base)
     out, by_calls = (torch.empty(shape, dtype=BF16, device=device) for _ in range(2))
@@ -311,7 +311,7 @@ def _unpack(base: Base, shapes: Shapes, width: int, inner: int, device: torch.de
 
 
 def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: Note) -> None:
-    """One decoder layer of transformers', as it is or with the runtime's fused kernels, with everything kept."""
+    """Time one decoder layer of transformers, unmodified or with the runtime's fused kernels, with all activations saved."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     n_sequences, seq_len = shapes.contexts[0]
@@ -333,7 +333,7 @@ def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: 
     forward_s = _seconds(out, shapes, device)
     both_s = _seconds(lambda: torch.autograd.grad(out(), parameters, dy), shapes, device)
     n_params, n_tokens = sum(p.numel() for p in layer.parameters()), n_sequences * seq_len
-    flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # attention's causal half
+    flop = 3 * (2 * n_params * n_tokens + 2 * n_tokens * seq_len * config["hidden_size"])  # causal half of attention
     note(
         "layer",
         name=name,

@@ -1,9 +1,9 @@
 """Stages that train the same model with other systems' host offload.
 
-PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, each set up as its own documentation or example does it, on one device: bf16
-compute, clipping to the same norm, every layer recomputed from its input. Each has the same few layers, and is given what suits
-it: the micro-batch at which it is fastest, torch's default attention, and a loss that makes the logits of a few thousand tokens at
-a time. MegaTrain's code is its own, from the folder that is named; none of it is here.
+PyTorch's FSDP2, DeepSpeed's ZeRO-3 and MegaTrain, set up like in their documentation or examples, on one device: bf16 compute,
+equal clipping norm, every layer recomputed from its input. All train the same few layers with their best settings: fastest
+micro-batch, torch's default attention, and a chunked loss. MegaTrain's code is imported from a user-named folder; no code of it is
+copied here.
 """
 
 import importlib.util
@@ -26,15 +26,15 @@ from .stages import Asked, Note, SkippedError
 from .training import LR, fill, host_peak_bytes, pattern, random_batches
 
 CLIP_NORM = 1.0
-N_TIMED = 2  # steps of each batch, after one that warms up
-Step = Callable[[list[Batch]], float]  # of a step's micro-batches: performs it to its end, and returns the loss
+N_TIMED = 2  # steps per batch, after a warm-up step
+Step = Callable[[list[Batch]], float]  # performs a step with these micro-batches, and returns the loss
 
 
-# -- what they have in common -----------------------------------------------------------------------------------------------
+# -- shared -----------------------------------------------------------------------------------------------------------------
 
 
 class WithLoss(torch.nn.Module):
-    """A causal model that returns the sum of its tokens' losses, and never has the logits of more than a chunk."""
+    """A causal model that returns the sum of token losses, with logits in chunks."""
 
     def __init__(self, model: Any, chunk_tokens: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class WithLoss(torch.nn.Module):
 
 
 class Trial:
-    """Steps at one batch after another, each twice as large, until one does not fit or the time is up."""
+    """Steps at doubling batch sizes, until one does not fit or the time is over."""
 
     def __init__(self, asked: Asked, note: Note, config: dict[str, Any], **said: object) -> None:
         self.asked, self.note, self.config, self.said = asked, note, config, said
@@ -61,7 +61,7 @@ class Trial:
         note("system", n_layers=config["num_hidden_layers"], seq_len=asked.sizes.seq_len, clip_norm=CLIP_NORM, **said)
 
     def run(self, take_step: Step, accumulates: bool = True) -> None:
-        """A line for each batch. The fastest micro-batch is tried once more in a larger batch, if gradients can be accumulated."""
+        """Note a line per batch. If gradients can be accumulated, also try the fastest micro-batch in a larger batch."""
         speed: dict[int, float] = {}
         for micro_batch in self.asked.sizes.micro_batches:
             tokens_per_s = self.tried(take_step, micro_batch, micro_batch)
@@ -75,7 +75,7 @@ class Trial:
             self.tried(take_step, largest, best)
 
     def tried(self, take_step: Step, batch_size: int, micro_batch: int) -> float | None:
-        """Tokens per second; None where it does not fit, or not in the time that is left."""
+        """Return tokens per second, or None if it does not fit in memory or time."""
         seq_len, sizes = self.asked.sizes.seq_len, {"batch_size": batch_size, "micro_batch": micro_batch}
         batches, times_s, losses = random_batches(self.config["vocab_size"], batch_size, seq_len), list[float](), list[float]()
         try:
@@ -105,8 +105,8 @@ class Trial:
 
 
 def _flop_per_token(config: dict[str, Any], seq_len: int, train: Train = ALL) -> float:
-    """Of the model's own work, as a plan's claim counts it: forward and twice that, attention's causal half, nothing recomputed; of
-    frozen weights no gradient."""
+    """Return FLOP of the model as in a plan's claim: forward plus twice the forward, causal half of attention, without recompute
+    and without gradients of frozen weights."""
     blocks = build_workload(Model(config), Semantics(seq_len, 1, 1, train=train)).blocks
     return sum(3 * block.forward_flop - sum(m.flop for m in block.matmuls if m.frozen) for block in blocks) / seq_len
 
@@ -132,12 +132,12 @@ def _on_meta(config: dict[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _rotary(model: Any, device: str) -> Any:
-    """Made anew: what it computes in its constructor was on the meta device."""
+    """Recreate the rotary embedding: its constructor ran on the meta device."""
     return type(model.model.rotary_emb)(model.config).to(device)
 
 
 def _by_torch(whole: WithLoss, device: str, in_bf16: bool = False) -> Step:
-    """A step of a plain loop: gradients added up over micro-batches, clipped, and torch's fused AdamW. `in_bf16`: by autocast."""
+    """Return a step of a plain loop: gradient accumulation, clipping, torch's fused AdamW. `in_bf16`: with autocast."""
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, fused=True)
 
@@ -158,7 +158,7 @@ def _by_torch(whole: WithLoss, device: str, in_bf16: bool = False) -> Step:
 
 @contextmanager
 def _alone(device: str) -> Iterator[None]:
-    """A process group of one."""
+    """Open a process group of one."""
     from torch import distributed
 
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
@@ -169,7 +169,7 @@ def _alone(device: str) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-# -- each of them -----------------------------------------------------------------------------------------------------------
+# -- systems ----------------------------------------------------------------------------------------------------------------
 
 
 def fsdp2(asked: Asked, note: Note) -> None:
@@ -216,7 +216,7 @@ def zero3(asked: Asked, note: Note) -> None:
         asked, note, config, system=f"DeepSpeed {deepspeed.__version__}, ZeRO-3 offload", optimizer="DeepSpeed's, fp32 moments"
     )
     settings = {
-        "train_micro_batch_size_per_gpu": 1,  # what it is told is used for its own figures: batches of any size go through
+        "train_micro_batch_size_per_gpu": 1,  # only used for DeepSpeed's reports: any batch size works
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM,
         "bf16": {"enabled": True},
@@ -248,7 +248,7 @@ def zero3(asked: Asked, note: Note) -> None:
 
 
 def peft(asked: Asked, note: Note) -> None:
-    """PEFT's adapters beside a base of bf16, all of it on the device: what needs no streaming, where it fits."""
+    """PEFT adapters with a bf16 base, all on the device, without streaming."""
     import peft as of_peft
 
     case, device = asked.sizes.cases["lora"], asked.device
@@ -266,20 +266,20 @@ def peft(asked: Asked, note: Note) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = of_peft.get_peft_model(model, of_peft.LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")).base_model.model
     whole = WithLoss(model, asked.sizes.loss_chunk_tokens)
-    take_step = _by_torch(whole, device, in_bf16=True)  # as trainers do, for PEFT keeps its adapters in fp32
+    take_step = _by_torch(whole, device, in_bf16=True)  # like trainers: PEFT keeps adapters in fp32
     for micro_batch in sorted({case.batch_size, case.batch_size // 2 or 1, case.batch_size // 4 or 1}):
         trial.tried(take_step, case.batch_size, micro_batch)
 
 
 class _NoMask:
-    """In the place of a mask that hides nothing: its layers pass on what they are given, and torch's attention wants none then."""
+    """Placeholder for a full mask: MegaTrain's layers pass it on, and torch's attention then needs None."""
 
     def to(self, *_: object, **__: object) -> None:
         return None
 
 
 def megatrain(asked: Asked, note: Note) -> None:
-    """The class that its examples train with, from the folder named; its weights are filled as the others' are."""
+    """The class of MegaTrain's examples, from the named folder; weights are filled like the others'."""
     if asked.device != "cuda":
         raise SkippedError("it needs a CUDA device")
     from infinity.config.training import CPUMasterConfig  # type: ignore[import-not-found,unused-ignore]
@@ -313,7 +313,7 @@ def megatrain(asked: Asked, note: Note) -> None:
     def take_step(micro_batches: list[Batch]) -> float:
         (batch,) = micro_batches
         mask: Any = torch.ones_like(batch.input_ids) if flash == "flash_attention_2" else _NoMask()
-        loss, _, _ = theirs.forward_and_backward(batch.input_ids, mask, batch.input_ids)  # it shifts the labels itself
+        loss, _, _ = theirs.forward_and_backward(batch.input_ids, mask, batch.input_ids)  # shifts the labels itself
         torch.nn.utils.clip_grad_norm_(theirs.get_parameters(), CLIP_NORM)
         optimizer.step()
         theirs._sync_params_to_gpu()

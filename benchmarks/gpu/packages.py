@@ -1,6 +1,6 @@
-"""Missing Python packages, carried as wheels.
+"""Missing Python packages, installed from wheels.
 
-Nothing here imports what may be missing.
+This module imports no optional package.
 """
 
 import subprocess
@@ -15,17 +15,17 @@ from .stages import NEEDED, STAGES
 
 
 class WheelsError(Exception):
-    """A folder of wheels that cannot be used; the message says why."""
+    """A folder of wheels that cannot be used, with the reason."""
 
 
 def missing(names: Iterable[str], beside: Path | None = None) -> list[str]:
-    """Those of the packages that can be imported neither here nor from the folder `beside`."""
+    """Return the packages that cannot be imported here or from the folder `beside`."""
     folder = [str(beside)] if beside is not None else []
     return [name for name in names if find_spec(name) is None and PathFinder.find_spec(name, folder) is None]
 
 
 def missing_words(beside: Path | None = None) -> tuple[list[str], list[str]]:
-    """What is missing, in lines: for everything, and for one stage."""
+    """Return lines for missing packages: needed by all stages, and by one."""
     for_all, for_one = missing(NEEDED, beside), []
     for stage in STAGES:
         if names := missing(stage.needs, beside):
@@ -35,7 +35,7 @@ def missing_words(beside: Path | None = None) -> tuple[list[str], list[str]]:
 
 
 def carried(wheels: Path, to: Path) -> list[str]:
-    """Install what the wheels in a folder hold, where it is not installed already, without asking any index; their names."""
+    """Install missing packages from a folder of wheels, without an index. Return their names."""
     if not (files := sorted(wheels.glob("*.whl"))):
         raise WheelsError(f"{wheels}: holds no wheel")
     wanted = [path for path in files if not _is_installed(path.name.partition("-")[0])]

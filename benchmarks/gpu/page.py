@@ -1,6 +1,6 @@
 """Markdown page of the GPU benchmark.
 
-Made of the stream of results alone, so it can be made anywhere, of whatever there is.
+The page depends on the stream of results alone, which may be incomplete, and can be made on any machine.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ def page(asked: Asked, note: Note) -> None:
 
 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
-    """The page. Of a stage that was tried several times, what it said the last time."""
+    """Yield the page. A stage with several attempts shows its best one."""
     last = _last_attempts(rows)
     yield "# What does a GPU do with penstock?"
     yield ""
@@ -52,7 +52,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _last_attempts(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Of each stage, the lines since it last began, in the best attempt: the last one that was done, else the last."""
+    """Return per stage the lines of its best attempt: the last finished one, otherwise the last."""
     attempts: dict[str, list[list[Row]]] = {}
     for row in rows:
         if row["what"] == "began":
@@ -81,7 +81,7 @@ def _facts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _without_own(words: Sequence[str]) -> list[str]:
-    """A stage's command without what its parent added."""
+    """Return a stage's command without its parent's options."""
     return list(words[: words.index("--perform")] if "--perform" in words else words)
 
 
@@ -95,7 +95,7 @@ def _outcomes(last: dict[str, list[Row]]) -> Iterator[list[str]]:
 
 
 def _decisions(last: dict[str, list[Row]]) -> Iterator[list[str]]:
-    """The lines for which there was an estimate, in the order in which they were measured."""
+    """Yield lines with an estimate, in the order of measurement."""
     for stage in STAGES:
         for row in last.get(stage.name, []):
             if "decision" in row:
@@ -121,7 +121,7 @@ def _our_row(name: str, row: Row) -> list[str]:
 
 
 def _their_rows(last: dict[str, list[Row]]) -> Iterator[list[str]]:
-    """The fastest batch of each, or why there is none."""
+    """Yield the fastest batch of each system, or the reason without one."""
     for name in OTHERS:
         rows = last.get(name, [])
         system = next((row for row in rows if row["what"] == "system"), {"system": name})

@@ -1,6 +1,6 @@
 """Stage that trains and compares step times with the prediction.
 
-Random weights and tokens: nothing is saved, and only time and memory are looked at.
+Random weights and tokens. Nothing is saved; only time and memory are measured.
 """
 
 import gzip
@@ -30,15 +30,15 @@ from .commands import claim_of, plan_of
 from .stages import Asked, Note
 
 LR = 1e-5
-QUIET_S = 20.0  # a lane that hangs says so well within any stage's limit
-PATTERN_ELEMENTS = 2**24  # random numbers that weights are tiled with: drawing billions would take longer than training
+QUIET_S = 20.0  # reports a hanging lane within any stage's limit
+PATTERN_ELEMENTS = 2**24  # pattern of random numbers for all weights, because generating billions would take longer than training
 FILLING_THREADS = 8
-PROFILED_ROWS = 40  # kernels, the longest of a step
-ALONE_ELEMENTS = 2**28  # a weight that is filled by itself: its fp32 copy is a gigabyte or more
+PROFILED_ROWS = 40  # longest kernels of a step to note
+ALONE_ELEMENTS = 2**28  # larger weights are filled one at a time: their fp32 copies take a gigabyte or more
 
 
 def planned(asked: Asked, note: Note) -> None:
-    """Perform the stage's plan on random weights, a line for each step, and what they come to."""
+    """Run the stage's plan on random weights. Note each step and a summary."""
     path = plan_of(asked, note)
     plan, claim = PlanFile.read(path).plan, claim_of(path)
     predicted = claim["prediction"]
@@ -90,7 +90,7 @@ def planned(asked: Asked, note: Note) -> None:
 
 
 def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
-    """Time the ops of one more update in the run's arenas, while no other lane works: interference is what a step adds to it."""
+    """Time the ops of one more update in the run's arenas with idle lanes, to measure interference in a step."""
     busy_s: dict[str, float] = {}
 
     def perform() -> None:
@@ -102,7 +102,7 @@ def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
                     busy_s[op.kind] = busy_s.get(op.kind, 0.0) + time.perf_counter() - began_s
 
     cpu_s = time.process_time()
-    with ThreadPoolExecutor(1) as thread:  # the lane pins its thread to its cores
+    with ThreadPoolExecutor(1) as thread:  # the lane pins its thread to cores
         thread.submit(perform).result()
     cpu_s = time.process_time() - cpu_s
     n_params = sum(b.n_trained for i, b in enumerate(machine.plan.workload.blocks) if i not in machine.plan.policy.device_blocks)
@@ -113,7 +113,7 @@ def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
 
 
 def _profiled(machine: TorchMachine, asked: Asked, note: Note) -> None:
-    """Perform one more step under torch's profiler, and note the kernels that take longest."""
+    """Run one more step under torch's profiler, and note the longest kernels."""
     activity = ProfilerActivity.CUDA if asked.device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         execute(machine.plan, machine, 1, asked.case.n_steps + 1, QUIET_S)
@@ -130,7 +130,7 @@ def settings(step: int) -> AdamW:
 
 
 def host_peak_bytes() -> int:
-    """The most that this process has had of the host's memory."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -139,7 +139,7 @@ def batches_of(plan: Plan) -> Callable[[int], Batch]:
 
 
 def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[int], Batch]:
-    """Random tokens, all of them supervised but the last."""
+    """Return random batches with all tokens but the last supervised."""
 
     def of_step(step: int) -> Batch:
         tokens = torch.randint(vocab_size, (batch_size, seq_len), generator=torch.Generator().manual_seed(step))
@@ -154,8 +154,7 @@ def random_batches(vocab_size: int, batch_size: int, seq_len: int) -> Callable[[
 
 
 def fill_all(machine: TorchMachine) -> None:
-    """Several at a time, but the largest, whose copies would fill what the plan leaves of the host. What is packed is packed once
-    for each shape."""
+    """Fill weights in parallel, except the largest, whose copies would exceed the host's memory. Pack once per shape."""
     host, plan, numbers = machine.host, machine.plan, pattern()
     owned = [p for block in range(len(plan.workload.blocks)) for p in (*host.owned[block], *host.frozen[block])]
 
@@ -184,7 +183,7 @@ def fill_all(machine: TorchMachine) -> None:
 
 
 def fill(weight: torch.Tensor, pattern: torch.Tensor) -> None:
-    """Random numbers, as a matrix would have them; ones, as a norm would."""
+    """Fill a matrix with random numbers, or a norm with ones."""
     flat = weight.view(-1)
     if weight.dim() < 2:
         flat.fill_(1.0)
