@@ -1,7 +1,7 @@
-"""The cost model's price of a single published op, copy or collective.
+"""Cost of a single published op, copy or collective in the cost model.
 
-Each row of measurements is put as what a plan would ask of the same machine: products and pieces of a layer as blocks of nothing
-else, attention as a kernel is asked for it. Ops alone are costed without what a step's load takes from products.
+A row of measurements is converted to a plan's request: products and pieces of a layer to blocks of nothing else, attention to a
+kernel call. Single ops are costed without the slowdown of products under a step's load.
 """
 
 from collections.abc import Mapping
@@ -34,11 +34,11 @@ ALONE = Semantics(1, 1, 1)
 
 
 class CannotSayError(PenstockError):
-    """Why an op is not predicted."""
+    """Reason why an op cannot be predicted."""
 
 
 def predict(row: OpRow, profile: Profile) -> float:
-    """What the cost model says of a row, in its unit. CannotSayError where nothing does."""
+    """Return the predicted value of a row, in its unit. CannotSayError without a prediction."""
     if row.kernel in SERVING:
         raise CannotSayError(f"{row.kernel} is a serving engine's kernel, which no trainer calls")
     if row.dtype == "fp8":
@@ -78,7 +78,7 @@ def _collective_s(row: OpRow, profile: Profile) -> float:
 
 
 def _attention_s(row: OpRow, profile: Profile) -> float:
-    """One call, as a kernel is asked for it: FLOP of the causal half, or of the whole."""
+    """Return seconds of one attention call: FLOP of the causal half, or of the whole."""
     name, _, ordered = row.kernel.partition("-")
     kernel = ATTENTION_NAMES.get(name)
     dtype: Dtype = "fp32" if row.dtype == "fp32" else "bf16"
@@ -99,7 +99,7 @@ def _attention_s(row: OpRow, profile: Profile) -> float:
 
 
 def _block_s(row: OpRow, profile: Profile) -> float:
-    """A piece of a block, by the calls that it consists of."""
+    """Return seconds of a piece of a block, summed over its calls."""
     if row.kernel in NORMS:
         rates = profile.device.norms.get(NORMS[row.kernel])
         if rates is None:
@@ -113,7 +113,7 @@ def _block_s(row: OpRow, profile: Profile) -> float:
 
 
 def block_of(row: OpRow) -> Block:
-    """What a row asks for, as a block of nothing else."""
+    """Convert a row to a block that contains nothing else."""
     d, tape = row.sizes, Tape(BF16)
     kernel: Kernel = "fused" if row.kernel.endswith(("-fused", "-compile")) else "eager"
     tokens, width = d.get("tokens", 0), d.get("width", 0)
@@ -153,7 +153,7 @@ def _of(**work: Any) -> Block:
 
 
 def _in_a_model_s(row: OpRow, profile: Profile, name: str) -> float:
-    """A layer, or a step's computing, as a plan has it that recomputes nothing, with the kernels that the row names."""
+    """Return seconds of a layer, or of a step's compute, without recompute and with the row's kernels."""
     of, profile = _as_named(row, profile)
     cost, (embedding, *layers, head) = CostModel(profile), build_workload(read_model(name), of).blocks
     vocabulary_s = cost.forward_s(embedding, of) + cost.loss_s(head, of)
@@ -167,21 +167,21 @@ def _in_a_model_s(row: OpRow, profile: Profile, name: str) -> float:
 
 
 def _as_named(row: OpRow, profile: Profile) -> tuple[Semantics, Profile]:
-    """The semantics with the kernels that a row's text names, and the profile with the rates of its attention."""
+    """Return the semantics with the kernels named in a row, and the profile with the rates of its attention."""
     kernels: dict[str, Any] = dict.fromkeys(FUSED, "eager") if "eager" in row.kernel else FUSED
     rates, flash = profile.device.attention, any(name in row.kernel for name in ("fa2", "flash", "transformers"))
     own = next((name for name in ATTENTION_NAMES.values() if name in ("fa3", "cudnn") and name in rates), None)
     of = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], **kernels)
     if flash or own is None:
         return of, profile
-    # Plans know the fastest kernel by the name of cuDNN's
+    # Plans name the fastest kernel `cudnn`
     named = rates | {"cudnn": rates["fa3" if "fa3" in row.kernel and "fa3" in rates else own]}
     device = profile.device.model_copy(update={"attention": named})
     return replace(of, attention_kernel="cudnn"), profile.model_copy(update={"device": device})
 
 
 def _parts_s(cost: CostModel, layer: Block, of: Semantics, ways: tuple[str, ...]) -> dict[str, float]:
-    """Seconds of a layer as a whole, and of its parts by their names in a row's kind."""
+    """Return seconds of a layer and its parts, by the names in a row's kind."""
 
     def seconds(block: Block) -> float:
         each = {"forward": cost.forward_s, "backward": cost.backward_s}

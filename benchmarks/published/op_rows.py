@@ -1,7 +1,7 @@
 """Reader of measurements of single ops, copies and collectives.
 
-A CSV with a row for each, in the columns of `benchmarks/published_ops.csv`. Whether profiles may rest on a row is said by a hash of
-what it measures, so that nobody chooses.
+A CSV with one row per measurement, in the columns of `benchmarks/published_ops.csv`. A hash of the measured quantity assigns rows
+to fit or test, so that nobody chooses.
 """
 
 import csv
@@ -30,7 +30,7 @@ IN_A_MODEL = ("model", "batch", "seq")
 
 @dataclass(frozen=True, slots=True)
 class KindOfRow:
-    """What a row of a kind must say of its shape, what it may, and its units."""
+    """Shape keys of a kind of row, required and optional, and its units."""
 
     keys: tuple[str, ...]
     units: tuple[str, ...] = (SECONDS,)
@@ -65,7 +65,7 @@ CLASS_WITHOUT = {
 }
 LARGEST_SIZE = 2**53
 A_SET = r"\w[\w.+/-]{0,99}"
-ONE_IN = 4  # shape classes of which all rows are kept for the test
+ONE_IN = 4  # one in this many shape classes is in the test
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class OpRow:
     model: str | None
     value: float
     unit: str
-    low: float | None  # over versions of software
+    low: float | None  # over software versions
     high: float | None
     set: str
     is_paged: bool  # attention that also fills a serving engine's paged cache
@@ -89,22 +89,21 @@ class OpRow:
 
     @property
     def shape_class(self) -> str:
-        """What of the shape decides whether the row is of the test."""
+        """Part of the shape that assigns the row to fit or test."""
         left_out = CLASS_WITHOUT.get(self.kind, ("tokens",))
         of = (f"{key}={self.sizes[key]}" for key in KINDS[self.kind].keys if key in self.sizes and key not in left_out)
         return ";".join(filter(None, (self.model, *of)))
 
     @property
     def share(self) -> Literal["fit", "test"]:
-        """Whether profiles may rest on the row. The tokens of a product, and heads and batch of attention, decide nothing: what is
-        tested are other widths, and other lengths."""
+        """`fit` if profiles may use the row. Tokens of a product, and heads and batch of attention are ignored, so that the test
+        has other widths and other lengths."""
         digest = hashlib.sha256(f"{self.machine} {self.kind} {self.shape_class}".encode()).digest()
         return "test" if int.from_bytes(digest, "big") % ONE_IN == 0 else "fit"
 
 
 def read_ops(path: str, machines: frozenset[str]) -> list[OpRow]:
-    """The rows of a file; PenstockError says in one line which row is wrong, and what it should be. `machines` are the names
-    that there are."""
+    """Read the rows of a file. PenstockError names the wrong row and the expected value. `machines`: known machine names."""
     where = on_one_line(path, 200)
     try:
         text = read_whole(Path(path), MAX_OPS_FILE_BYTES).decode("utf-8-sig")
@@ -129,7 +128,7 @@ def read_ops(path: str, machines: frozenset[str]) -> list[OpRow]:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A row's fields as they are read."""
+    """Parser of a row's fields."""
 
     fields: Mapping[str, str | None]
     where: str
@@ -165,7 +164,7 @@ class _Reading:
         return self.fields[name] or ""
 
     def shape(self, kind: str) -> tuple[dict[str, int], str | None]:
-        """Sizes by name, and the model's name where it is one of the keys."""
+        """Parse sizes by name, and the model's name if it is a key."""
         of, sizes, model = KINDS[kind], dict[str, int](), None
         for part in filter(None, self.text("shape").split(";")):
             key, sign, value = part.partition("=")

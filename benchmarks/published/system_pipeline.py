@@ -1,8 +1,8 @@
-"""Queues of work that share a machine, simulated.
+"""Simulation of task queues that share a machine.
 
-The published systems are programs, not plans: one thread issues copies and kernels to streams, another thread follows. Each
-of these is a queue here. A queue does one task at a time, in the order in which the tasks were issued; a task also waits for
-tasks of other queues. What runs at the same time shares the machine as everywhere else in Penstock (`runtime.plan.region`).
+The published systems are programs without a plan: one thread issues copies and kernels to streams, another thread follows. Each of
+these is a queue. A queue runs one task at a time, in order of issue; a task also waits for tasks of other queues. Concurrent tasks
+share the machine like elsewhere in Penstock (`runtime.plan.region`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TIE_FRACTION = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work: which queue does it, what it asks of the machine, and which earlier tasks must be done."""
+    """A task: its queue, its demand on the machine, and its dependencies."""
 
     queue: str
     demand: Demand
@@ -24,12 +24,12 @@ class Task:
 
 @dataclass(slots=True)
 class Program:
-    """Tasks in the order in which they were issued. `add` answers a task's number, by which later tasks wait for it."""
+    """Tasks in order of issue. `add` returns a task's number, for later tasks to depend on."""
 
     tasks: list[Task] = field(default_factory=list)
 
     def add(self, queue: str, demand: Demand, *after: int | None) -> int:
-        """Issue a task; None among `after` is a task that never was."""
+        """Issue a task. None in `after` is ignored."""
         earlier = tuple(sorted({i for i in after if i is not None}))
         assert all(i < len(self.tasks) for i in earlier), "a task can only wait for what was issued before it"
         self.tasks.append(Task(queue, demand, earlier))
@@ -37,11 +37,11 @@ class Program:
 
 
 def ends_s(tasks: Sequence[Task], region: Region | None) -> list[float]:
-    """When each task ends. Without a region every task takes its time alone."""
+    """Return the end time of each task. Without a region, tasks run at full speed."""
     names = sorted({task.queue for task in tasks})
     queues = [[i for i, task in enumerate(tasks) if task.queue == name] for name in names]
     at = [0] * len(queues)
-    left_s: list[tuple[float, float] | None] = [None] * len(queues)  # overhead and work still to do, of the task being done
+    left_s: list[tuple[float, float] | None] = [None] * len(queues)  # remaining overhead and work of the current task
     done: list[float | None] = [None] * len(tasks)
     now_s = 0.0
     while True:
