@@ -38,7 +38,7 @@ from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
-    from penstock.data.given import Batches, Given
+    from penstock.data.given import Batches, UserBatches
     from penstock.planner.predict.simulate import Prediction
     from penstock.runtime.executor import Stop
     from penstock.runtime.machines.processes import Processes
@@ -322,7 +322,7 @@ def _trainer(given: Mapping[str, Any], every: int | None = None) -> "Iterator[Tr
 
 @contextmanager
 def _as_rank(
-    settings: "RunSettings", file: PlanFile, batches: "Given | None", loss: "Callable[..., Any] | None"
+    settings: "RunSettings", file: PlanFile, batches: "UserBatches | None", loss: "Callable[..., Any] | None"
 ) -> "Iterator[Processes | None]":
     """All ranks, of a program that torchrun has started as the first of them. The program of each other one ends here."""
     if not is_rank():
@@ -360,7 +360,7 @@ def forward(plan: Planned | PlanFile | Plan | str | Path, data: str | Path, out:
 
 def _data(
     data: "str | Path | Sequence[str | Path | Mapping[str, Any]] | Batches", plan: Plan
-) -> "tuple[dict[str, Any], Given | None]":
+) -> "tuple[dict[str, Any], UserBatches | None]":
     """The settings that name the data, and the program's own batches, if it gives some, held to the plan's shape."""
     match data:
         case str() | Path():
@@ -370,11 +370,11 @@ def _data(
     kind = type(data).__qualname__
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
-    from penstock.data.given import Given
+    from penstock.data.given import UserBatches
     from penstock.runtime.layers.apart import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]
-    given = Given(
+    given = UserBatches(
         cast("Batches", data), of.seq_len, of.whole.batch_size, vocab_size, supports_documents(plan.model.config, of), of.objective
     )
     return {"data.path": given.fingerprint}, given

@@ -52,25 +52,25 @@ class ChatTemplate:
         text, marked = self._text(chat.messages, chat.tools, where)
         if marked is None:
             spans = [self._span(chat, i, text, where) for i in learned]
-            whole = [self._without_line_feed(text, span) for span in spans if span is not None]
+            learned_spans = [self._without_line_feed(text, span) for span in spans if span is not None]
         else:  # only the answers excluded from learning have to be found
             spans = [self._span(chat, i, text, where, prompt=False) for i in sorted(answers & chat.unlearned)]
             left_out = [span for span in spans if span is not None]
-            whole = [self._with_end(text, s) for s in marked if not any(first <= s[0] < stop for first, stop in left_out)]
+            learned_spans = [self._with_end(text, s) for s in marked if not any(first <= s[0] < stop for first, stop in left_out)]
         if None in spans:  # the template changes this turn once others follow
             return [self._answer(chat, i, where) for i in learned]
-        return [(text, whole)]
+        return [(text, learned_spans)]
 
     def dropped(self, chat: Chat, rendered: Sequence[Rendered]) -> list[str]:
         """Return roles, except the assistant's, that the template ignores: the text is equal without their messages."""
-        found = set[str]()
+        ignored = set[str]()
         for i, message in enumerate(chat.messages):
             words = message["content"].strip()
-            if message["role"] not in (*found, "assistant") and not any(words in text for text, _ in rendered):
+            if message["role"] not in (*ignored, "assistant") and not any(words in text for text, _ in rendered):
                 with suppress(DataError):  # a template may require the role
-                    without = self._text(chat.messages[:i] + chat.messages[i + 1 :], chat.tools, "")
-                    found |= {message["role"]} if without == self._text(chat.messages, chat.tools, "") else set()
-        return sorted(found)
+                    shortened = self._text(chat.messages[:i] + chat.messages[i + 1 :], chat.tools, "")
+                    ignored |= {message["role"]} if shortened == self._text(chat.messages, chat.tools, "") else set()
+        return sorted(ignored)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a generation prompt: the assistant's answer begins after them."""
@@ -87,10 +87,10 @@ class ChatTemplate:
 
     def _span(self, chat: Chat, i: int, text: str, where: str, prompt: bool = True) -> Span | None:
         """Return the span that message `i` adds to the prompt before it. None if `text` does not begin with either rendering."""
-        before, _ = self._text(chat.messages[:i], chat.tools, where, prompt)
+        prefix, _ = self._text(chat.messages[:i], chat.tools, where, prompt)
         through, _ = self._text(chat.messages[: i + 1], chat.tools, where)
-        is_prefix = text.startswith(before) and text.startswith(through) and len(before) <= len(through)
-        return (len(before), len(through)) if is_prefix else None
+        is_prefix = text.startswith(prefix) and text.startswith(through) and len(prefix) <= len(through)
+        return (len(prefix), len(through)) if is_prefix else None
 
     def _text(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, where: str, prompt: bool = False

@@ -19,29 +19,29 @@ from penstock.runtime.plan.objective import ANSWER, CROSS_ENTROPY, LAST, Objecti
 from penstock.settings import DataSettings
 
 from .chat import ChatTemplate
-from .documents import Reader, kept_documents
+from .documents import Reader, cached_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
 from .formats import COLUMNS, LABELLED, NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED, format_of, is_of, not_understood, renamed, shown
-from .given import Given
-from .packing import Shape, in_words, pack
+from .given import UserBatches
+from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
 
-RunData = MapStyleData | Stream | Given  # batches of a run, by step number
-BRINGS = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage", "old")}  # row format -> extras of a batch
+RunData = MapStyleData | Stream | UserBatches  # batches of a run, by step number
+EXTRA_NAMES = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage", "old")}  # row format -> extras of a batch
 Report = Callable[[str], None]  # callback that receives progress messages
 
 
 def needed(objective: Objective) -> str | None:
     """Return the row format that a loss requires, or None if it trains on any text or chat."""
-    if objective.of is Of.TOKENS and {*BRINGS[ROLLOUTS]} <= {*objective.extras}:
+    if objective.of is Of.TOKENS and {*EXTRA_NAMES[ROLLOUTS]} <= {*objective.extras}:
         return ROLLOUTS
     if objective.name == "classify":
         return LABELLED
     return {Of.PAIRS: PREFERENCE, Of.ANSWERS: UNPAIRED}.get(objective.of)
 
 
-def unheard(words: str) -> None:
+def no_report(words: str) -> None:
     """Discard a progress message."""
 
 
@@ -55,7 +55,7 @@ def read_data(
     cache: Path,
     by_document: bool = False,
     preferred: tuple[str, ...] = TRAIN,
-    report: Report = unheard,
+    report: Report = no_report,
     run: Path | None = None,
     objective: Objective | None = CROSS_ENTROPY,
 ) -> RunData:
@@ -78,18 +78,18 @@ def read_data(
         is_of_means = objective is not None and bool(objective.numbers.get("mean"))  # over a sequence
         packing, is_shared = _packing(part, reader, by_document and not is_of_means)
         shape = Shape(packing, seq_len, tokenizer.end_id, part.too_long, part.unsupervised, group, is_shared)
-        brings = BRINGS.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
-        brings += (ANSWER,) if shape.is_apart and reader.format in NEEDED else ()
+        extra_names = EXTRA_NAMES.get(reader.format, ()) + ((LAST,) if objective is not None and objective.n_labels else ())
+        extra_names += (ANSWER,) if shape.is_isolated and reader.format in NEEDED else ()
         if settings.streaming:
-            content = reader.files.content_hash(whole=False)  # edges of files only: a stream may be too large to read twice
+            content = reader.files.content_hash(full=False)  # edges of files only: a stream may be too large to read twice
             fingerprint = _fingerprint(content, reader.identity, shape.identity, part.shuffle_buffer, batch_size, shuffle_seed)
             buffer = part.shuffle_buffer + part.shuffle_buffer % shape.rows_each  # round up to whole pairs
-            return Stream(reader, shape, batch_size, buffer, shuffle_seed, _about(reader), fingerprint, brings)
-        sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report, brings))
+            return Stream(reader, shape, batch_size, buffer, shuffle_seed, _about(reader), fingerprint, extra_names)
+        sets.append(_packed(reader, shape, part.bad_rows, shuffle_seed, cache, report, extra_names))
         if objective is not None and objective.name == "classify":
             _refuse_unknown_labels(sets[-1], objective.n_labels or 0)
-    shares = shares_of(weights, [len(each.sequences) for each in sets])
-    fingerprint = _fingerprint([each.fingerprint for each in sets], shares, batch_size, shuffle_seed)
+    shares = shares_of(weights, [len(packed.sequences) for packed in sets])
+    fingerprint = _fingerprint([packed.fingerprint for packed in sets], shares, batch_size, shuffle_seed)
     return MapStyleData(tuple(sets), shares, batch_size, shuffle_seed, fingerprint)
 
 
@@ -113,26 +113,26 @@ def reader_of(
         raise DataError(f"--columns ...={doubled[0][:40]}: the column would be read twice; name it once")
     files = find_files(Path(settings.path or ""), run, settings.split, preferred)
     firsts = _first_rows(files, columns)
-    where, found = next(firsts, ("", None))
-    theirs = found if isinstance(found, dict) else {}
-    if where and (gone := [name for name in columns.values() if name not in theirs]):
-        raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(theirs)}")
-    first, format = renamed(found, columns), str(settings.format)
+    where, first_row = next(firsts, ("", None))
+    fields = first_row if isinstance(first_row, dict) else {}
+    if where and (gone := [name for name in columns.values() if name not in fields]):
+        raise DataError(f"{where}: no column {gone[0][:40]!r}, which --columns names; its columns are {shown(fields)}")
+    first, format = renamed(first_row, columns), str(settings.format)
     of_rows = (
         format if format in NEEDED else next((k for k in (PREFERENCE, ROLLOUTS) if format == "auto" and is_of(k, first)), None)
     )
     if (kind := needed(objective) if objective is not None else of_rows) is not None:
-        format = _needed(kind, format, [(where, found), *firsts], columns)
+        format = _needed(kind, format, [(where, first_row), *firsts], columns)
     elif format == PREFERENCE:
         raise not_understood(where, {"chosen", "rejected"})
     elif format in NEEDED:
         raise DataError(f"--format {format}: rows of {NEEDED[format][0]}; plan with --loss for that, or leave it out")
     elif format == "auto":
         format = format_of(first, where, columns) if where else "text"
-        for there, row in firsts:
-            if (other := format_of(renamed(row, columns), there, columns)) != format:
+        for place, row in firsts:
+            if (other_format := format_of(renamed(row, columns), place, columns)) != format:
                 advice = "give files of different columns each a --data of its own, or say --format"
-                raise DataError(f"{there}: columns of {other}, and those of {where} are of {format}; {advice}")
+                raise DataError(f"{place}: columns of {other_format}, and those of {where} are of {format}; {advice}")
     prompt = first.get("prompt") if isinstance(first, dict) else None
     is_text = format == "text" or (format in ("prompt-completion", UNPAIRED) and isinstance(prompt, str))
     is_text = is_text or format in (ROLLOUTS, LABELLED) or (format == PREFERENCE and isinstance(first["chosen"], str))
@@ -149,10 +149,10 @@ def _needed(kind: str, format: str, firsts: Iterable[tuple[str, Any]], columns: 
     if format not in ("auto", kind):
         raise DataError(f"--format {format}: the plan's loss is of {kind} rows, with {' and '.join(names)}; leave it out")
     for where, row in firsts:
-        if not is_of(kind, own := renamed(row, columns)):
-            found = shown(own) if isinstance(own, dict) else "none"
+        if not is_of(kind, fields := renamed(row, columns)):
+            listed = shown(fields) if isinstance(fields, dict) else "none"
             advice = f"name yours with --columns {names[0]}=COLUMN, or choose another --loss or --format"
-            raise DataError(f"{where or 'the data'}: its columns are {found}, and {loss} needs {' and '.join(names)}; {advice}")
+            raise DataError(f"{where or 'the data'}: its columns are {listed}, and {loss} needs {' and '.join(names)}; {advice}")
     return kind
 
 
@@ -186,17 +186,17 @@ def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> tuple
     return ("joined" if reader.format == "text" else way) if settings.packing == "auto" else settings.packing, False
 
 
-def _refuse_unknown_labels(of: PackedSet, n_labels: int) -> None:
-    for d in of.sequences.segments[:, 0].tolist():
-        if (label := of.documents.brought(d)[0]) >= n_labels:
-            raise DataError(f"{of.documents.where(d)}: label {label:g}, and the plan has {n_labels}; plan with --loss classify:N")
+def _refuse_unknown_labels(data: PackedSet, n_labels: int) -> None:
+    for d in data.sequences.segments[:, 0].tolist():
+        if (label := data.documents.loss_numbers(d)[0]) >= n_labels:
+            raise DataError(f"{data.documents.where(d)}: label {label:g}, and the plan has {n_labels}; plan with --loss classify:N")
 
 
 def _packed(
-    reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cache: Path, report: Report, brings: tuple[str, ...]
+    reader: Reader, shape: Shape, bad_rows: float, seed: int | None, cache: Path, report: Report, extra_names: tuple[str, ...]
 ) -> PackedSet:
-    content = reader.files.content_hash(whole=True)
-    documents = kept_documents(reader, content, cache, report)
+    content = reader.files.content_hash(full=True)
+    documents = cached_documents(reader, content, cache, report)
     documents.refuse_bad(bad_rows)
     n = len(documents.lengths)
     # The last number separates this order from those of the epochs. Joined packing keeps the order of the files.
@@ -204,21 +204,21 @@ def _packed(
     sequences, counts = pack(documents, order, shape)
     if not len(sequences):
         wanted = f"a group has {shape.group} answers: give more, or plan with a smaller one" if shape.group > 1 else WANTED
-        raise DataError(f"{_about(reader)}: nothing to learn in it ({in_words(counts)}); {wanted}")
+        raise DataError(f"{_about(reader)}: nothing to learn in it ({counts_text(counts)}); {wanted}")
     segments = hashlib.sha256(sequences.segments.tobytes()).hexdigest()
     fingerprint = _fingerprint(content, reader.identity, shape.identity, segments)
     read = {"tokenizer": reader.template.tokenizer.identity, "data": _fingerprint(content, reader.format, reader.columns)}
     read["sequences"] = _fingerprint(shape.identity, segments)
-    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, brings, read)
+    return PackedSet(documents, sequences, shape, counts, _about(reader), fingerprint, extra_names, read)
 
 
-def _fingerprint(*of: Any) -> str:
-    return hashlib.sha256(json.dumps(of).encode()).hexdigest()
+def _fingerprint(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _about(reader: Reader) -> str:
     """Describe the data set and how it is read, for the user."""
     files, way = reader.files, "by the model's chat template" if reader.template.tokenizer.has_template else "as <|role|> and text"
-    said = [f"{files.path}: {reader.format}", "" if reader.is_text else f"conversations {way}", files.about]
+    parts = [f"{files.path}: {reader.format}", "" if reader.is_text else f"conversations {way}", files.about]
     left_out = f"{n:,} file{'s' * (n != 1)} left out" if (n := files.n_left_out) else ""
-    return ", ".join(filter(None, [*said, left_out]))
+    return ", ".join(filter(None, [*parts, left_out]))

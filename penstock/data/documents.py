@@ -33,8 +33,8 @@ MOST_SHOWN = 20  # bad rows
 ROWS_AT_ONCE = 32  # tokenised per call; tokens with offsets take 100 times the memory of the text
 DOCUMENTS_AT_ONCE = 100  # in memory before a write
 _COUNTS = ("n_tokens", "n_learned", "n_targets", "file", "row", "n_own")
-_SAID = ("problem", "dropped")  # why a row is bad; the roles that its template drops
-BROUGHT = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
+_NOTES = ("problem", "dropped")  # why a row is bad; the roles that its template drops
+LOSS_NUMBERS = "brought"  # numbers of a row for its loss: a label; or an advantage and the log-probability of each learned token
 _VERSION = 3  # of the conversion of rows; another version invalidates cached tokens
 
 tqdm.set_lock(RLock())  # the default lock is a system semaphore that a killed run leaks
@@ -60,8 +60,8 @@ class Reader:
     def features(self) -> Features:
         """Columns of a document: ids, edges of learned runs, counts, source file and row, problem, dropped roles, loss numbers."""
         ids = Value("uint16" if self.vocab_size <= 2**16 else "uint32")
-        of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_SAID, Value("string"))
-        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, BROUGHT: List(Value("float64"))})
+        of_all = dict.fromkeys(_COUNTS, Value("int64")) | dict.fromkeys(_NOTES, Value("string"))
+        return Features({"ids": List(ids), "learned": List(Value("uint32")), **of_all, LOSS_NUMBERS: List(Value("float64"))})
 
     def stream(self, order: Iterable[int]) -> IterableDataset:
         """Yield documents lazily from the files in this order. `datasets` tracks the stream state by file and row."""
@@ -74,67 +74,67 @@ class Reader:
         """Return the documents of a batch of rows: one or more per row, an empty one for a bad row. DataError for unknown
         tokens."""
         places = list(zip(rows["file"], rows["row"], strict=True))
-        names = ("ids", "learned", *_COUNTS, *_SAID, BROUGHT)
+        names = ("ids", "learned", *_COUNTS, *_NOTES, LOSS_NUMBERS)
         if self.format == ROLLOUTS:
-            given = [one for place, value in zip(places, rows["value"], strict=True) for one in self._given(value, *place)]
-            return {name: [values[column] for values in given] for column, name in enumerate(names)}
-        found = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
+            tokenised = [one for place, value in zip(places, rows["value"], strict=True) for one in self._tokenised(value, *place)]
+            return {name: [values[column] for values in tokenised] for column, name in enumerate(names)}
+        inputs = [(place, *one) for place, value in zip(places, rows["value"], strict=True) for one in self._read(value, *place)]
         try:
-            texts = [text for _, (text, _), *_ in found]  # only plain text gets the tokenizer's special tokens
+            texts = [text for _, (text, _), *_ in inputs]  # only plain text gets the tokenizer's special tokens
             backend = self.template.tokenizer.backend
             encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
-            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in found]
+            alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
             if not is_of_library(error):
                 raise
             advice = "write it as UTF-8, with a tokenizer that knows its letters"
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
-        made = [
-            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in own), *said, brought)
-            for (place, one, _, said, brought), encoding, own in zip(found, encoded, alone, strict=True)
+        encoded_documents = [
+            (*self._document(*one, encoding, place), *place, sum(len(message.ids) for message in encodings), *notes, numbers)
+            for (place, one, _, notes, numbers), encoding, encodings in zip(inputs, encoded, alone, strict=True)
         ]
-        return {name: [values[column] for values in made] for column, name in enumerate(names)}
+        return {name: [values[column] for values in encoded_documents] for column, name in enumerate(names)}
 
-    def _given(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
+    def _tokenised(self, value: Any, file: int, row: int) -> list[tuple[Any, ...]]:
         """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
         where = self.files.where(file, row)
         try:
-            given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
-            found = rollouts(given, self.vocab_size, where)
+            fields = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            completions = rollouts(fields, self.vocab_size, where)
         except DataError as error:
             return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
-        counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in found]
-        return [(*of, file, row, 0, None, None, brought) for *of, brought in counted]
+        counted = [(p + c, (len(p), len(p + c)), len(p + c), len(c), len(c), (a, *logps)) for p, c, a, logps in completions]
+        return [(*columns, file, row, 0, None, None, numbers) for *columns, numbers in counted]
 
     def _read(self, value: Any, file: int, row: int) -> list[_Read]:
         """Return the documents of a row: (text, spans), message contents, (problem, dropped roles), loss numbers. Only the first of
         a conversation has contents and roles."""
         where = self.files.where(file, row)
         try:
-            given = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            fields = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
             if self.format not in NEEDED:
-                return self._rendered(document(given, self.format, where), where)
-            of_one = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
-            answers = [(half,) for half in pair(given, where)] if of_one is None else [of_one(given, where)]
-            rendered = [self._rendered(said, where, *label) for said, *label in answers]
-            if any(len(of_one) > 1 for of_one in rendered):
+                return self._rendered(document(fields, self.format, where), where)
+            parse = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)
+            answers = [(half,) for half in pair(fields, where)] if parse is None else [parse(fields, where)]
+            rendered = [self._rendered(content, where, *label) for content, *label in answers]
+            if any(len(documents) > 1 for documents in rendered):
                 raise DataError(f"{where}: the model's chat template writes its answers apart; give rows of one answer each")
-            return [document for of_one in rendered for document in of_one]
+            return [document for documents in rendered for document in documents]
         except DataError as error:
             return [(("", []), [], (str(error), None), ())]
 
-    def _rendered(self, said: Chat | Completion, where: str, *brought: float) -> list[_Read]:
+    def _rendered(self, item: Chat | Completion, where: str, *numbers: float) -> list[_Read]:
         """Return the documents of a conversation or text, with the loss numbers of its row."""
-        if isinstance(said, Completion) is not self.is_text:
+        if isinstance(item, Completion) is not self.is_text:
             raise DataError(f"{where}: texts and messages in one data set; give them as two, each with a --data of its own")
-        if isinstance(said, Completion):
-            text = said.prompt + said.completion  # followed by the end token
-            return [((text, [(len(said.prompt), len(text) + 1)] if text else []), [], (None, None), brought)]
-        rendered = self.template.render(said, where)
-        roles = self.template.dropped(said, rendered)
-        first = [message["content"] for message in said.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
-        return [(one, *(([], (None, None)) if i else first), brought) for i, one in enumerate(rendered)]
+        if isinstance(item, Completion):
+            text = item.prompt + item.completion  # followed by the end token
+            return [((text, [(len(item.prompt), len(text) + 1)] if text else []), [], (None, None), numbers)]
+        rendered = self.template.render(item, where)
+        roles = self.template.dropped(item, rendered)
+        first = [message["content"] for message in item.messages if message["role"] not in roles], (None, ", ".join(roles) or None)
+        return [(one, *(([], (None, None)) if i else first), numbers) for i, one in enumerate(rendered)]
 
     def _document(self, text: str, spans: list[Span], encoding: Any, place: tuple[int, int]) -> tuple[Array, Array, int, int, int]:
         """Return ids, edges of learned runs, and the counts of tokens, learned tokens and targets."""
@@ -175,10 +175,10 @@ def _rows(files: list[tuple[int, DataFile]], mapped: tuple[str, ...]) -> Iterato
 class Documents:
     """Tokenised documents, memory-mapped or in memory. `lengths`, `n_learned`, `n_targets`: arrays, one entry per document."""
 
-    def __init__(self, dataset: Dataset, files: DataFiles, kept: str = "") -> None:
-        self.files, self.kept, column = files, kept, dataset.data.column  # `kept`: location of the tokens, for the user
+    def __init__(self, dataset: Dataset, files: DataFiles, location: str = "") -> None:
+        self.files, self.location, column = files, location, dataset.data.column  # location of the tokens, for the user
         self._columns = tuple(column(name) for name in ("ids", "learned", "file", "row"))
-        self._brought = column(BROUGHT)
+        self._loss_numbers = column(LOSS_NUMBERS)
         self.lengths, self.n_learned, self.n_targets = (column(name).to_numpy() for name in _COUNTS[:3])
         self.n_own = int(column("n_own").to_numpy().sum())  # tokens of the messages alone, without the template
         places = np.stack([column(name).to_numpy() for name in _COUNTS[3:5]])
@@ -207,22 +207,22 @@ class Documents:
         """Return (n, 2): first token and one past the last of each learned run."""
         return np.asarray(self._columns[1][document].values).astype(np.int64).reshape(-1, 2)
 
-    def brought(self, document: int) -> npt.NDArray[np.float64]:
+    def loss_numbers(self, document: int) -> npt.NDArray[np.float64]:
         """Return the loss numbers of the document's row."""
-        return np.asarray(self._brought[document].values)
+        return np.asarray(self._loss_numbers[document].values)
 
     def where(self, document: int) -> str:
         """Return the source file and row, for the user."""
         return self.files.where(*(column[document].as_py() for column in self._columns[2:]))
 
 
-def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
+def cached_documents(reader: Reader, content_hash: str, cache: Path, report: Callable[[str], None]) -> Documents:
     """Return all documents of a data set, from the cache if an earlier run wrote them. `datasets` stores them in the folder
     `cache`. The key is a digest of file contents, reader and library versions. Concurrent processes tokenise once. DataError for a
     rejected file or a read-only folder."""
     how = ["found in"]
 
-    def told() -> Iterator[dict[str, Any]]:
+    def examples() -> Iterator[dict[str, Any]]:
         how[0] = "made, and kept in"
         for n, example in enumerate(reader.stream(range(len(reader.files.files)))):
             if n % 100 == 0:
@@ -234,7 +234,7 @@ def kept_documents(reader: Reader, content_hash: str, cache: Path, report: Calla
     fingerprint = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:32]
     options = {"features": reader.features, "cache_dir": str(cache), "writer_batch_size": DOCUMENTS_AT_ONCE}
     try:
-        dataset = Dataset.from_generator(told, fingerprint=fingerprint, **options)
+        dataset = Dataset.from_generator(examples, fingerprint=fingerprint, **options)
         return Documents(dataset, reader.files, f"{how[0]} {cache}")
     except (DatasetGenerationError, OSError, ValueError) as error:
         cause = error.__cause__ or error

@@ -66,17 +66,17 @@ class DataFiles:
 
     def rows_only(self) -> "DataFiles":
         """Return these files without text files: in a folder of chats, those are documentation."""
-        kept = tuple(file for file in self.files if file.kind != "text")
-        return replace(self, files=kept, n_left_out=self.n_left_out + len(self.files) - len(kept))
+        row_files = tuple(file for file in self.files if file.kind != "text")
+        return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
 
-    def content_hash(self, whole: bool) -> str:
+    def content_hash(self, full: bool) -> str:
         """SHA-256 of names and contents of all files. If not `whole`: of names, sizes, heads and tails."""
         total = hashlib.sha256()
         for file in self.files:
             try:
                 with file.path.open("rb") as stream:
                     n_bytes = os.fstat(stream.fileno()).st_size
-                    if whole:
+                    if full:
                         digest = hashlib.file_digest(stream, "sha256")
                     else:
                         head, _ = stream.read(_EDGE_BYTES), stream.seek(max(0, n_bytes - _EDGE_BYTES))
@@ -116,7 +116,7 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
     def refuse(error: OSError) -> None:
         raise unreadable(Path(error.filename), error)
 
-    found: list[DataFile] = []
+    files: list[DataFile] = []
     for folder, folders, names in os.walk(path, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and Path(os.path.realpath(Path(folder, name))) != run]
         for file in (Path(folder, name) for name in (*folders, *names) if not name.startswith(".")):
@@ -125,28 +125,28 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
                 advice = "copy what it leads to, or give that a --data of its own"
                 raise DataError(f"{file}: a link out of the folder, which is not followed; {advice}")
             if target.is_file():  # no sockets, pipes, broken or circular links
-                found.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))
-    return DataFiles(path, tuple(sorted(found, key=lambda file: Path(file.name).parts)))
+                files.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))
+    return DataFiles(path, tuple(sorted(files, key=lambda file: Path(file.name).parts)))
 
 
-def _of_split(found: DataFiles, asked: str | None, preferred: tuple[str, ...]) -> DataFiles:
+def _of_split(data: DataFiles, name: str | None, preferred: tuple[str, ...]) -> DataFiles:
     """Return the files of the requested splits. `test` includes `test_sft`. By default, a folder with one split is used whole."""
-    split_of = {file: _split(file) for file in found.files}
-    there = sorted({split for split in split_of.values() if split is not None})
-    is_one = len(there) == 1 and all(split is not None or file.kind == "text" for file, split in split_of.items())
-    if asked is None and there == ["train"] and preferred == HELD_OUT:
-        raise DataError(f"{found.path}: all of it is called train; say evaluation.split: train to evaluate on that")
-    if asked is None and (not there or is_one or there == ["train"]):
-        return found
-    chosen = next(filter(None, ([s for s in there if s.startswith(p)] for p in (preferred if asked is None else (asked,)))), None)
+    split_of = {file: _split(file) for file in data.files}
+    splits = sorted({split for split in split_of.values() if split is not None})
+    is_one = len(splits) == 1 and all(split is not None or file.kind == "text" for file, split in split_of.items())
+    if name is None and splits == ["train"] and preferred == HELD_OUT:
+        raise DataError(f"{data.path}: all of it is called train; say evaluation.split: train to evaluate on that")
+    if name is None and (not splits or is_one or splits == ["train"]):
+        return data
+    chosen = next(filter(None, ([s for s in splits if s.startswith(p)] for p in (preferred if name is None else (name,)))), None)
     if chosen is None:
-        listed = f"there are {', '.join(there) or 'none'}, and {list(split_of.values()).count(None)} files of no split"
+        listed = f"there are {', '.join(splits) or 'none'}, and {list(split_of.values()).count(None)} files of no split"
         how = "with --split" if preferred == TRAIN else "in evaluation.split"
-        raise DataError(f"{found.path}: no split {asked or preferred[0]!r} in it; {listed}; choose one {how}, or name the files")
-    kept = tuple(file for file, split in split_of.items() if split in chosen)
-    others = [split for split in there if split not in chosen]
-    others += [f"{n:,} file{'s' * (n != 1)} of no split"] if (n := list(split_of.values()).count(None)) else []
-    return replace(found, files=kept, about=f"of {', '.join(chosen)}" + (f", leaving out {', '.join(others)}" if others else ""))
+        raise DataError(f"{data.path}: no split {name or preferred[0]!r} in it; {listed}; choose one {how}, or name the files")
+    files = tuple(file for file, split in split_of.items() if split in chosen)
+    omitted = [split for split in splits if split not in chosen]
+    omitted += [f"{n:,} file{'s' * (n != 1)} of no split"] if (n := list(split_of.values()).count(None)) else []
+    return replace(data, files=files, about=f"of {', '.join(chosen)}" + (f", leaving out {', '.join(omitted)}" if omitted else ""))
 
 
 def _split(file: DataFile) -> str | None:
@@ -156,8 +156,8 @@ def _split(file: DataFile) -> str | None:
         return path.stem if path.suffix == ".txt" and _WORD.fullmatch(path.stem) else None
     shard = _SHARD.match(path.name)
     for part in (shard[1] if shard else path.name, *reversed(path.parent.parts)):
-        if found := _WORD.search(part.lower()):
-            return found[1]
+        if match := _WORD.search(part.lower()):
+            return match[1]
     return shard[1] if shard else None
 
 
@@ -213,7 +213,7 @@ def _opened(file: Path) -> IO[bytes]:
     return file.open("rb")
 
 
-def _whole(file: Path) -> bytes:
+def _read_all(file: Path) -> bytes:
     with _opened(file) as stream:
         content = stream.read(MAX_ROW_BYTES + 1)
     if len(content) > MAX_ROW_BYTES:
@@ -223,7 +223,7 @@ def _whole(file: Path) -> bytes:
 
 def _text(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     try:
-        yield 0, {"text": _whole(file).decode("utf-8-sig")}
+        yield 0, {"text": _read_all(file).decode("utf-8-sig")}
     except UnicodeDecodeError:
         yield 0, {"text": ""}
 
@@ -239,7 +239,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _list(file: Path) -> Iterator[tuple[int, Any]]:
     try:
-        yield from enumerate(json.loads(_whole(file).decode("utf-8-sig")), start=1)
+        yield from enumerate(json.loads(_read_all(file).decode("utf-8-sig")), start=1)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: {str(error)[:80]}; write it as a list of {EXAMPLE} or of chats, in UTF-8") from None
 

@@ -43,8 +43,8 @@ NEEDED = {
     ROLLOUTS: ("GRPO", ("prompt_ids", "completion_ids", "logprobs")),
     LABELLED: ("a loss of labels", ("text", "label")),
 }
-_BESIDES = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
-COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_BESIDES)
+_OPTIONAL = ("input", "system", "history", "tools", "chosen", "rejected", "label", *NEEDED[ROLLOUTS][1], "rewards", "advantages")
+COLUMNS = (*(name for needed, _ in _FORMATS.values() for name in needed), *_OPTIONAL)
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
@@ -81,12 +81,12 @@ def renamed(row: Any, columns: Mapping[str, str]) -> Any:
     dropped, and a renamed column is not read again under its old name."""
     if not columns or not isinstance(row, dict):
         return row
-    kept = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
-    return kept | {name: row[theirs] for name, theirs in columns.items() if theirs in row}
+    fields = {name: value for name, value in row.items() if name not in columns and name not in columns.values()}
+    return fields | {name: row[column] for name, column in columns.items() if column in row}
 
 
 @contextmanager
-def _of(row: object, where: str, example: str) -> Iterator[Row]:
+def _fields_of(row: object, where: str, example: str) -> Iterator[Row]:
     """Yield the fields of a row. Convert a ValueError to a DataError with the place, an example and the row's columns."""
     try:
         yield row if isinstance(row, dict) else {}
@@ -97,22 +97,22 @@ def _of(row: object, where: str, example: str) -> Iterator[Row]:
 
 def document(row: object, format: str, where: str) -> Chat | Completion:
     """Convert a row of this format to a conversation or a text. DataError names the place of an invalid row."""
-    with _of(row, where, _FORMATS[format][1]) as fields:
+    with _fields_of(row, where, _FORMATS[format][1]) as fields:
         return _read(fields, format)
 
 
-def pair(given: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
+def pair(value: object, where: str) -> tuple[Chat | Completion, Chat | Completion]:
     """Return the chosen and the rejected half of a row. Only the answers are learned. DataError for an invalid row."""
-    with _of(given, where, _PAIR) as row:
+    with _fields_of(value, where, _PAIR) as row:
         chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
         kind: Any = str if isinstance(chosen, str) else list
         chosen, rejected = _value(row, "chosen", kind), _value(row, "rejected", kind)
         if (
             kind is str
             and prompt is None
-            and (asked := next((name for name in ("question", "instruction") if row.get(name)), None))
+            and (column := next((name for name in ("question", "instruction") if row.get(name)), None))
         ):
-            raise ValueError(f'no "prompt", but "{asked}": name it with --columns prompt={asked}')
+            raise ValueError(f'no "prompt", but "{column}": name it with --columns prompt={column}')
         if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
             n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
             if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
@@ -129,21 +129,21 @@ def pair(given: object, where: str) -> tuple[Chat | Completion, Chat | Completio
 
 def answer(row: object, where: str) -> tuple[Chat | Completion, float]:
     """Return a row with one answer and its label: 1 if desirable, 0 if not. DataError for an invalid row."""
-    with _of(row, where, _ANSWER) as fields:
+    with _fields_of(row, where, _ANSWER) as fields:
         prompt, label = fields.get("prompt"), fields.get("label")
         label = {"true": True, "false": False}.get(str(label).lower(), label)  # a CSV has strings
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
             raise ValueError('an empty "prompt"')
         kind: Any = str if isinstance(prompt, str) else list
-        said = _half(fields, _value(fields, "prompt", kind), _value(fields, "completion", kind), "completion")
+        content = _half(fields, _value(fields, "prompt", kind), _value(fields, "completion", kind), "completion")
         if not isinstance(label, int) or label not in (0, 1):
             raise ValueError('a "label" that is neither true nor false')
-        return said, float(label)
+        return content, float(label)
 
 
 def labelled(row: object, where: str) -> tuple[Completion, float]:
     """Return a row with a text and its class label. DataError for an invalid row."""
-    with _of(row, where, '{"text": "...", "label": 1}') as fields:
+    with _fields_of(row, where, '{"text": "...", "label": 1}') as fields:
         text, label = _value(fields, "text", str), fields.get("label")
         label = int(label) if isinstance(label, str) and label.isdecimal() else label  # a CSV has strings
         if not isinstance(label, int) or not 0 <= label < MOST_LABELS:
@@ -156,7 +156,7 @@ def labelled(row: object, where: str) -> tuple[Completion, float]:
 def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
     """Return the completions of a row: a group for one prompt. Rewards are converted to GRPO advantages. DataError for an invalid
     row."""
-    with _of(row, where, f"{_GROUP}, or with advantages") as fields:
+    with _fields_of(row, where, f"{_GROUP}, or with advantages") as fields:
         prompt, completions, logps = (_value(fields, name, list) for name in NEEDED[ROLLOUTS][1])
         kind = "rewards" if fields.get("advantages") is None else "advantages"
         numbers = _numbers(_value(fields, kind, list), kind)
@@ -177,10 +177,10 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
         return [(prompt, ids, float(a), of_ids) for ids, a, of_ids in zip(completions, numbers, logps, strict=True)]
 
 
-def _numbers(found: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    if not all(isinstance(number, int | float) and abs(number) < MOST_NUMBER for number in found):
+def _numbers(values: list[Any], name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if not all(isinstance(number, int | float) and abs(number) < MOST_NUMBER for number in values):
         raise ValueError(f'"{name}" that are no finite numbers')
-    return np.array(found, dtype=np.float64)
+    return np.array(values, dtype=np.float64)
 
 
 def is_of(format: str, columns: object) -> bool:
@@ -222,8 +222,8 @@ def _read(row: Row, format: str) -> Chat | Completion:
         case "sharegpt":
             messages = [*system, *(_turn(turn, i) for i, turn in enumerate(_value(row, "conversations", list)))]
         case "alpaca":
-            more = f"\n{_value(row, 'input', str)}" if row.get("input") else ""
-            messages = [*system, *_dialogue(row, _value(row, "instruction", str) + more, _value(row, "output", str))]
+            extra = f"\n{_value(row, 'input', str)}" if row.get("input") else ""
+            messages = [*system, *_dialogue(row, _value(row, "instruction", str) + extra, _value(row, "output", str))]
         case _:
             messages = [*system, *_dialogue(row, _value(row, "question", str), _value(row, "answer", str))]
     return _chat(messages, row, n_before)
@@ -233,16 +233,16 @@ def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
     if isinstance(answer, str):
         if row.get("system"):
             raise ValueError('"system" besides "prompt", which is all that comes before an answer; put it there')
-        said: Chat | Completion = Completion(prompt, answer)
+        item: Chat | Completion = Completion(prompt, answer)
         is_empty = not answer.strip()
     else:
-        before = [*([{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []), *prompt]
-        said = _chat([*before, *answer], row, len(before))
-        learned = [message for i, message in enumerate(said.messages) if message["role"] == "assistant" and i not in said.unlearned]
+        prompt_messages = [*([{"role": "system", "content": _value(row, "system", str)}] if row.get("system") else []), *prompt]
+        item = _chat([*prompt_messages, *answer], row, len(prompt_messages))
+        learned = [message for i, message in enumerate(item.messages) if message["role"] == "assistant" and i not in item.unlearned]
         is_empty = not any(message["content"].strip() or message.get("tool_calls") for message in learned)
     if is_empty:
         raise ValueError(f'an empty answer under "{name}"')
-    return said
+    return item
 
 
 def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:
@@ -255,14 +255,14 @@ def _dialogue(row: Row, question: str, answer: str) -> Iterator[Message]:
 
 def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
     """Return a conversation. Its first `n_before` messages, and messages of weight 0, are excluded from learning."""
-    found = [_message(message, i) for i, message in enumerate(messages)]
-    weights = [message.pop("weight", None) for message in found]  # not passed to templates
+    parsed = [_message(message, i) for i, message in enumerate(messages)]
+    weights = [message.pop("weight", None) for message in parsed]  # not passed to templates
     for i, weight in enumerate(weights):
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
             raise ValueError(f'message {i} has a "weight" that is neither 0 nor 1')
-        if weight == 1 and found[i]["role"] != "assistant":
+        if weight == 1 and parsed[i]["role"] != "assistant":
             raise ValueError(f'message {i} has "weight" 1 and is not the assistant\'s, whose alone are learned')
-    return Chat(tuple(found), _tools(row), frozenset(i for i, weight in enumerate(weights) if i < n_before or weight == 0))
+    return Chat(tuple(parsed), _tools(row), frozenset(i for i, weight in enumerate(weights) if i < n_before or weight == 0))
 
 
 def _turn(turn: Any, i: int) -> Message:

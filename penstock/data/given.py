@@ -25,7 +25,7 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class UserBatches:
     """Validated batches of a user's program."""
 
     program: Batches
@@ -43,42 +43,42 @@ class Given:
     def batch(self, step: int) -> Batch:
         """Return a validated batch. DataError if it does not fit the plan."""
         match self.program.batch(step):
-            case Batch() as made:
+            case Batch() as batch:
                 pass
             case [torch.Tensor() as input_ids, torch.Tensor() as targets]:
-                made = Batch(input_ids, targets)
+                batch = Batch(input_ids, targets)
             case other:
                 raise DataError(f"batch({step}) gave a {type(other).__name__}; give a Batch, or input ids and targets")
         shape, last = (self.batch_size, self.seq_len), self.vocab_size - 1
-        for name, ids, least in (("input ids", made.input_ids, 0), ("targets", made.targets, UNSUPERVISED)):
+        for name, ids, least in (("input ids", batch.input_ids, 0), ("targets", batch.targets, UNSUPERVISED)):
             if tuple(ids.shape) != shape or ids.dtype != torch.int64:
                 problem = f"the {name} of step {step} are {tuple(ids.shape)} {ids.dtype}"
                 raise DataError(f"{problem}; this plan takes {shape} torch.int64, sequences by tokens")
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
                 raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
-        extras, shapes = made.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
+        extras, shapes = batch.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
         # For a built-in loss, one number per sequence would be mistaken for one per token.
         of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
         for name in self.objective.extras:
-            taken: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes
+            accepted: tuple[tuple[int, ...], ...] = shapes[-1:] if name in of_tokens else shapes
             if name == TEACHER and self.objective.n_top is not None:
-                taken = ((*shape, 3 * self.objective.n_top + 1),)
-            found = extras.get(name)
-            if not isinstance(found, torch.Tensor) or tuple(found.shape) not in taken:
-                problem = "none" if found is None else f"one of {tuple(getattr(found, 'shape', ()))}"
-                wanted = " or ".join(map(str, taken))
+                accepted = ((*shape, 3 * self.objective.n_top + 1),)
+            value = extras.get(name)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) not in accepted:
+                problem = "none" if value is None else f"one of {tuple(getattr(value, 'shape', ()))}"
+                wanted = " or ".join(map(str, accepted))
                 raise DataError(f"the plan's loss asks for extras[{name!r}] of {wanted}, and step {step} brings {problem}")
-        made = replace(made, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
-        if made.document_tokens is None:
-            return made
+        batch = replace(batch, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
+        if batch.document_tokens is None:
+            return batch
         if self.no_documents is not None:
             raise DataError(f"the documents of step {step}: {self.no_documents}; leave document_tokens out")
-        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in made.document_tokens]
+        sums = [sum(tokens) if all(n > 0 for n in tokens) else 0 for tokens in batch.document_tokens]
         if sums != [self.seq_len] * self.batch_size:
             problem = f"the documents of step {step} have {sums[:4]} tokens, sequence by sequence"
             raise DataError(f"{problem}; each of {self.batch_size} sequences has {self.seq_len}, padding included")
-        return made
+        return batch
 
     def position(self, step: int) -> dict[str, Any]:
         return {"step": step}

@@ -30,7 +30,7 @@ Packing = Literal["joined", "documents", "one", "pairs", "answers"]
 Segment = tuple[int, int, int]
 Span = tuple[int, int, int]  # document number in its sample; first position and one past the last in a row
 Row = tuple[Array, Array, list[Span]]  # ids_T, targets_T, and the documents in the row
-Brought = Sequence[Sequence[npt.NDArray[np.float64]]]  # sample -> loss numbers of each source row
+Numbers = Sequence[Sequence[npt.NDArray[np.float64]]]  # sample -> loss numbers of each source row
 Counts = Counter[Literal["documents", "unsupervised", "skipped", "cut", "split"]]  # `documents`: total
 
 
@@ -58,7 +58,7 @@ class Shape:
         return {"pairs": 2, "answers": self.group}.get(self.packing, 1)
 
     @property
-    def is_apart(self) -> bool:
+    def is_isolated(self) -> bool:
         """True if documents in one sequence are isolated in attention."""
         return self.shares or self.packing == "documents"
 
@@ -100,7 +100,7 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
         pieces, n = list(_pieces(documents, order[learns], shape, counts)), shape.segments_each
         counts["skipped"] += len(pieces) % n  # incomplete group
         groups = [pieces[i : i + n] for i in range(0, len(pieces) - n + 1, n)]
-    packed = _first_fit(documents, groups, shape) if shape.is_apart else groups
+    packed = _first_fit(documents, groups, shape) if shape.is_isolated else groups
     segments = np.array([segment for sample in packed for segment in sample], dtype=np.int64).reshape(-1, 3)
     return Sequences(segments, np.cumsum([0, *map(len, packed)], dtype=np.int64)), counts
 
@@ -108,13 +108,13 @@ def pack(documents: Documents, order: Array, shape: Shape) -> tuple[Sequences, C
 def _pairs(documents: Documents, order: Array, shape: Shape, counts: Counts) -> list[list[Segment]]:
     """Return (chosen, rejected) pairs in file order, or in this order if they share sequences. Pairs without a target in both
     halves are dropped."""
-    halves, kept = np.sort(order).reshape(-1, 2), list[list[Segment]]()
+    halves, pairs = np.sort(order).reshape(-1, 2), list[list[Segment]]()
     if shape.shares:
         halves = halves[np.searchsorted(halves[:, 0], order[np.isin(order, halves[:, 0])])]
     for both in halves:
-        found = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
-        kept += [found] if len(found) == len(both) else []
-    return kept
+        segments = list(_pieces(documents, both, shape, counts)) if documents.n_targets[both].all() else []
+        pairs += [segments] if len(segments) == len(both) else []
+    return pairs
 
 
 def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) -> Iterator[Segment]:
@@ -133,14 +133,14 @@ def _pieces(documents: Documents, order: Array, shape: Shape, counts: Counts) ->
                 continue
             case "cut":
                 counts["cut"] += 1
-                found = [(d, 0, seq_len)]
+                pieces = [(d, 0, seq_len)]
             case "split":
                 counts["split"] += 1
                 # Pieces overlap by one token: the last token of a piece is the context of the next piece's first target.
-                found = [(d, at, min(at + seq_len, length)) for at in range(0, length - 1, seq_len - 1)]
-        kept = [piece for piece in found if n_targets_of(documents.runs(d), piece[1] + 1, piece[2])]
-        counts["unsupervised"] += not kept
-        yield from kept
+                pieces = [(d, start, min(start + seq_len, length)) for start in range(0, length - 1, seq_len - 1)]
+        supervised = [piece for piece in pieces if n_targets_of(documents.runs(d), piece[1] + 1, piece[2])]
+        counts["unsupervised"] += not supervised
+        yield from supervised
 
 
 def n_targets_of(runs: Array, first: int, stop: int) -> int:
@@ -153,7 +153,7 @@ def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) 
     samples: list[list[Segment]] = []
     open_ones: list[tuple[int, int, list[int]]] = []  # (free positions, sample number, free positions per row), in order of opening
     for group in groups:
-        lengths = [_length(of) for of in _apart(documents, group, shape)]
+        lengths = [_length(document) for document in _documents_of(documents, group, shape)]
         n = sum(lengths)
         for i, (room, number, rooms) in enumerate(open_ones):
             if n <= room and _placed(rooms, lengths) is not None:
@@ -172,13 +172,13 @@ def _first_fit(documents: Documents, groups: list[list[Segment]], shape: Shape) 
 
 def _placed(rooms: list[int], lengths: Sequence[int]) -> list[int] | None:
     """Place documents into rows, longest first, first fit. Return the row of each and update `rooms`; None if they do not fit."""
-    left, rows = [*rooms], [0] * len(lengths)
+    free, rows = [*rooms], [0] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        row = next((row for row, room in enumerate(left) if lengths[i] <= room), None)
+        row = next((row for row, room in enumerate(free) if lengths[i] <= room), None)
         if row is None:
             return None
-        left[row], rows[i] = left[row] - lengths[i], row
-    rooms[:] = left
+        free[row], rows[i] = free[row] - lengths[i], row
+    rooms[:] = free
     return rows
 
 
@@ -197,97 +197,97 @@ def _joined(documents: Documents, order: Array, seq_len: int) -> Sequences:
     start = begin - (ends - lengths)[place]
     sequence = begin // seq_len
     learned = np.zeros(-(-total // seq_len), dtype=np.int64)
-    whole = (documents.n_learned[order] == lengths)[place]  # text: skip its runs
+    is_whole = (documents.n_learned[order] == lengths)[place]  # text: skip its runs
     shift = (begin % seq_len == 0).astype(np.int64)  # the first token of a sequence has no context
-    np.add.at(learned, sequence, np.where(whole, end - begin - shift, 0))
-    for i in np.flatnonzero(~whole):
+    np.add.at(learned, sequence, np.where(is_whole, end - begin - shift, 0))
+    for i in np.flatnonzero(~is_whole):
         runs = documents.runs(int(order[place[i]]))
         learned[sequence[i]] += n_targets_of(runs, int(start[i] + shift[i]), int(start[i] + end[i] - begin[i]))
-    kept = learned[sequence] > 0
-    numbers = sequence[kept]
+    has_target = learned[sequence] > 0
+    numbers = sequence[has_target]
     first = np.append(np.flatnonzero(np.diff(numbers, prepend=-1)), len(numbers))
-    return Sequences(np.stack([order[place], start, start + end - begin], axis=1)[kept], first)
+    return Sequences(np.stack([order[place], start, start + end - begin], axis=1)[has_target], first)
 
 
 def row_of(documents: Documents, numbered: Iterable[tuple[int, Sequence[Sequence[int]]]], shape: Shape) -> Row:
     """Build a row: concatenate numbered documents, each a list of segments, and set the targets."""
     ids_T, targets_T = np.full(shape.seq_len, shape.pad_id), np.full(shape.seq_len, UNSUPERVISED)
-    at, spans = 0, list[Span]()
+    offset, spans = 0, list[Span]()
     for number, segments in numbered:
-        first_at = at
+        first_offset = offset
         for document, start, stop in segments:
             n = stop - start
-            ids_T[at : at + n] = documents.ids(document)[start:stop]
+            ids_T[offset : offset + n] = documents.ids(document)[start:stop]
             for first, last in documents.runs(document).clip(start, stop).tolist():
-                begin, end = at + max(first - start, int(at == first_at)), at + last - start
+                begin, end = offset + max(first - start, int(offset == first_offset)), offset + last - start
                 if begin < end:
                     targets_T[begin - 1 : end - 1] = ids_T[begin:end]
-            at += n
-        spans.append((number, first_at, shape.seq_len if shape.packing == "joined" else at))
+            offset += n
+        spans.append((number, first_offset, shape.seq_len if shape.packing == "joined" else offset))
     return ids_T, targets_T, spans
 
 
 def rows_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[Row]:
     """Return the rows of a sample: one; two for a pair; two per answer of a group. With `shares`, documents fill these rows."""
-    apart, n = _apart(documents, segments, shape), shape.rows_each
+    parts, n = _documents_of(documents, segments, shape), shape.rows_each
     rooms, rows = [shape.seq_len] * n, list[int]()
-    for i in range(0, len(apart), n):
-        together = [_length(of) for of in apart[i : i + n]]
-        rows += (_placed(rooms, together) if shape.is_apart else None) or range(n)
-    return [row_of(documents, [(i, of) for i, of in enumerate(apart) if rows[i] == row], shape) for row in range(n)]
+    for i in range(0, len(parts), n):
+        together = [_length(part) for part in parts[i : i + n]]
+        rows += (_placed(rooms, together) if shape.is_isolated else None) or range(n)
+    return [row_of(documents, [(i, part) for i, part in enumerate(parts) if rows[i] == row], shape) for row in range(n)]
 
 
-def _apart(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:
+def _documents_of(documents: Documents, segments: Sequence[Sequence[int]], shape: Shape) -> list[list[Sequence[int]]]:
     """Group the segments of a sample into documents of consecutive segments."""
     if shape.packing == "joined":
         return [[*segments]]
-    apart = list[list[Sequence[int]]]()
-    for i, own in enumerate(segments):
-        apart.append([own])
+    groups = list[list[Sequence[int]]]()
+    for i, segment in enumerate(segments):
+        groups.append([segment])
         if shape.packing == "answers":  # add the prompt with another answer, cut to fit
-            other, _, stop = segments[i - 1 if i % shape.group else i + shape.group - 1]
-            end, begin = (int(documents.runs(d)[0, 0]) for d in (own[0], other))
-            apart.append([(own[0], 0, end), (other, begin, min(stop, begin + shape.seq_len - end))])
-    return apart
+            answer, _, stop = segments[i - 1 if i % shape.group else i + shape.group - 1]
+            end, begin = (int(documents.runs(d)[0, 0]) for d in (segment[0], answer))
+            groups.append([(segment[0], 0, end), (answer, begin, min(stop, begin + shape.seq_len - end))])
+    return groups
 
 
-def batch_of(rows: Sequence[Row], shape: Shape, brings: Sequence[str], brought: Brought, n_slots: int | None) -> Batch:
-    """Build the batch of a step, with the extras named in `brings`. `n_slots`: answers per row, if answers share sequences.
+def batch_of(rows: Sequence[Row], shape: Shape, extra_names: Sequence[str], loss_numbers: Numbers, n_slots: int | None) -> Batch:
+    """Build the batch of a step, with the extras named in `extra_names`. `n_slots`: answers per row, if answers share sequences.
 
     LAST is the last token that is not padding, like transformers. An end-of-text token does not count, because it is also the
     padding.
     """
-    ids_BT, targets_BT = (torch.from_numpy(np.stack(of)) for of in list(zip(*rows, strict=True))[:2])
+    ids_BT, targets_BT = (torch.from_numpy(np.stack(column)) for column in list(zip(*rows, strict=True))[:2])
     edges = ([0, *(stop for *_, stop in spans), shape.seq_len] for *_, spans in rows)
-    lengths = tuple(tuple(n for n in np.diff(of).tolist() if n) for of in edges)
-    batch = Batch(ids_BT, targets_BT, lengths if shape.is_apart else None)
-    if not brings:
+    lengths = tuple(tuple(n for n in np.diff(stops).tolist() if n) for stops in edges)
+    batch = Batch(ids_BT, targets_BT, lengths if shape.is_isolated else None)
+    if not extra_names:
         return batch
-    (n_rows, n_tokens), n, each = ids_BT.shape, shape.rows_each, 1 + (shape.packing == "answers")
+    (n_rows, n_tokens), n, per_answer = ids_BT.shape, shape.rows_each, 1 + (shape.packing == "answers")
     slots = (n_rows,) if n_slots is None else (n_rows, n_slots)
     spans_BKS, last_BK, label_BK = torch.zeros(*slots, 2).long(), torch.zeros(slots).long(), torch.zeros(slots)
     advantage_BT, old_BT = torch.zeros(n_rows, n_tokens), torch.zeros(n_rows, n_tokens)
     for b, (ids_T, targets_T, spans) in enumerate(rows):
         unit, row = divmod(b, n)
         for number, begin, stop in spans:
-            at = (b,) if n_slots is None else (unit * n + number % n, number // n)
+            index = (b,) if n_slots is None else (unit * n + number % n, number // n)
             first = 0 if n_slots is None else row * n_tokens  # origin of the positions
-            spans_BKS[at] = torch.tensor([first + begin, first + stop])
-            last_BK[at] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
-            if not brought:
+            spans_BKS[index] = torch.tensor([first + begin, first + stop])
+            last_BK[index] = first + begin + int(np.flatnonzero(ids_T[begin:stop] != shape.pad_id).max(initial=0))
+            if not loss_numbers:
                 continue
-            of = brought[unit][number // each]
-            if "label" in brings:
-                label_BK[at] = float(of[0])
-            if "old" in brings:
+            numbers = loss_numbers[unit][number // per_answer]
+            if "label" in extra_names:
+                label_BK[index] = float(numbers[0])
+            if "old" in extra_names:
                 (learned,) = np.nonzero(targets_T[begin:stop] != UNSUPERVISED)
-                old_BT[b, begin + learned] = torch.tensor(of[1 : 1 + len(learned)], dtype=torch.float32)
-                advantage_BT[b, begin:stop] = float(of[0])
-    found = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
+                old_BT[b, begin + learned] = torch.tensor(numbers[1 : 1 + len(learned)], dtype=torch.float32)
+                advantage_BT[b, begin:stop] = float(numbers[0])
+    extras = {ANSWER: spans_BKS, LAST: last_BK, "label": label_BK, "advantage": advantage_BT, "old": old_BT}
     n_answers = None if n_slots is None else sum(len(spans) for *_, spans in rows)
-    return replace(batch, n_answers=n_answers, extras={name: found[name] for name in brings})
+    return replace(batch, n_answers=n_answers, extras={name: extras[name] for name in extra_names})
 
 
-def in_words(counts: Counts) -> str:
+def counts_text(counts: Counts) -> str:
     """Format document counts for the user."""
-    return ", ".join(f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in counts.items() if n)
+    return ", ".join(f"{n:,} {name.removesuffix('s') if n == 1 else name}" for name, n in counts.items() if n)

@@ -26,7 +26,7 @@ from penstock.runtime.errors import CheckpointError, DataError
 from penstock.runtime.plan.objective import ANSWER
 
 from .documents import Array, Columns, Documents, Reader
-from .packing import Counts, Row, Sequences, Shape, batch_of, in_words, pack, rows_of
+from .packing import Counts, Row, Sequences, Shape, batch_of, counts_text, pack, rows_of
 
 Position = dict[str, Any]  # start of a step, as JSON
 SHARES = 1000  # samples of a round with weights
@@ -46,13 +46,13 @@ class PackedSet:
     counts: Counts
     about: str  # the data set and how it is read, for the user
     fingerprint: str
-    brings: tuple[str, ...] = ()  # names of extras from its documents
+    extra_names: tuple[str, ...] = ()  # names of extras from its documents
     read: Mapping[str, str] = field(default_factory=dict)  # digests of everything that affects its tokens, by name
 
     @property
     def n_slots(self) -> int | None:
         """Maximum answers per row; None unless documents of answers are isolated in sequences."""
-        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.brings else None
+        return int(np.diff(self.sequences.first).max()) // self.shape.segments_each if ANSWER in self.extra_names else None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,25 +86,25 @@ class MapStyleData:
     def sample(self, n: int) -> tuple[int, int]:
         """Return (set, sequence in it) of sample `n`, counted from 0 across all epochs."""
         n_round, turn = divmod(n, len(self._turns))
-        k, before = self._turns[turn].tolist()
+        k, offset = self._turns[turn].tolist()
         size = len(self.parts[k].sequences)
-        epoch, place = divmod(n_round * self.shares[k] + before, size)
+        epoch, place = divmod(n_round * self.shares[k] + offset, size)
         return k, place if self.seed is None else int(order_of(size, self.seed, epoch)[place])
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`, counted from 0."""
         n = self.batch_size // self.rows_each
-        return self.of([self.sample(step * n + b) for b in range(n)])
+        return self.batch_of_samples([self.sample(step * n + b) for b in range(n)])
 
-    def of(self, samples: Sequence[tuple[int, int]]) -> Batch:
+    def batch_of_samples(self, samples: Sequence[tuple[int, int]]) -> Batch:
         """Return a batch of samples, each (set, sequence in it)."""
         chosen = [(self.parts[k], self.parts[k].sequences[i]) for k, i in samples]
         rows = [row for part, segments in chosen for row in rows_of(part.documents, segments, part.shape)]
         n_slots = max((part.n_slots for part in self.parts if part.n_slots is not None), default=None)
-        extras = {name: torch.cat([_wide(of[k][i], n_slots) for k, i in samples]) for name, of in self.references.items()}
-        brings = max((part.brings for part in self.parts), key=len)
-        brought = [[part.documents.brought(d) for d, _, _ in segments] for part, segments in chosen]
-        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda of: of.is_apart), brings, brought, n_slots)
+        extras = {name: torch.cat([_padded(sets[k][i], n_slots) for k, i in samples]) for name, sets in self.references.items()}
+        extra_names = max((part.extra_names for part in self.parts), key=len)
+        numbers = [[part.documents.loss_numbers(d) for d, _, _ in segments] for part, segments in chosen]
+        batch = batch_of(rows, max((part.shape for part in self.parts), key=lambda s: s.is_isolated), extra_names, numbers, n_slots)
         return replace(batch, extras={**extras, **batch.extras})
 
     def position(self, step: int) -> Position:
@@ -117,44 +117,44 @@ class MapStyleData:
 
     def words(self) -> dict[str, str]:
         """Return report lines: per set its files, counts and share; a `warning` if documents are cut or data is short."""
-        said, cut = dict[str, str](), list[str]()
+        lines, cut = dict[str, str](), list[str]()
         for number, (part, share) in enumerate(zip(self.parts, self.shares, strict=True), start=1):
-            of, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
+            suffix, n, seq_len = f" {number}" * (len(self.parts) > 1), len(part.sequences), part.shape.seq_len
             segments, packing = part.sequences.segments, part.shape.packing
             full = np.diff(segments[:, 1:]).sum() * (1 + (packing == "answers")) / (n * self.rows_each * seq_len)
             kinds = {"pairs": "pairs", "answers": f"groups of {part.shape.group} answers"}
-            what = f"{kinds[packing]}, sequences of" if packing in kinds else "of"
+            description = f"{kinds[packing]}, sequences of" if packing in kinds else "of"
             if part.shape.shares:
                 n_groups = len(segments) // part.shape.segments_each
-                what = f"times {self.rows_each} sequences, of {n_groups:,} {kinds[packing]} that share them, of"
-            said |= {f"data{of}": part.about, f"rows{of}": in_words(part.counts)}
-            said[f"sequences{of}"] = f"{n:,} {what} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
-            if of:
+                description = f"times {self.rows_each} sequences, of {n_groups:,} {kinds[packing]} that share them, of"
+            lines |= {f"data{suffix}": part.about, f"rows{suffix}": counts_text(part.counts)}
+            lines[f"sequences{suffix}"] = f"{n:,} {description} {seq_len:,} tokens, {full:.0%} full, packing {packing}"
+            if suffix:
                 fraction = share / len(self._turns)
-                said[f"share{of}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
+                lines[f"share{suffix}"] = f"{fraction:.1%} of samples, {self.n_sequences * fraction / n:.2f} times an epoch"
             if n_own := part.documents.n_own:
                 n = int(part.documents.lengths.sum())
                 again = ", or earlier turns again, as it writes them differently later: mark answers with {% generation %} in it"
-                more = again if len(part.documents.lengths) > part.documents.n_rows else ", not the messages'"
-                said[f"template{of}"] = f"{(its := max(n - n_own, 0)):,} of {n:,} tokens ({its / n:.0%}) are its own{more}"
-            said |= {f"tokens{of}": part.documents.kept} if part.documents.kept else {}
+                note = again if len(part.documents.lengths) > part.documents.n_rows else ", not the messages'"
+                lines[f"template{suffix}"] = f"{(extra := max(n - n_own, 0)):,} of {n:,} tokens ({extra / n:.0%}) are its own{note}"
+            lines |= {f"tokens{suffix}": part.documents.location} if part.documents.location else {}
             if part.documents.problems:
                 first = "; ".join(problem.partition("; ")[0] for problem in [*part.documents.problems.values()][:3])
-                said[f"bad rows{of}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
+                lines[f"bad rows{suffix}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
             if dropped := part.documents.dropped:
                 roles = ", ".join(f"{role} (in {n:,} rows)" for role, n in sorted(dropped.items()))
-                said[f"warning, roles{of}"] = f"the model's chat template drops what {roles} say; call them system or user"
-            cut += [f"data{of}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
+                lines[f"warning, roles{suffix}"] = f"the model's chat template drops what {roles} say; call them system or user"
+            cut += [f"data{suffix}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
         if (n_rows := self.n_sequences * self.rows_each) < self.batch_size:
             few = f"a step of {self.batch_size:,} sequences trains on some of these {n_rows:,} more than once"
-            said["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
+            lines["warning, few"] = f"{few}; give more data, or plan with a smaller --batch-size"
         problem, advice = "many documents are cut, and the rest of them is not learned", "plan with a longer --seq-len"
-        return said | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
+        return lines | ({"warning": f"{', '.join(cut)}: {problem}; {advice}, or set data.too_long to split"} if cut else {})
 
 
-def _wide(of: torch.Tensor, n_slots: int | None) -> torch.Tensor:
+def _padded(x: torch.Tensor, n_slots: int | None) -> torch.Tensor:
     """Pad reference outputs of shared rows to `n_slots` answers per row, the maximum of all sets."""
-    return of if n_slots is None or of.dtype != torch.float64 else F.pad(of := of.reshape(len(of), -1), (0, n_slots - of.shape[1]))
+    return x if n_slots is None or x.dtype != torch.float64 else F.pad(x := x.reshape(len(x), -1), (0, n_slots - x.shape[1]))
 
 
 @dataclass(slots=True, eq=False)
@@ -168,20 +168,20 @@ class Stream:
     seed: int | None  # None: file order, epoch after epoch
     about: str  # the data set and how it is read, for the user
     fingerprint: str
-    brings: tuple[str, ...] = ()  # extras that follow from a batch's tokens
+    extra_names: tuple[str, ...] = ()  # extras that follow from a batch's tokens
     n_steps: None = None
     _positions: dict[int, Position] = field(default_factory=dict, repr=False)
-    _made: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
+    _iterator: Iterator[tuple[Batch, Position]] | None = field(default=None, repr=False)
     _next: int = 0  # step of the next batch from `_made`
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`. Restart reading if this is not the next step."""
-        if self._made is None or step != self._next:
-            self._made, self._next = self._batches(self.position(step)), step
+        if self._iterator is None or step != self._next:
+            self._iterator, self._next = self._batches(self.position(step)), step
         try:
-            batch, position = next(self._made)
+            batch, position = next(self._iterator)
         except BaseException:
-            self._made = None  # a retry must raise the same error, not StopIteration
+            self._iterator = None  # a retry must raise the same error, not StopIteration
             raise
         self._next += 1
         self._positions[self._next] = position
@@ -193,23 +193,23 @@ class Stream:
         rows = self._rows(position["epoch"], position["stream"])
         while True:
             of_batch = [next(rows) for _ in range(self.batch_size)]
-            of = [row for row, _ in of_batch]
-            most = max((number for *_, spans in of for number, _, _ in spans), default=0)
-            n_slots = 1 + most // self.shape.rows_each if ANSWER in self.brings else None
-            yield batch_of(of, self.shape, self.brings, (), n_slots), of_batch[-1][1]
+            batch_rows = [row for row, _ in of_batch]
+            largest = max((number for *_, spans in batch_rows for number, _, _ in spans), default=0)
+            n_slots = 1 + largest // self.shape.rows_each if ANSWER in self.extra_names else None
+            yield batch_of(batch_rows, self.shape, self.extra_names, (), n_slots), of_batch[-1][1]
 
     def _rows(self, first_epoch: int, state: dict[str, Any] | None) -> Iterator[tuple[Row, Position]]:
         for epoch in count(first_epoch):
             documents = self.reader.stream(self._order(len(self.reader.files.files), epoch))
             options = {"batched": True, "batch_size": self.buffer_documents, "with_indices": True}
             stream = documents.map(partial(self._packed, epoch), remove_columns=list(self.reader.features), **options)
-            found = state is not None
+            has_rows = state is not None
             if state is not None:
                 stream.load_state_dict(state)
             for example in stream:
-                found = True
+                has_rows = True
                 yield example["row"], {"epoch": epoch, "stream": stream.state_dict()}
-            if not found:
+            if not has_rows:
                 raise DataError(f"{self.reader.files.path}: no document in it has anything to learn; give other data")
             state = None
 
@@ -233,7 +233,7 @@ class Stream:
         return self._positions[step]
 
     def resume(self, step: int, position: Position) -> bool:
-        self._made, self._positions = None, {step: position}
+        self._iterator, self._positions = None, {step: position}
         return position.keys() == BEGIN.keys() and (step > 0 or position == BEGIN)
 
     def words(self) -> dict[str, str]:
@@ -243,17 +243,17 @@ class Stream:
 
 def shares_of(weights: Sequence[float | None], sizes: Sequence[int]) -> tuple[int, ...]:
     """Return samples per round of each set. DataError if the weights do not sum to 1."""
-    given = [weight for weight in weights if weight is not None]
-    if not given:
+    known = [weight for weight in weights if weight is not None]
+    if not known:
         return tuple(sizes) if len(sizes) > 1 else (1,)
-    if len(given) < len(weights):
-        raise DataError(f"{len(given)} of {len(weights)} data sets have a weight; give one to each, or to none")
-    if abs(sum(given) - 1) > TOLERANCE:
-        raise DataError(f"the weights of the data sets add up to {sum(given):.4g}, not to 1; they are shares of the samples")
-    ends = np.rint(np.cumsum(given) / sum(given) * SHARES).astype(np.int64)
+    if len(known) < len(weights):
+        raise DataError(f"{len(known)} of {len(weights)} data sets have a weight; give one to each, or to none")
+    if abs(sum(known) - 1) > TOLERANCE:
+        raise DataError(f"the weights of the data sets add up to {sum(known):.4g}, not to 1; they are shares of the samples")
+    ends = np.rint(np.cumsum(known) / sum(known) * SHARES).astype(np.int64)
     shares = tuple(np.diff(ends, prepend=0).tolist())
     if min(shares) < 1:
-        raise DataError(f"a data set's weight is {min(given):.3g}, and {1 / SHARES:g} is the least; leave that set out")
+        raise DataError(f"a data set's weight is {min(known):.3g}, and {1 / SHARES:g} is the least; leave that set out")
     return shares
 
 

@@ -95,14 +95,14 @@ def _bytes() -> ModelTokenizer:
 
 def _ends(folder: Path, library: PreTrainedTokenizerFast) -> list[int]:
     """Return the end-of-document id (from the tokenizer, or the model's configuration), followed by all other end tokens."""
-    found: list[object] = [library.eos_token_id]
+    candidates: list[object] = [library.eos_token_id]
     for file in (folder / "config.json", folder / "generation_config.json"):
         try:
             listed = json.loads(read_whole(file, MAX_FILE_BYTES)).get("eos_token_id") if file.is_file() else None
         except (OSError, ValueError, RecursionError, AttributeError) as error:
             raise DataError(f"{file}: no JSON object ({reason_of(error)}); copy it again from the model") from None
-        found += listed if isinstance(listed, list) else [listed]
-    ids = [i for i in found if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
+        candidates += listed if isinstance(listed, list) else [listed]
+    ids = [i for i in candidates if isinstance(i, int) and not isinstance(i, bool) and i >= 0]
     if not ids:
         raise DataError(f"{folder}: no end-of-text token; set eos_token in tokenizer_config.json")
     return ids

@@ -12,15 +12,15 @@ from penstock.runtime.plan.footprint import host_needs, planned_device_needs
 from penstock.runtime.units import show_bytes
 
 
-def device_of(asked: str) -> str:
+def device_of(requested: str) -> str:
     """Return `cuda`, `cpu` or `emulated`. PlanError if a GPU is requested and torch sees none."""
-    if asked in ("cpu", "emulated"):
-        return asked
+    if requested in ("cpu", "emulated"):
+        return requested
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):  # torch reads it at its first look for a device
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # keeps free memory contiguous
     if streams.has_cuda():
         return "cuda"
-    if asked == "cuda":
+    if requested == "cuda":
         raise PlanError("--device cuda: torch sees no CUDA device; use --device cpu, or --device emulated")
     return "cpu"
 
@@ -39,7 +39,7 @@ def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
         streams.use_same_kernels()
 
 
-def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
+def refuse_what_does_not_fit(plan: Plan, device: str, requested: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
     """DoesNotFitError if the GPU, or the host (with `of_host`, for all ranks on it), has less free memory than the plan needs.
     Without a GPU, device arenas are allocated in host memory. `asked`: the device in the settings."""
     device_bytes = sum(planned_device_needs(plan, device == "cuda").values())
@@ -52,15 +52,15 @@ def refuse_what_does_not_fit(plan: Plan, device: str, asked: str, n_ranks_here: 
     else:
         host_bytes += device_bytes
         if plan.profile["device"]["kind"] == "cuda":
-            found = " (no GPU was found)" if asked == "auto" else ""
-            where = f"here, where the CPU's memory takes the place of the GPU's{found}"
+            note = " (no GPU was found)" if requested == "auto" else ""
+            where = f"here, where the CPU's memory takes the place of the GPU's{note}"
     host_bytes *= n_ranks_here
     available_bytes = memory.available_host_bytes()
     if of_host and available_bytes is not None and host_bytes > available_bytes:
         raise _does_not_fit(f"{show_bytes(host_bytes)} {where}", "--host-memory", 0, host_bytes - available_bytes)
 
 
-def _does_not_fit(what: str, flag: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
+def _does_not_fit(need: str, flag: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
     remedy = f"plan again for what is free, with {flag}, which names a smaller job where none fits; or run it on a larger machine"
-    message = f"the plan needs {what}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}"
+    message = f"the plan needs {need}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}"
     return DoesNotFitError(message, short_device_bytes, short_host_bytes, remedy)

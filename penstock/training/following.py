@@ -31,43 +31,43 @@ def follow(
     device: str,
     ranks: Processes,
     data: RunData | None = None,
-    own: Callable[..., Any] | None = None,
+    user_loss: Callable[..., Any] | None = None,
 ) -> int:
     """Train on the commands of rank 0. Return the exit code. Rank 0 alone reports errors. `data`, `own`: batches and loss of a
     user's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and notifies the other ranks
     try:
-        said = ranks.tell()
-        if said["do"] != "begin":
+        message = ranks.tell()
+        if message["do"] != "begin":
             return 1
         status: dict[str, Any] = {}
-        with _told(status):
+        with _errors_in(status):
             settle_kernels(file.plan, device, settings.deterministic)
             is_first_here = ranks.rank % ranks.n_here == 0  # checks for all ranks of its host, before any allocates
             if device == "cuda" or is_first_here:
                 refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
-        if any(other.get("error") for other in ranks.gathered(status)):
+        if any(rank_status.get("error") for rank_status in ranks.gathered(status)):
             return 1
         store: TorchMachine | None = None
-        with _told(status):
+        with _errors_in(status):
             plan, folder = own_model(file.plan, settings.model)
-            state = None if said["resume"] is None else load_state(Path(said["resume"]))
+            state = None if message["resume"] is None else load_state(Path(message["resume"]))
             data = data or data_of(settings, plan, folder)
             of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
-            loss = planned_loss(plan.semantics.objective, own or settings.loss)
+            loss = planned_loss(plan.semantics.objective, user_loss or settings.loss)
             maps = mapped(plan.semantics.objective, data)
             refer(settings, plan, maps, folder)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
             status |= read_by_all(data, weights)
-        if any(other != status for other in ranks.gathered(status)) or store is None:
+        if any(rank_status != status for rank_status in ranks.gathered(status)) or store is None:
             return 1
 
         def refer_to(path: Path) -> dict[str, Any]:
             wrong: dict[str, Any] = {}
-            with _told(wrong):
+            with _errors_in(wrong):
                 put_reference(path, plan, maps)
             return wrong
 
@@ -81,7 +81,7 @@ def follow(
 
 
 @contextmanager
-def _told(status: dict[str, Any]) -> Iterator[None]:
+def _errors_in(status: dict[str, Any]) -> Iterator[None]:
     """Store an error of this rank in `status`, which is gathered by all ranks."""
     try:
         yield

@@ -18,9 +18,9 @@ def log_probabilities(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Concatenate the results of `each_pass` for all samples, and the extras of their batches."""
-    found = [torch.cat(of) for of in zip(*each_pass(machine, sample, n_samples, stop), strict=True)]
-    brought = [sample(i).extras for i in range(n_samples)]
-    return found[0], found[1], {name: torch.cat([extra[name] for extra in brought]) for name in brought[0]}
+    results = [torch.cat(column) for column in zip(*each_pass(machine, sample, n_samples, stop), strict=True)]
+    extras = [sample(i).extras for i in range(n_samples)]
+    return results[0], results[1], {name: torch.cat([extra[name] for extra in extras]) for name in extras[0]}
 
 
 def each_pass(
@@ -34,17 +34,17 @@ def each_pass(
     """
     plan, n_passes, batch = passes(machine.plan, sample, n_samples)
     rows_each = len(sample(0).input_ids)
-    of_pass, found = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
+    of_pass, outputs = plan.semantics.batch_size // rows_each, list[tuple[torch.Tensor, ...]]()
 
     def note(last: LastHidden) -> None:
         of_sequences = last.templates.head.log_probabilities(last.weights, last.hidden_BTD, last.targets_BT, last.extras)
-        found.append(tuple(of.cpu() for of in of_sequences))
+        outputs.append(tuple(tensor.cpu() for tensor in of_sequences))
 
     for number in range(n_passes):
-        found.clear()
+        outputs.clear()
         machine.forward(plan, lambda _, number=number: batch(number), note, 1, stop)  # type: ignore[misc]
         n = min(of_pass, n_samples - number * of_pass)
-        values, n_tokens = (torch.cat(of)[: n * rows_each] for of in zip(*found, strict=True))
+        values, n_tokens = (torch.cat(part)[: n * rows_each] for part in zip(*outputs, strict=True))
         yield (values.view(n, rows_each, *values.shape[1:]), n_tokens.view(n, rows_each, *n_tokens.shape[1:]))
 
 
@@ -68,8 +68,8 @@ def _padded(sequence: Callable[[int], Batch], numbers: range, n: int) -> Batch:
     ids_BT, targets_BT = torch.cat([row.input_ids for row in rows]), torch.cat([row.targets for row in rows])
     n_padding, documents = n - len(ids_BT), None
     if rows[0].document_tokens is not None:
-        documents = tuple(of for row in rows for of in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
-    below = (0, 0, 0, n_padding)
-    whole = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
-    extras = {name: torch.cat([of, of.new_zeros(n_padding, *of.shape[1:])]) for name, of in whole.items()}
-    return Batch(F.pad(ids_BT, below), F.pad(targets_BT, below, value=UNSUPERVISED), documents, extras=extras)
+        documents = tuple(tokens for row in rows for tokens in row.document_tokens or ()) + ((ids_BT.shape[1],),) * n_padding
+    padding = (0, 0, 0, n_padding)
+    joined = {name: torch.cat([row.extras[name] for row in rows]) for name in rows[0].extras}
+    extras = {name: torch.cat([tensor, tensor.new_zeros(n_padding, *tensor.shape[1:])]) for name, tensor in joined.items()}
+    return Batch(F.pad(ids_BT, padding), F.pad(targets_BT, padding, value=UNSUPERVISED), documents, extras=extras)

@@ -12,7 +12,7 @@ from penstock.checkpoint.adapter_files import read_adapter
 from penstock.checkpoint.checkpoint import State, put_back
 from penstock.checkpoint.model_files import has_tensor, has_weights, load_weights, refuse_quantised
 from penstock.checkpoint.packed_base import packed_base
-from penstock.data.data import Report, RunData, read_data, reader_of, unheard
+from penstock.data.data import Report, RunData, no_report, read_data, reader_of
 from penstock.data.files import HELD_OUT, TRAIN
 from penstock.data.tokenizer import ModelTokenizer, read_tokenizer
 from penstock.planner.model.config import download
@@ -43,18 +43,18 @@ class Prompts:
     tokenizer: ModelTokenizer
 
 
-def own_model(plan: Plan, given: str | None) -> tuple[Plan, Path | None]:
+def own_model(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
     """Return the plan with the configuration in the model's folder, and that folder. None if neither plan nor settings name a
     folder."""
-    folder = Path(given) if given is not None else Path(plan.model.path) if plan.model.path is not None else None
+    folder = Path(path) if path is not None else Path(plan.model.path) if plan.model.path is not None else None
     if folder is None:
         return plan, None
     if not folder.is_dir():
         raise PlanError(f"{folder}: the model's folder is not there; name it with --model")
-    found = read_model(str(folder))
-    if (what := difference(found.config, plan.model.config)) is not None:
-        raise PlanError(f"{folder}: another model than the plan's: {what}; plan again with this model")
-    return replace(plan, model=replace(found, name=plan.model.name)), folder
+    model = read_model(str(folder))
+    if (mismatch := difference(model.config, plan.model.config)) is not None:
+        raise PlanError(f"{folder}: another model than the plan's: {mismatch}; plan again with this model")
+    return replace(plan, model=replace(model, name=plan.model.name)), folder
 
 
 def weights_of(settings: RunSettings, plan: Plan, folder: Path | None, state: State | None) -> Path | None:
@@ -80,7 +80,7 @@ def are_saved_whole(plan: Plan) -> bool:
 
 
 def fill(
-    store: TorchMachine, settings: RunSettings, data: RunData, weights: Path | None, state: State | None, report: Report = unheard
+    store: TorchMachine, settings: RunSettings, data: RunData, weights: Path | None, state: State | None, report: Report = no_report
 ) -> None:
     """Load the initial state: weights from the folder `weights` (random for None), and the state of a checkpoint, which holds all
     trained weights."""
@@ -100,7 +100,7 @@ def fill(
         load_adapter(store, Path(settings.adapter))
 
 
-def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = unheard, seed: int = 0) -> None:
+def load_model(store: TorchMachine, folder: Path, cache: Path, report: Report = no_report, seed: int = 0) -> None:
     """Load a Hugging Face model into the store, one tensor at a time. Packed weights are packed once, into `cache`. Adapters do not
     change. A task head that the folder lacks is initialised with `seed`."""
     plan, host = store.plan, store.host
@@ -139,8 +139,8 @@ def load_adapter(store: TorchMachine, folder: Path) -> None:
     lora, factors = read_adapter(folder, {name: p.shape for name, p in owned.items() if not is_adapter(name)})
     if planned is None:
         raise CheckpointError(f"{folder}: an adapter, but the plan trains none; plan with --train {Train(lora=lora)}")
-    alike = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
-    if not alike or factors.keys() - {SCORE} != {name for name in owned if is_adapter(name)}:
+    is_same = replace(lora, dropout=planned.dropout) == replace(planned, targets=lora.targets)
+    if not is_same or factors.keys() - {SCORE} != {name for name in owned if is_adapter(name)}:
         raise CheckpointError(f"{folder}: another adapter than the plan's; plan with --train {Train(lora=lora)}")
     for name, factor in factors.items():
         if factor.shape != owned[name].shape:
@@ -157,12 +157,12 @@ def file_on_disk(settings: RunSettings, plan: Plan, weights: str) -> Path | None
         return None
     if settings.disk is None:
         raise RunConfigError("the plan reads frozen weights from a disk: name a folder there with --disk")
-    of, item = plan.semantics, [(b, sorted(plan.frozen_on_host(b)[0].items())) for b in blocks]
-    key = json.dumps([BASE_FORMAT, weights, plan.model.config, of.base, of.compute_dtype, item])
+    semantics, item = plan.semantics, [(b, sorted(plan.frozen_on_host(b)[0].items())) for b in blocks]
+    key = json.dumps([BASE_FORMAT, weights, plan.model.config, semantics.base, semantics.compute_dtype, item])
     return Path(settings.disk) / f"frozen-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
 
 
-def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = unheard) -> RunData:
+def data_of(settings: RunSettings, plan: Plan, folder: Path | None, held_out: bool = False, report: Report = no_report) -> RunData:
     """Return the training batches, or with `held_out` the sequences for evaluation."""
     semantics, rows_each = plan.semantics, plan.semantics.objective.rows_each
     return read_data(
@@ -197,9 +197,9 @@ def held_out_of(settings: RunSettings, plan: Plan, folder: Path | None, report: 
     path, split = settings.evaluation.data, settings.evaluation.split
     if path is None:
         return None
-    of = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False)
+    held_out_settings = replace(settings.data.parts[0], path=path, split=split, shuffle=False, streaming=False)
     report("reading the held-out data")
-    return data_of(replace(settings, data=of), plan, folder, held_out=True, report=report)
+    return data_of(replace(settings, data=held_out_settings), plan, folder, held_out=True, report=report)
 
 
 def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompts | None:
@@ -208,8 +208,8 @@ def prompts_of(settings: RunSettings, plan: Plan, folder: Path | None) -> Prompt
     if not texts:
         return None
     tokenizer = read_tokenizer(_tokenizer_folder(settings, folder))
-    of = tokenizer, _vocab_size(plan), Path(settings.out)
-    readers = [reader_of(part, *of, objective=plan.semantics.objective) for part in settings.data.parts]
+    arguments = tokenizer, _vocab_size(plan), Path(settings.out)
+    readers = [reader_of(part, *arguments, objective=plan.semantics.objective) for part in settings.data.parts]
     chats = [reader for reader in readers if not reader.is_text]
     turns = [[{"role": "user", "content": text}] for text in texts]
     ids = [chats[0].template.prompt(turn) for turn in turns] if chats else [tokenizer.encode(text) for text in texts]

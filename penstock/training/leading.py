@@ -31,12 +31,12 @@ def begin(ranks: Processes, state_path: Path | None) -> None:
 
 def wait_for_others(ranks: Processes, reads: Mapping[str, str]) -> None:
     """Wait until all ranks are set up. PenstockError if one failed, or read other inputs than the digests in `reads`."""
-    said = ranks.gathered(reads)
-    refuse_errors(said)
-    for rank, other in enumerate(said):
-        for what in reads:
-            if other.get(what) != reads[what]:
-                raise PlanError(f"rank {rank} reads other {what} than rank 0; give all ranks the same files")
+    statuses = ranks.gathered(reads)
+    refuse_errors(statuses)
+    for rank, status in enumerate(statuses):
+        for name in reads:
+            if status.get(name) != reads[name]:
+                raise PlanError(f"rank {rank} reads other {name} than rank 0; give all ranks the same files")
 
 
 class Leader:
@@ -73,9 +73,9 @@ class Leader:
 class WholeState(HostState):
     """State of all ranks for a saver. Gathers one tensor at a time from the ranks that hold its shards."""
 
-    def __init__(self, own: HostState, ranks: Processes) -> None:
-        self.plan, self.owned, self.gate, self._own, self._ranks = own.plan, own.owned, None, own, ranks
-        self.constants = own.constants  # read before a saver exists
+    def __init__(self, state: HostState, ranks: Processes) -> None:
+        self.plan, self.owned, self.gate, self._own, self._ranks = state.plan, state.owned, None, state, ranks
+        self.constants = state.constants  # read before a saver exists
 
     @property
     def n_updates(self) -> int:  # type: ignore[override]
@@ -91,52 +91,52 @@ class WholeState(HostState):
         dtype = DTYPE[self.plan.semantics.compute_dtype]
         if p.frozen:
             return self._own.compute_weight(p)
-        return self._whole(p, "weight", dtype).view(p.shape)
+        return self._gathered(p, "weight", dtype).view(p.shape)
 
     def saved(self, p: Parameter, name: str, copy: Copy | None = None) -> torch.Tensor:
-        return self._whole(p, name, DTYPE[self.plan.semantics.saved_state[name]])
+        return self._gathered(p, name, DTYPE[self.plan.semantics.saved_state[name]])
 
-    def _whole(self, p: Parameter, what: str, dtype: torch.dtype) -> torch.Tensor:
-        self._ranks.tell({"do": "give", "name": p.name, "what": what})
-        of: Callable[[int], int] = group_bytes if dtype is torch.uint8 else int  # element index -> index in the packed bytes
-        whole = torch.empty(of(p.n_elements), dtype=dtype)
+    def _gathered(self, p: Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
+        self._ranks.tell({"do": "give", "name": p.name, "what": name})
+        index: Callable[[int], int] = group_bytes if dtype is torch.uint8 else int  # element index -> index in the packed bytes
+        tensor = torch.empty(index(p.n_elements), dtype=dtype)
         for rank in range(self._ranks.n):
             part = self._own.part(p, rank)
-            part = slice(of(part.start), of(part.stop))
+            part = slice(index(part.start), index(part.stop))
             if rank == 0:
-                whole[part] = _own_part(self._own, p, what)
+                tensor[part] = _own_part(self._own, p, name)
             elif part.stop > part.start:
-                self._ranks.to_first(None, rank, whole[part])
-        return whole
+                self._ranks.to_first(None, rank, tensor[part])
+        return tensor
 
 
-def _own_part(state: HostState, p: Parameter, what: str) -> torch.Tensor:
+def _own_part(state: HostState, p: Parameter, name: str) -> torch.Tensor:
     """Return this rank's shard of a weight, master weight or moment, flat and contiguous."""
-    if what == "weight":
+    if name == "weight":
         return state.param_state(p).master.weight
-    held = state.saved(p, what)
+    held = state.saved(p, name)
     return held if isinstance(held, torch.Tensor) else held.whole()
 
 
 def obey(machine: TorchMachine, ranks: Processes, rates: Rates, refer: Callable[[Path], Mapping[str, str]]) -> None:
     """Execute commands of rank 0 until `end`. `refer`: reads a reference file and returns its errors."""
     named = {p.name: p for b in range(len(machine.plan.workload.blocks)) for p in machine.host.owned[b]}
-    while (said := ranks.tell())["do"] != "end":
-        match said["do"]:
+    while (message := ranks.tell())["do"] != "end":
+        match message["do"]:
             case "train":
-                rates.asked = said["lr"]
-                execute(machine.plan, machine, said["n_steps"], said["first_step"], stop=machine.agree(Stop()))
+                rates.fixed_lr = message["lr"]
+                execute(machine.plan, machine, message["n_steps"], message["first_step"], stop=machine.agree(Stop()))
             case "refer":
-                ranks.gathered(refer(Path(said["path"])))
+                ranks.gathered(refer(Path(message["path"])))
             case "forward":
-                plan = forward_plan(machine.plan, said["n_micro_batches"], said["seq_len"])
+                plan = forward_plan(machine.plan, message["n_micro_batches"], message["seq_len"])
                 execute(plan, machine.forwards(plan, _no_batch, None), 1)
             case "give":
-                p = named[said["name"]]
+                p = named[message["name"]]
                 part = machine.host.part(p)
                 machine.host.settle(machine.host.block_of(p))
                 if part.stop > part.start:
-                    ranks.to_first(_own_part(machine.host, p, said["what"]).contiguous(), ranks.rank, None)
+                    ranks.to_first(_own_part(machine.host, p, message["what"]).contiguous(), ranks.rank, None)
 
 
 def _no_batch(step: int) -> Batch:

@@ -111,18 +111,18 @@ class Monitors:
         self._open = dict[str, Monitor]()
 
     def __enter__(self) -> None:
-        self._each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._of_run)}))
+        self._call_each(self._names, lambda name: self._open.update({name: CLIENTS[name](*self._of_run)}))
 
     def __exit__(self, *_: object) -> None:
-        self._each(self._open, lambda name: self._open[name].close())
+        self._call_each(self._open, lambda name: self._open[name].close())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._each(self._open, lambda name: self._open[name].log(step, values))
+        self._call_each(self._open, lambda name: self._open[name].log(step, values))
 
     def text(self, step: int, title: str, text: str) -> None:
-        self._each(self._open, lambda name: self._open[name].text(step, title, text))
+        self._call_each(self._open, lambda name: self._open[name].text(step, title, text))
 
-    def _each(self, names: Iterable[str], work: Callable[[str], Any]) -> None:
+    def _call_each(self, names: Iterable[str], work: Callable[[str], Any]) -> None:
         for name in list(names):
             try:
                 work(name)

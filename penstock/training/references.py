@@ -20,7 +20,7 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
-from penstock.data.data import BRINGS, Report, RunData, needed, unheard
+from penstock.data.data import EXTRA_NAMES, Report, RunData, needed, no_report
 from penstock.data.sampling import MapStyleData, PackedSet, Stream
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
@@ -63,7 +63,7 @@ def refer_to_base(
     maps: Sequence[MapStyleData],
     folder: Path | None,
     is_first: bool,
-    report: Report = unheard,
+    report: Report = no_report,
     stop: Stop | None = None,
 ) -> Path | None:
     """Attach log-probabilities of the initial model (without its adapter) from a file in the run's folder. Written before the first
@@ -92,15 +92,15 @@ def _key(plan: Plan) -> dict[str, str]:
 
 def _kind(plan: Plan) -> dict[str, str]:
     """Return type and sequence length of a file's values. A student's plan shares them with its teacher's."""
-    of, by = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
-    top = f"the {of.n_top} likeliest ids at temperature {of.numbers.get('temperature', 1):g}"
-    return {"kind": f"log-probabilities by {by}" if of.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
+    objective, unit = plan.semantics.objective, "token" if plan.semantics.objective.has_token_reference else "answer"
+    top = f"the {objective.n_top} likeliest ids at temperature {objective.numbers.get('temperature', 1):g}"
+    return {"kind": f"log-probabilities by {unit}" if objective.n_top is None else top, "seq_len": str(plan.semantics.seq_len)}
 
 
 def _of_weights(settings: RunSettings, folder: Path | None) -> dict[str, str]:
     """Return a digest of the weights in `folder`."""
-    found = None if settings.from_scratch or folder is None else weights_digest(folder)
-    return {"weights": found or f"random, by seed {settings.seed}"}
+    digest = None if settings.from_scratch or folder is None else weights_digest(folder)
+    return {"weights": digest or f"random, by seed {settings.seed}"}
 
 
 def write_reference(
@@ -109,26 +109,26 @@ def write_reference(
     folder: Path | None,
     machine: TorchMachine,
     sets: Iterable[MapStyleData],
-    report: Report = unheard,
+    report: Report = no_report,
     stop: Stop | None = None,
 ) -> int:
     """Write log-probabilities of all sets under the current weights, without adapters, pass by pass. Return the number of
     sequences. Abandoned after `stop.request()`."""
     templates, parts = machine.compute.templates, {_name(part): (data, k) for data in sets for k, part in enumerate(data.parts)}
-    outlines = {name: _outline(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
+    outlines = {name: _meta_tensor(data.parts[k], machine.plan) for name, (data, k) in parts.items()}
     read, digest = {name: dict(data.parts[k].read) for name, (data, k) in parts.items()}, hashlib.sha256()
 
     def contents() -> Iterator[torch.Tensor]:
         for name, (data, k) in parts.items():
             n = len(data.parts[k].sequences)
             report(f"log-probabilities of {n:,} samples under the reference")
-            for found, _ in each_pass(machine, partial(_sample, data, k), n, stop):
-                values = found[:, :, : outlines[name].shape[2]].contiguous() if found.dim() > 2 else found
+            for outputs, _ in each_pass(machine, partial(_sample, data, k), n, stop):
+                values = outputs[:, :, : outlines[name].shape[2]].contiguous() if outputs.dim() > 2 else outputs
                 digest.update(values.numpy().data)
                 yield values
         yield torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
-    n_bytes, n_free_bytes = sum(of.nbytes for of in outlines.values()), shutil.disk_usage(path.absolute().parent).free
+    n_bytes, n_free_bytes = sum(outline.nbytes for outline in outlines.values()), shutil.disk_usage(path.absolute().parent).free
     report(f"log-probabilities: a file of {show_bytes(n_bytes)}")
     if n_bytes > n_free_bytes:
         fewer = ", or plan with a smaller k" if machine.plan.semantics.objective.n_top else ""
@@ -153,7 +153,7 @@ def write_reference(
 
 
 def _sample(data: MapStyleData, k: int, i: int) -> Batch:
-    return data.of([(k, i)])
+    return data.batch_of_samples([(k, i)])
 
 
 def _name(part: PackedSet) -> str:
@@ -161,56 +161,56 @@ def _name(part: PackedSet) -> str:
     return f"logps.{hashlib.sha256(json.dumps(part.read).encode()).hexdigest()}"
 
 
-def _outline(part: PackedSet, plan: Plan) -> torch.Tensor:
+def _meta_tensor(part: PackedSet, plan: Plan) -> torch.Tensor:
     """Return a meta tensor with the shape and dtype of a set in a file."""
-    of, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
+    objective, shape = plan.semantics.objective, (len(part.sequences), part.shape.rows_each, plan.semantics.seq_len)
     slots = () if part.n_slots is None else (part.n_slots,)
-    if of.n_top is not None:
-        return torch.empty(*shape, of.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
-    by_token = of.has_token_reference
+    if objective.n_top is not None:
+        return torch.empty(*shape, objective.teacher_bytes // torch.int16.itemsize, dtype=torch.int16, device="meta")
+    by_token = objective.has_token_reference
     return torch.empty(
         shape if by_token else (*shape[:2], *slots), dtype=torch.float32 if by_token else torch.float64, device="meta"
     )
 
 
-def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Memory-map a reference file and attach it to each data set. CheckpointError if the file is damaged or of other data. `more`:
+def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Memory-map a reference file and attach it to each data set. CheckpointError if the file is damaged or of other data. `extra`:
     extra key fields that must match."""
-    of = plan.semantics.objective
-    key, (fields, tensors) = (_kind(plan) if of.n_top else _key(plan)) | dict(more), read_tensors(path)
-    how = _HOW if of.n_top is None else _HOW_TEACHER
+    objective = plan.semantics.objective
+    key, (fields, tensors) = (_kind(plan) if objective.n_top else _key(plan)) | dict(extra), read_tensors(path)
+    how = _HOW if objective.n_top is None else _HOW_TEACHER
     try:
-        found, read = (json.loads(fields.get(name, "")) for name in ("key", "sets"))
+        stored, read = (json.loads(fields.get(name, "")) for name in ("key", "sets"))
     except ValueError:
-        found = read = None
-    if not isinstance(found, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
+        stored = read = None
+    if not isinstance(stored, dict) or not isinstance(read, dict) or (digest := tensors.pop(DIGEST, None)) is None:
         raise CheckpointError(f"{path}: no file of a reference; {how}")
-    if not more and found.get("loss") == "fused" and key.get("loss") == "online":  # a run's file, written before plan format 4
+    if not extra and stored.get("loss") == "fused" and key.get("loss") == "online":  # a run's file, written before plan format 4
         del key["loss"]
-    if odd := next((name for name in key if found.get(name) != key[name]), None):
-        was, now = (str(of.get(odd))[:60] for of in (found, key))
+    if odd := next((name for name in key if stored.get(name) != key[name]), None):
+        was, now = (str(fields_of.get(odd))[:60] for fields_of in (stored, key))
         raise CheckpointError(f"{path}: a reference of another {odd} ({was}, and here it is {now}); {how}")
     for number, data in enumerate(sets):
-        its = [tensors.get(_name(part)) for part in data.parts]
-        if number and of.n_top is not None and its == [None]:  # held-out data is optional in a teacher's file
+        set_tensors = [tensors.get(_name(part)) for part in data.parts]
+        if number and objective.n_top is not None and set_tensors == [None]:  # held-out data is optional in a teacher's file
             continue
-        for part, of_set in zip(data.parts, its, strict=True):
-            outline = _outline(part, plan)
+        for part, of_set in zip(data.parts, set_tensors, strict=True):
+            outline = _meta_tensor(part, plan)
             if of_set is None or (of_set.shape, of_set.dtype) != (outline.shape, outline.dtype):
-                same = [other for other in read.values() if isinstance(other, dict) and other.get("data") == part.read["data"]]
+                same = [entry for entry in read.values() if isinstance(entry, dict) and entry.get("data") == part.read["data"]]
                 odd = next((name for name in part.read if same and same[0].get(name) != part.read[name]), None)
-                what = "holds nothing of this data" if odd is None else _ODD[odd]
-                raise CheckpointError(f"{path}: {what} ({part.about[:80]}); {how}")
-        data.references = {TEACHER if of.n_top else REFERENCE: [each for each in its if each is not None]}
-        if of.n_top and not number:  # the model and weights of a teacher are free, but a resumed run needs the same teacher
+                problem = "holds nothing of this data" if odd is None else _ODD[odd]
+                raise CheckpointError(f"{path}: {problem} ({part.about[:80]}); {how}")
+        data.references = {TEACHER if objective.n_top else REFERENCE: [tensor for tensor in set_tensors if tensor is not None]}
+        if objective.n_top and not number:  # the model and weights of a teacher are free, but a resumed run needs the same teacher
             data.fingerprint = hashlib.sha256(data.fingerprint.encode() + digest.numpy().tobytes()).hexdigest()
-    whole, largest = hashlib.sha256(), 0
+    checksum, largest = hashlib.sha256(), 0
     for tensor in (tensors[name] for name in read if name in tensors):  # in the order of writing
         for piece in tensor.flatten().split(PIECE):
-            whole.update(piece.numpy().data)
-        if of.n_top:
-            largest = max(largest, *(int(each[..., : 2 * of.n_top].contiguous().view(torch.int32).max()) for each in tensor))
-    if whole.digest() != digest.numpy().tobytes():
+            checksum.update(piece.numpy().data)
+        if objective.n_top:
+            largest = max(largest, *(int(row[..., : 2 * objective.n_top].contiguous().view(torch.int32).max()) for row in tensor))
+    if checksum.digest() != digest.numpy().tobytes():
         raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {how}")
     if largest >= (n_ids := plan.workload.blocks[0].parameters[0].shape[0]):
         raise CheckpointError(f"{path}: the teacher says id {largest}, and this model has {n_ids} ids; distil into one that has it")
@@ -220,12 +220,12 @@ def mapped(objective: Objective, data: RunData, held_out: RunData | None = None)
     """Return the data sets that need a reference file. DataError if the loss requires extras that files cannot have."""
     is_used = objective.has_first_pass or objective.n_top is not None
     used, from_file = [data, held_out if is_used else None], {REFERENCE, TEACHER}.intersection(objective.extras)
-    brought = (*from_file, *([LAST] if objective.n_labels else []), *BRINGS.get(needed(objective) or "", ()))
-    for other in (name for name in objective.extras if name not in brought):
-        if any(isinstance(each, MapStyleData | Stream) for each in used):
+    available = (*from_file, *([LAST] if objective.n_labels else []), *EXTRA_NAMES.get(needed(objective) or "", ()))
+    for missing in (name for name in objective.extras if name not in available):
+        if any(isinstance(source, MapStyleData | Stream) for source in used):
             raise DataError(
-                f"the plan's loss asks batches for {other!r}, which no file brings; give `train` an object with batch(step)"
+                f"the plan's loss asks batches for {missing!r}, which no file brings; give `train` an object with batch(step)"
             )
     if from_file and isinstance(data, Stream):
         raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")
-    return [each for each in used if isinstance(each, MapStyleData) and from_file]
+    return [source for source in used if isinstance(source, MapStyleData) and from_file]

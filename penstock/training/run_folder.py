@@ -112,9 +112,9 @@ def lines_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def keep_lines_up_to(path: Path, n_steps: int) -> None:
     """Drop lines of later steps, logged by a killed run after the checkpoint to resume."""
     if path.exists():
-        kept = [line + "\n" for line, fields in lines_of(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
+        rows = [line + "\n" for line, fields in lines_of(path) if isinstance(fields.get("step"), int) and fields["step"] <= n_steps]
         with writing(path):
-            write_whole(path, "".join(kept))
+            write_whole(path, "".join(rows))
 
 
 # -- resuming -----------------------------------------------------------------------------------------------------------------
@@ -125,12 +125,12 @@ def state_to_resume(out: Path, resume: bool, resume_from: str | None) -> State |
     resumes = resume or resume_from is not None
     if resumes:
         clean(out)
-    found = latest(out) if resume_from is None else _named(out, resume_from)
-    if found is not None and not resumes:
-        raise CheckpointError(f"{out}: holds {found.name} of an earlier run; add --resume, or choose another --out")
-    if found is None and resumes:
+    path = latest(out) if resume_from is None else _named(out, resume_from)
+    if path is not None and not resumes:
+        raise CheckpointError(f"{out}: holds {path.name} of an earlier run; add --resume, or choose another --out")
+    if path is None and resumes:
         say(f"{on_one_line(str(out))}: no checkpoint yet, starting from the beginning")
-    state = None if found is None else load_state(found)
+    state = None if path is None else load_state(path)
     refuse_later(out, 0 if state is None else state.step)
     return state
 
@@ -141,8 +141,8 @@ def _named(out: Path, name: str) -> Path:
         return out / name
     elsewhere = Path(name)
     if not name or not elsewhere.is_dir():
-        there = ", ".join(path.name for _, path in whole(out)) or "none"
-        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {there}")
-    if (own := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
-        raise CheckpointError(f"{out}: holds {own.name} of another run than {elsewhere}; choose another --out")
+        names = ", ".join(path.name for _, path in whole(out)) or "none"
+        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {names}")
+    if (last := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
+        raise CheckpointError(f"{out}: holds {last.name} of another run than {elsewhere}; choose another --out")
     return elsewhere

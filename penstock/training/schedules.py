@@ -19,10 +19,10 @@ class Rates:
 
     settings: OptimizerSettings
     scheduled: Callable[[int], float]
-    asked: float | None = None
+    fixed_lr: float | None = None
 
     def __call__(self, step: int) -> OptimizerSettings:
-        return replace(self.settings, lr=self.scheduled(step) if self.asked is None else self.asked)
+        return replace(self.settings, lr=self.scheduled(step) if self.fixed_lr is None else self.fixed_lr)
 
 
 def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int], float]:
@@ -48,14 +48,14 @@ def learning_rates(settings: OptimizerSettings, n_steps: int) -> Callable[[int],
         if step < warmup_steps:
             risen = step / warmup_steps
             return risen * (1.0 - least) + least if schedule.kind == "warmup-stable-decay" else risen
-        left = n_steps - step
+        remaining = n_steps - step
         match schedule.kind:
             case "linear":
-                return max(0.0, left / (n_steps - warmup_steps))
+                return max(0.0, remaining / (n_steps - warmup_steps))
             case "cosine":
                 return falling((step - warmup_steps) / (n_steps - warmup_steps))
-            case "warmup-stable-decay" if left <= decay_steps:
-                return falling((decay_steps - left) / decay_steps) if left > 0 else least
+            case "warmup-stable-decay" if remaining <= decay_steps:
+                return falling((decay_steps - remaining) / decay_steps) if remaining > 0 else least
         return 1.0
 
     return lambda step: lr * factor(step)

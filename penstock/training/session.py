@@ -14,7 +14,7 @@ from penstock.checkpoint.checkpoint import State, identity, refuse_another, refu
 from penstock.checkpoint.conversion import scoring_config
 from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, RunData, needed, unheard
+from penstock.data.data import Report, RunData, needed, no_report
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
 from penstock.own_loss import planned_loss
@@ -95,8 +95,8 @@ class Session:
     @property
     def checkpoint(self) -> CheckpointSettings:
         """When and how to save. With several ranks, never in the background."""
-        asked = self.settings.checkpoint
-        return asked if self.leader is None else replace(asked, background=False)
+        settings = self.settings.checkpoint
+        return settings if self.leader is None else replace(settings, background=False)
 
     @property
     def of_head(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def open_session(
     resume_from: str | None = None,
     time_scale: float | None = None,
     data: RunData | None = None,
-    report: Report = unheard,
+    report: Report = no_report,
     ranks: Processes | None = None,
     stop: Stop | None = None,
     loss: Callable[..., Any] | None = None,
@@ -159,8 +159,8 @@ def open_session(
         _refuse_unknown_parameters(settings.optimizer, plan)
         if device == "emulated":
             if state is not None or data is not None:
-                what = "saves nothing and resumes nothing" if data is None else "trains a stand-in: give it files, not batches"
-                raise RunConfigError(f"an emulated run {what}; or choose another device")
+                reason = "saves nothing and resumes nothing" if data is None else "trains a stand-in: give it files, not batches"
+                raise RunConfigError(f"an emulated run {reason}; or choose another device")
             session = _emulated(settings, plan, report, time_scale)
         else:
             session = _real(settings, plan, device, state, resume_from is not None, data, ranks, report, loss, stop)
@@ -203,12 +203,12 @@ def _real(
     data: RunData | None,
     ranks: Processes | None,
     report: Report,
-    own: Callable[..., Any] | None = None,
+    user_loss: Callable[..., Any] | None = None,
     stop: Stop | None = None,
 ) -> Session:
     """Assemble a run of the plan's model on this machine. Cheap checks precede loading weights. `converts`: accept the state of
     another optimizer."""
-    prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, own or settings.loss)
+    prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, user_loss or settings.loss)
     plan, folder = own_model(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
     of_weights = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
@@ -256,13 +256,13 @@ def _real(
     if ranks is not None:
         report("waiting for all ranks")
         wait_for_others(ranks, read_by_all(data, weights))
-    made = refer_to_base(settings, store, maps, folder, state is None, report, stop)
-    if made is not None and session.leader is not None:
-        session.leader.refer(made)
+    reference_file = refer_to_base(settings, store, maps, folder, state is None, report, stop)
+    if reference_file is not None and session.leader is not None:
+        session.leader.refer(reference_file)
     return session
 
 
-def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path, report: Report = unheard) -> int:
+def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path, report: Report = no_report) -> int:
     """Write a reference file for `--reference`: log-probabilities of each answer in training and held-out data. Return the number
     of answers. PenstockError for invalid inputs, before anything is written."""
     plan, device = checked(file, where).plan, device_of(settings.device)
@@ -279,7 +279,7 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
     refuse_what_does_not_fit(plan, device, settings.device)
     report("reading the data")
     data = data_of(settings, plan, folder, report=report)
-    sets = [each for each in (data, held_out_of(settings, plan, folder, report)) if isinstance(each, MapStyleData)]
+    sets = [source for source in (data, held_out_of(settings, plan, folder, report)) if isinstance(source, MapStyleData)]
     of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, 1)
     disk = file_on_disk(settings, plan, f"random, by seed {settings.seed}" if weights is None else weights_digest(weights))
     store = machine_of(device, plan, data, of_step, settings.seed, None, loss, disk)
@@ -290,8 +290,8 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
 def _weights_in_words(settings: RunSettings, weights: Path | None, state: State | None) -> str:
     if state is not None:
         return f"{state.path}, after step {state.step}"
-    found = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
-    return found if settings.adapter is None else f"{found}, with the adapter {settings.adapter}"
+    text = f"RANDOM, from scratch, by seed {settings.seed}" if weights is None else str(weights)
+    return text if settings.adapter is None else f"{text}, with the adapter {settings.adapter}"
 
 
 def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
@@ -311,8 +311,8 @@ def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: flo
     of_step, _ = optimizer_of(settings.optimizer, n_steps)
     n, n_hosts = small.semantics.ranks, Profile.from_json(plan.profile).n_hosts
     disk = file_on_disk(settings, small, f"random, by seed {settings.seed}, of a stand-in")
-    alike = Alike(n, max(1, n // n_hosts)) if n > 1 else None
-    store = machine_of("cpu", small, data, of_step, settings.seed, alike, disk=disk)
+    ranks = Alike(n, max(1, n // n_hosts)) if n > 1 else None
+    store = machine_of("cpu", small, data, of_step, settings.seed, ranks, disk=disk)
     store.initialise(settings.seed)
     scale = time_scale or time_scale_for(demands)
     machine = EmulatedMachine(store, demands, region, scale)
@@ -357,20 +357,20 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
 
 def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
     """Return the settings with learning rate and beta2. Defaults depend on the optimizer, and on adapters or full training."""
-    of, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
-    if is_lion and of.eps != AdamW().eps:
+    optimizer, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
+    if is_lion and optimizer.eps != AdamW().eps:
         raise RunConfigError("optimizer.eps: the plan's optimizer is Lion, which has none; leave it out")
     usual = (AdamW().lr if plan.semantics.train.lora is None else ADAPTERS_LR) * (LION["lr_fraction"] if is_lion else 1)
-    beta2 = of.beta2 if of.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
-    return replace(settings, optimizer=replace(of, lr=of.lr or usual, beta2=beta2))
+    beta2 = optimizer.beta2 if optimizer.beta2 is not None else LION["beta2"] if is_lion else AdamW().beta2
+    return replace(settings, optimizer=replace(optimizer, lr=optimizer.lr or usual, beta2=beta2))
 
 
 def optimizer_of(settings: OptimizerSettings, n_steps: int) -> tuple[Rates, dict[str, Any]]:
     """Return the hyperparameters of each step, and the fields of them that a resumed run must match."""
     lr_of = learning_rates(settings, n_steps)
     horizon = n_steps if settings.schedule.kind != "constant" else None  # a constant rate does not depend on it
-    kept = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
-    return Rates(settings, lr_of), kept
+    saved = asdict(settings) | {"no_decay": list(settings.no_decay), "n_steps": horizon}
+    return Rates(settings, lr_of), saved
 
 
 def _refuse_unknown_parameters(settings: OptimizerSettings, plan: Plan) -> None:

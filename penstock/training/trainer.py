@@ -50,10 +50,10 @@ class Metrics:
 
     def values(self) -> dict[str, float]:
         """Return the values to plot over steps."""
-        drawn = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "step_s": self.step_s}
-        drawn |= {"tokens_per_s": self.tokens_per_s, "skipped": float(self.skipped)}
-        drawn |= {f"busy_fraction/{lane}": share for lane, share in self.busy_fractions().items()}
-        return drawn | ({} if self.predicted_step_s is None else {"predicted_step_s": self.predicted_step_s})
+        curves = {"loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr, "step_s": self.step_s}
+        curves |= {"tokens_per_s": self.tokens_per_s, "skipped": float(self.skipped)}
+        curves |= {f"busy_fraction/{lane}": share for lane, share in self.busy_fractions().items()}
+        return curves | ({} if self.predicted_step_s is None else {"predicted_step_s": self.predicted_step_s})
 
     def busy_fractions(self) -> dict[str, float]:
         """Return the busy fraction of the step, by lane."""
@@ -73,7 +73,7 @@ class Watch:
 
     first_loss: float | None = None
     n_without_gradient: int = 0
-    found: str | None = None
+    finding: str | None = None
     may_be_flat: bool = False  # for rollouts with equal rewards
 
     def look(self, metrics: Metrics) -> bool:
@@ -85,9 +85,9 @@ class Watch:
             f"the gradient has been exactly 0 for {LOST_STEPS} steps": self.n_without_gradient == LOST_STEPS,
         }
         words = next((sign for sign, is_there in signs.items() if is_there), None)
-        if words is None or self.found is not None:
+        if words is None or self.finding is not None:
             return False
-        self.found = f"step {metrics.step}: {words}; the run is lost: lower --lr"
+        self.finding = f"step {metrics.step}: {words}; the run is lost: lower --lr"
         return True
 
 
@@ -117,8 +117,8 @@ class Trainer:
         self._made = list[Metrics]()  # since the last turn
         self.rests_after: int | None = None  # number of steps, while no lane is busy
         if first_step > session.n_steps or (first_step == session.n_steps and not self.due_validations(first_step)):
-            more = f"ask for more than {session.n_steps} with --steps"
-            raise CheckpointError(f"{session.folder}: holds step {first_step} already; {more}")
+            advice = f"ask for more than {session.n_steps} with --steps"
+            raise CheckpointError(f"{session.folder}: holds step {first_step} already; {advice}")
 
     def train(self) -> tuple[Timeline, list[float]]:
         """Train. Return the longest timeline between two pauses, and the seconds of each step after warm-up."""
@@ -132,30 +132,30 @@ class Trainer:
         Lanes run without a break until a validation, the end, a turn, or a foreground save. The last checkpoint is written before
         the last validation; a resumed run repeats a missing validation.
         """
-        session, done = self.session, self.session.first_step
+        session, n_done = self.session, self.session.first_step
         self._leave_what_followed()
         saver = self.saver() if session.saves else None
         with device_memory_named(), self.monitors, nullcontext() if saver is None else saver.at_work():
-            self._validate(done)
-            while done < session.n_steps and not session.stop.is_requested:
+            self._validate(n_done)
+            while n_done < session.n_steps and not session.stop.is_requested:
                 self.rests_after = None
-                self.rests_after = done = self._train_until_pause(done, saver)
-                if saver is not None and saver.is_due(done):
-                    saver.save(done)
-                if done < session.n_steps:
-                    self._validate(done)
-                is_over = done == session.n_steps or session.stop.is_requested
-                if self._made and self.every is not None and (is_over or done % self.every == 0):
-                    made, self._made = tuple(self._made), []
-                    yield Turn(self, saver, made)
-            if self.watch.found is not None and session.settings.stop_if_lost:
-                raise LostError(f"{self.watch.found}, and begin again from a checkpoint before it")
+                self.rests_after = n_done = self._train_until_pause(n_done, saver)
+                if saver is not None and saver.is_due(n_done):
+                    saver.save(n_done)
+                if n_done < session.n_steps:
+                    self._validate(n_done)
+                is_over = n_done == session.n_steps or session.stop.is_requested
+                if self._made and self.every is not None and (is_over or n_done % self.every == 0):
+                    metrics, self._made = tuple(self._made), []
+                    yield Turn(self, saver, metrics)
+            if self.watch.finding is not None and session.settings.stop_if_lost:
+                raise LostError(f"{self.watch.finding}, and begin again from a checkpoint before it")
             if saver is not None:
-                saver.save(done)
+                saver.save(n_done)
                 saver.wait()
-            if done > session.first_step:
+            if n_done > session.first_step:
                 self._keep_timeline()
-                self._validate(done)
+                self._validate(n_done)
 
     def _leave_what_followed(self) -> None:
         """Remove log lines after the resumed step, and incomplete checkpoints."""
@@ -169,19 +169,19 @@ class Trainer:
 
     # -- train, log -------------------------------------------------------------------------------------------------
 
-    def _train_until_pause(self, done: int, saver: Saver | None) -> int:
+    def _train_until_pause(self, n_done: int, saver: Saver | None) -> int:
         """Train and log each step until a pause is due, in which lanes are drained. Return the number of finished steps."""
         session, checkpoint = self.session, self.session.checkpoint
         saves_in_pauses = saver is not None and not checkpoint.background
         validates = session.settings.evaluation.every if self.validations else None
         every = [validates, checkpoint.every if saves_in_pauses else None, self.every]
-        until = min([session.n_steps, *(done + n - done % n for n in every if n is not None)])
+        until = min([session.n_steps, *(n_done + n - n_done % n for n in every if n is not None)])
         pause = Stop(session.stop)
-        stop = pause if session.leader is None else session.leader.train(done, until - done, pause, session.rates.asked)
+        stop = pause if session.leader is None else session.leader.train(n_done, until - n_done, pause, session.rates.fixed_lr)
         let_go = saver.snapshots.end if saver is not None else lambda: None
-        with Execution(session.store.plan, session.machine, until - done, done, stop=stop, on_interrupt=let_go) as steps:
+        with Execution(session.store.plan, session.machine, until - n_done, n_done, stop=stop, on_interrupt=let_go) as steps:
             for step in steps:
-                done = step.number + 1
+                n_done = step.number + 1
                 self._log(step, saver)
                 if saver is not None and saves_in_pauses and saver.is_time():
                     pause.request()
@@ -191,7 +191,7 @@ class Trainer:
         times_s = timeline.step_times_s  # from the second step on, without warm-up steps
         self.times_s += times_s[WARM_UP_STEPS - 1 :] or times_s
         self.timeline = max(timeline, self.timeline, key=lambda timeline: len(timeline.spans))  # the last of equals
-        return done
+        return n_done
 
     def _log(self, step: Step, saver: Saver | None) -> None:
         metrics = self._metrics(step)
@@ -207,7 +207,7 @@ class Trainer:
             if self.session.settings.stop_if_lost:
                 self.session.stop.request()
             else:
-                self.session.say(f"{self.watch.found}, or end such runs with --stop-if-lost")
+                self.session.say(f"{self.watch.finding}, or end such runs with --stop-if-lost")
 
     def _metrics(self, step: Step) -> Metrics:
         assert step.result is not None
@@ -247,25 +247,25 @@ class Trainer:
             return {**session.identity, "data_position": session.data.position(step)}
 
         state = session.store.host if session.leader is None else session.leader.state()
-        of = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
-        return Saver(state, session.folder, session.checkpoint, fields, *of, session.of_head)
+        arguments = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
+        return Saver(state, session.folder, session.checkpoint, fields, *arguments, session.of_head)
 
     # -- validate ---------------------------------------------------------------------------------------------------
 
-    def due_validations(self, done: int) -> list[Validation]:
+    def due_validations(self, n_done: int) -> list[Validation]:
         """Return validations due after `done` steps and not logged yet. A resumed run repeats missing ones."""
-        every, is_last = self.session.settings.evaluation.every, done == self.session.n_steps
-        is_due = is_last or (every is not None and done % every == 0)
-        due = [validation for validation in self.validations if (is_due if done else validation.first)]
-        return [validation for validation in due if not validation.is_logged(self.session, done)]
+        every, is_last = self.session.settings.evaluation.every, n_done == self.session.n_steps
+        is_due = is_last or (every is not None and n_done % every == 0)
+        due = [validation for validation in self.validations if (is_due if n_done else validation.first)]
+        return [validation for validation in due if not validation.is_logged(self.session, n_done)]
 
-    def _validate(self, done: int) -> None:
+    def _validate(self, n_done: int) -> None:
         """Run due validations while all lanes are idle, unless a stop is requested."""
         with suppress(Abandoned):
-            for validation in self.due_validations(done):
+            for validation in self.due_validations(n_done):
                 if self.session.stop.is_requested:
                     break
-                validation.perform(done)
+                validation.perform(n_done)
 
 
 @dataclass(slots=True)
@@ -297,7 +297,7 @@ class Turn:
     def lr(self, rate: float) -> None:
         if not 0 <= rate < math.inf:
             raise RunConfigError(f"lr is {rate}; a learning rate is a number from 0 up")
-        self.trainer.session.rates.asked = float(rate)
+        self.trainer.session.rates.fixed_lr = float(rate)
 
     @property
     def _session(self) -> Session:
@@ -325,14 +325,14 @@ class Turn:
         view of the slot, free of cost, valid until the turn ends. With several ranks, which hold shards: always a copy."""
         session = self._session
         host, leader = session.store.host, session.leader
-        whole = host if leader is None else leader.state()
+        state = host if leader is None else leader.state()
         for p in host.all_owned():
             if not host.plan.is_packed(p):
                 host.settle(host.block_of(p))
-                weight = whole.compute_weight(p)
-                before = weight._version
+                weight = state.compute_weight(p)
+                version = weight._version
                 yield p.name, weight.to("cpu", copy=True) if copy else weight.detach()
-                if weight._version != before:
+                if weight._version != version:
                     raise RunConfigError(f"{p.name} was written to: weights are views; change a copy, and resume a checkpoint")
 
     def gradient_norms(self) -> dict[str, float]:
@@ -353,8 +353,8 @@ def device_memory_named() -> Iterator[None]:
     except OpError as error:
         if not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
-        at, what = str(error).partition(" failed: ")[0], (str(error.__cause__).splitlines() or ["no memory"])[0][:200]
+        place, reason = str(error).partition(" failed: ")[0], (str(error.__cause__).splitlines() or ["no memory"])[0][:200]
         raise DeviceMemoryError(
-            f"{at}: the device is out of memory ({what}); free what other processes hold of it, or plan again for less with "
+            f"{place}: the device is out of memory ({reason}); free what other processes hold of it, or plan again for less with "
             "--device-memory, and go on with --resume"
         ) from error

@@ -50,35 +50,35 @@ class Validation:
 
 def validations_of(session: Session, monitors: Monitors) -> tuple[Validation, ...]:
     """Return the validations in the settings."""
-    found = []
+    validations = []
     if session.held_out is not None:
         perform = partial(_evaluate, session, monitors)
-        found.append(Validation("metrics.jsonl", "eval_loss", perform, session.settings.evaluation.first))
+        validations.append(Validation("metrics.jsonl", "eval_loss", perform, session.settings.evaluation.first))
     if session.prompts is not None:
-        found.append(Validation("samples.jsonl", "prompt", partial(_sample, session, monitors, session.prompts)))
-    return tuple(found)
+        validations.append(Validation("samples.jsonl", "prompt", partial(_sample, session, monitors, session.prompts)))
+    return tuple(validations)
 
 
 def _evaluate(session: Session, monitors: Monitors, step: int) -> None:
     """Log the loss on held-out data, and with `evaluation.base` the loss without the adapter."""
     measure = partial(held_out_loss, session, session.stop)
-    values, without = measure(), ""
+    values, base_text = measure(), ""
     if _compares(session):
         with session.store.compute.templates.without_adapters():
             values["base_eval_loss"] = measure()["eval_loss"]
-        without = f"  without the adapter: loss {values['base_eval_loss']:.4f}"
+        base_text = f"  without the adapter: loss {values['base_eval_loss']:.4f}"
     add_lines(session.folder / "metrics.jsonl", [{"step": step} | values])
     monitors.log(step, values)
     when = f"after step {step}" if step else "before the first step"
-    session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{without}")
+    session.say(f"evaluation {when}: {_in_words(values)}  {show_seconds(values['eval_s'])}{base_text}")
 
 
 def held_out_loss(session: Session, stop: Stop | None = None) -> dict[str, float]:
     """Run `evaluate` on up to `evaluation.max_sequences` held-out sequences. PlanError without held-out data."""
-    data, most = session.held_out, session.settings.evaluation.max_sequences
+    data, limit = session.held_out, session.settings.evaluation.max_sequences
     if data is None:
         raise PlanError("no held-out data to evaluate on; name it in the settings, as evaluation.data")
-    return evaluate(session.store, data.batch, min(most, data.n_steps or most), stop)
+    return evaluate(session.store, data.batch, min(limit, data.n_steps or limit), stop)
 
 
 def _in_words(values: dict[str, float]) -> str:
@@ -88,17 +88,17 @@ def _in_words(values: dict[str, float]) -> str:
         return f"loss {values['eval_loss']:.4f}  {of_tokens}"
     how = "labelled" if f"eval_{Of.SEQUENCES}" in values else "preferred" if "eval_pairs" in values else "judged"
     right = f"  {values['eval_accuracy']:.1%} {how} rightly" if "eval_accuracy" in values else ""
-    n = next((f"{values[f'eval_{of}']:,} {of}" for of in Of if f"eval_{of}" in values), "")
+    n = next((f"{values[f'eval_{unit}']:,} {unit}" for unit in Of if f"eval_{unit}" in values), "")
     return f"loss {values['eval_loss']:.4f}{right}  {n}"
 
 
 def _sample(session: Session, monitors: Monitors, prompts: Prompts, step: int) -> None:
     """Log answers to the prompts, and with `evaluation.base` the answers without the adapter."""
-    asked, store = session.settings.evaluation, session.store
+    evaluation, store = session.settings.evaluation, session.store
     tokenizer = prompts.tokenizer
 
     def answers() -> list[str]:
-        new = generate(store, prompts.ids, asked.max_new_tokens, tokenizer.answer_ends, session.stop)
+        new = generate(store, prompts.ids, evaluation.max_new_tokens, tokenizer.answer_ends, session.stop)
         return [tokenizer.decode(ids) for ids in new]
 
     lines = [{"step": step, "prompt": prompt, "text": text} for prompt, text in zip(prompts.texts, answers(), strict=True)]
@@ -136,24 +136,24 @@ def evaluate(
 
     def batch(number: int) -> Batch:
         nonlocal n_tokens
-        found = batch_of(number)
-        n_tokens += found.n_supervised
-        return found
+        result = batch_of(number)
+        n_tokens += result.n_supervised
+        return result
 
     def note(last: LastHidden) -> None:
-        of, head = (last.weights, last.hidden_BTD, last.targets_BT), last.templates.head
-        losses.append(head.summed_losses(*of))
+        arguments, head = (last.weights, last.hidden_BTD, last.targets_BT), last.templates.head
+        losses.append(head.summed_losses(*arguments))
         if TEACHER in last.extras:
-            divergences.append(head.divergence(*of, last.extras))
+            divergences.append(head.divergence(*arguments, last.extras))
 
     machine.forward(plan, batch, note, n_passes, stop)
     if not n_tokens:
         raise DataError("the evaluation data has no token to be predicted; choose other data")
     loss = torch.tensor(sum(loss.item() for loss in losses) / n_tokens, dtype=torch.float64)
-    found = {"eval_loss": loss.item(), "eval_perplexity": loss.exp().item(), "eval_tokens": n_tokens}  # exp may be infinite
+    results = {"eval_loss": loss.item(), "eval_perplexity": loss.exp().item(), "eval_tokens": n_tokens}  # exp may be infinite
     if divergences:
-        found["eval_divergence"] = sum(of.item() for of in divergences) / n_tokens
-    return found | {"eval_s": time.perf_counter() - began_s}
+        results["eval_divergence"] = sum(divergence.item() for divergence in divergences) / n_tokens
+    return results | {"eval_s": time.perf_counter() - began_s}
 
 
 def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None) -> dict[str, float]:
@@ -166,24 +166,24 @@ def _of_answers(machine: TorchMachine, sample: Callable[[int], Batch], n_samples
     sums, n_tokens, rows_each = sums.flatten(0, 1), n_tokens.flatten(0, 1), objective.rows_each
     values = loss.values(sums, n_tokens, extras)
 
-    def in_groups(of: torch.Tensor) -> torch.Tensor:
+    def in_groups(tensor: torch.Tensor) -> torch.Tensor:
         """Return one row per complete pair or group."""
         by_group = [
-            in_order(each, rows_each, n_tokens).view(-1, rows_each, *each.shape[n_tokens.dim() :]) for each in (of, n_tokens)
+            in_order(part, rows_each, n_tokens).view(-1, rows_each, *part.shape[n_tokens.dim() :]) for part in (tensor, n_tokens)
         ]
         return by_group[0][(by_group[1] > 0).all(dim=1)]
 
     n_losses = len(in_groups(n_tokens)) * rows_each // (2 if objective.of in HALVES else 1)
-    found = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
+    report = {"eval_loss": values.sum().item() / n_losses, f"eval_{objective.of}": n_losses}
     scores = in_groups(sums - extras["reference"] if "reference" in extras else sums if objective.n_labels else sums / n_tokens)
     if objective.of is Of.PAIRS:
-        found["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
+        report["eval_accuracy"] = ((scores[:, 0] - scores[:, 1]).sign() / 2 + 0.5).mean().item()
     elif objective.of is Of.ANSWERS:
         over = scores[:, 0::2] - scores[:, 1::2].mean(dim=1, keepdim=True).clamp(min=0)
-        found["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
+        report["eval_accuracy"] = (torch.where(in_groups(extras["label"])[:, 0::2] > 0, over, -over).sign() / 2 + 0.5).mean().item()
     elif objective.n_labels is not None:
-        found["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras["label"])).float().mean().item()
-    return found
+        report["eval_accuracy"] = (scores.argmax(dim=-1) == in_groups(extras["label"])).float().mean().item()
+    return report
 
 
 # -- samples -------------------------------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def generate(
 
     while unfinished := [number for number in range(len(prompts)) if is_open(number)]:
         for first in range(0, len(unfinished), semantics.loss_tile_tokens):  # at most one tile of logits
-            some = unfinished[first : first + semantics.loss_tile_tokens]
-            for number, logits_V in zip(some, _next_logits(machine, [sequences[n] for n in some], stop), strict=True):
+            numbers = unfinished[first : first + semantics.loss_tile_tokens]
+            for number, logits_V in zip(numbers, _next_logits(machine, [sequences[n] for n in numbers], stop), strict=True):
                 if not bool(logits_V.isfinite().all()):
                     raise PenstockError("the model's logits are not finite: its weights are spoilt; resume an earlier checkpoint")
                 sequences[number].append(int(logits_V.argmax()))
@@ -226,13 +226,13 @@ def _next_logits(machine: TorchMachine, sequences: list[list[int]], stop: Stop |
     tokens_BT = torch.zeros((plan.semantics.batch_size, seq_len), dtype=torch.int64)  # right padding: attention is causal
     for row, sequence in enumerate(sequences):
         tokens_BT[row, : len(sequence)] = torch.tensor(sequence)
-    batch, found = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
+    batch, parts = Batch(tokens_BT, torch.full_like(tokens_BT, UNSUPERVISED)), list[torch.Tensor]()
 
     def note(last: LastHidden) -> None:
         first = last.micro_batch * semantics.micro_batch
         ends = [len(sequence) - 1 for sequence in sequences[first : first + semantics.micro_batch]]
         rows_SD = torch.stack([last.hidden_BTD[b, end] for b, end in enumerate(ends)])
-        found.append(last.templates.head.logits(last.weights, rows_SD))
+        parts.append(last.templates.head.logits(last.weights, rows_SD))
 
     machine.forward(plan, lambda step: batch, note, 1, stop)
-    return torch.cat([logits.cpu() for logits in found])
+    return torch.cat([logits.cpu() for logits in parts])

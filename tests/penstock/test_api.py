@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.data.data import read_data
-from penstock.data.given import Given
+from penstock.data.given import UserBatches
 from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError
@@ -171,8 +171,8 @@ def test_batches_are_refused_where_they_cannot_be_used(home: Path) -> None:
     assert not (home / "out").exists()
     packed = Batches(documents=((16, 16),) * 4)
     with pytest.raises(DataError, match="leave document_tokens out"):
-        Given(packed, 32, 4, 272, "attention by document is not there").batch(0)
-    assert Given(packed, 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4
+        UserBatches(packed, 32, 4, 272, "attention by document is not there").batch(0)
+    assert UserBatches(packed, 32, 4, 272).batch(0).document_tokens == ((16, 16),) * 4
 
 
 def test_a_loop_of_ones_own_trains_the_bytes_of_train(home: Path) -> None:

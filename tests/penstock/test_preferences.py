@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.data.data import needed, read_data
-from penstock.data.given import Given
+from penstock.data.given import UserBatches
 from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError
@@ -408,7 +408,7 @@ def test_what_a_function_refers_to_is_part_of_its_plan(tmp_path, monkeypatch):
 
 def test_batches_bring_what_the_loss_asks_and_keep_no_more():
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    given = lambda loss="dpo", **extras: Given(  # noqa: E731
+    given = lambda loss="dpo", **extras: UserBatches(  # noqa: E731
         SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective(loss)
     ).batch(0)
     assert given(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
