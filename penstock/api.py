@@ -38,7 +38,7 @@ from .results import Planned, Trained
 from .run_config import PLAN_FILE, read_run
 
 if TYPE_CHECKING:
-    from penstock.data.given import Batches, UserBatches
+    from penstock.data.user_batches import Batches, UserBatches
     from penstock.planner.predict.simulate import Prediction
     from penstock.runtime.executor import Stop
     from penstock.runtime.machines.processes import Processes
@@ -329,7 +329,7 @@ def _as_rank(
         yield None
         return
     from penstock.training.device import device_of
-    from penstock.training.following import follow
+    from penstock.training.follower import follow
 
     rank = os.environ.get("RANK", "0")
     try:
@@ -370,7 +370,7 @@ def _data(
     kind = type(data).__qualname__
     if not callable(getattr(data, "batch", None)):
         raise PlanError(f"data: a {kind} has no batch(step); give a path, a list of paths, or what has one")
-    from penstock.data.given import UserBatches
+    from penstock.data.user_batches import UserBatches
     from penstock.runtime.layers.apart import supports_documents
 
     of, vocab_size = plan.semantics, plan.workload.blocks[0].parameters[0].shape[0]

@@ -84,7 +84,7 @@ def _run(settings: RunSettings, how: dict[str, Any], recalibrate: Path | None, r
         if is_rank():
             take_own_part(settings.device)
         from penstock.training.device import device_of
-        from penstock.training.following import follow  # imports torch: once the plan is read and a GPU is chosen
+        from penstock.training.follower import follow  # imports torch: once the plan is read and a GPU is chosen
         from penstock.training.session import checked, open_session
 
         device = device_of(settings.device)

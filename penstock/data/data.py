@@ -22,10 +22,10 @@ from .chat import ChatTemplate
 from .documents import Reader, cached_documents
 from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
 from .formats import COLUMNS, LABELLED, NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED, format_of, is_of, not_understood, renamed, shown
-from .given import UserBatches
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
 from .tokenizer import ModelTokenizer, read_tokenizer
+from .user_batches import UserBatches
 
 RunData = MapStyleData | Stream | UserBatches  # batches of a run, by step number
 EXTRA_NAMES = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage", "old")}  # row format -> extras of a batch

@@ -31,7 +31,7 @@ from penstock.runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
 from penstock.runtime.units import show_bytes
 from penstock.settings import RunSettings
 
-from .forwards import each_pass
+from .streamed_forward import each_pass
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
 BASE = "base"  # the initial model is the reference

@@ -44,8 +44,8 @@ from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSe
 
 from .device import device_of, refuse_what_does_not_fit, settle_kernels
 from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, own_model, prompts_of, weights_of
-from .leading import Leader, begin, wait_for_others
 from .monitors import refuse_missing
+from .rank0 import Leader, begin, wait_for_others
 from .references import mapped, refer, refer_to_base, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import Rates, learning_rates

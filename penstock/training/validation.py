@@ -25,11 +25,11 @@ from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan.objective import TEACHER, Of
 from penstock.runtime.units import on_one_line, show_seconds
 
-from .forwards import log_probabilities, passes
 from .inputs import Prompts
 from .monitors import Monitors
 from .run_folder import add_lines, lines_of
 from .session import Session
+from .streamed_forward import log_probabilities, passes
 
 SHOWN_PROMPT, SHOWN_ANSWER = 80, 300  # characters on stderr; samples.jsonl holds full texts
 LENGTH_STEP_TOKENS = 64  # sequences are padded to a multiple: fewer distinct shapes, which suit kernels

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import penstock
 from penstock.data.data import read_data
-from penstock.data.given import UserBatches
+from penstock.data.user_batches import UserBatches
 from penstock.run_config import RunConfigError
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError, WrongPlanError

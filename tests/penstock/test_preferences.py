@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock.data.data import needed, read_data
-from penstock.data.given import UserBatches
+from penstock.data.user_batches import UserBatches
 from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import DataError, PlanError

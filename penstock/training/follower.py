@@ -19,7 +19,7 @@ from penstock.settings import RunSettings
 
 from .device import refuse_what_does_not_fit, settle_kernels
 from .inputs import data_of, fill, own_model, weights_of
-from .leading import obey
+from .rank0 import obey
 from .references import mapped, put_reference, refer
 from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
 from .trainer import device_memory_named
