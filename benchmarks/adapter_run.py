@@ -48,13 +48,13 @@ def with_weights(folder: Path) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def command(home: Path, out: str, *more: str) -> list[str]:
-    asked = ["--data", str(home / "text.txt"), "--tokenizer", "bytes", "--steps", str(N_STEPS), "--save-every", str(SAVE_EVERY)]
-    return [sys.executable, "-m", "penstock", "run", *more, *asked, "--lr", "1e-3", "--out", str(home / out)]
+def command(home: Path, out: str, *options: str) -> list[str]:
+    flags = ["--data", str(home / "text.txt"), "--tokenizer", "bytes", "--steps", str(N_STEPS), "--save-every", str(SAVE_EVERY)]
+    return [sys.executable, "-m", "penstock", "run", *options, *flags, "--lr", "1e-3", "--out", str(home / out)]
 
 
-def run(home: Path, plan: Path, out: str, *more: str) -> None:
-    subprocess.run(command(home, out, str(plan), *more), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def run(home: Path, plan: Path, out: str, *options: str) -> None:
+    subprocess.run(command(home, out, str(plan), *options), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def kill(home: Path, plan: Path, out: str) -> int:
@@ -105,12 +105,12 @@ def measured(home: Path) -> Iterator[str]:
         of_all = of_all or (planned.step_s, median(steps_s))
         yield row(name, planned.step_s, steps_s, of_all, planned.certificate.gap_fraction)
     yield ""
-    plan, whole = home / f"{KILLED}.json", home / KILLED.replace(" ", "-") / f"checkpoint-{N_STEPS}"
+    plan, checkpoint = home / f"{KILLED}.json", home / KILLED.replace(" ", "-") / f"checkpoint-{N_STEPS}"
     n_done = kill(home, plan, "killed")
     run(home, plan, "killed", "--resume")
-    same = sums(whole) == sums(home / "killed" / whole.name)
+    same = sums(checkpoint) == sums(home / "killed" / checkpoint.name)
     assert same, "a resumed run ended in other bits"
-    yield f"The run with {KILLED} was killed after step {n_done}, and resumed: all {len(sums(whole))} files of its last"
+    yield f"The run with {KILLED} was killed after step {n_done}, and resumed: all {len(sums(checkpoint))} files of its last"
     yield "checkpoint are the same bytes as those of the run that was not killed."
     yield ""
     adapters = home / "adapters-beside-bf16" / f"checkpoint-{N_STEPS}"

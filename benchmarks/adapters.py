@@ -117,20 +117,20 @@ def _where(answer: Answer) -> str:
 
 def row(cell: Cell) -> str:
     """Format a cell with adapters, and with all weights trained in sufficient host memory."""
-    found = planned(cell, "lora")
+    lora = planned(cell, "lora")
     host = "" if cell.host_bytes is None else f", {cell.host_bytes // GB} GB"
     head = f"| {cell.model} | {cell.machine}{host} | {cell.batch_size * SEQ_LEN:,} | {cell.base} |"
-    if found is None:
+    if lora is None:
         return f"{head} does not fit | | | | | | | |"
-    whole = planned(Cell(cell.model, cell.machine, cell.batch_size, "bf16", 4 * TB), "all")
+    full_plan = planned(Cell(cell.model, cell.machine, cell.batch_size, "bf16", 4 * TB), "all")
     full = "does not fit | |"
-    if whole is not None:
-        ratio = found.tokens_per_s / whole.tokens_per_s
-        full = f"{whole.tokens_per_s:,.0f}, {show_bytes(whole.answer.needs.host_peak_bytes)} | {ratio:.2f} |"
-    proof = found.certificate
+    if full_plan is not None:
+        ratio = lora.tokens_per_s / full_plan.tokens_per_s
+        full = f"{full_plan.tokens_per_s:,.0f}, {show_bytes(full_plan.answer.needs.host_peak_bytes)} | {ratio:.2f} |"
+    proof = lora.certificate
     return (
-        f"{head} {show_seconds(found.step_s)} | {found.tokens_per_s:,.0f} | {proof.gap_fraction:.1%} | {proof.binding} | "
-        f"{_where(found.answer)} | {_memory(found.answer)} | {full}"
+        f"{head} {show_seconds(lora.step_s)} | {lora.tokens_per_s:,.0f} | {proof.gap_fraction:.1%} | {proof.binding} | "
+        f"{_where(lora.answer)} | {_memory(lora.answer)} | {full}"
     )
 
 
@@ -138,21 +138,22 @@ def published_rows() -> Iterator[str]:
     """Yield published measurements and our plan of the same step. The plan does not predict the other system."""
     yield "| system | machine | GPUs | model | base | a step | published | planned | ratio | gap | device | host |"
     yield "|---|---|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
-    for it in read_published().runs:
-        sizes: dict[str, Any] = {"gpus": it.gpus, "sum_groups": 8} if it.gpus > 1 or it.machine.startswith("8x") else {}
-        sizes |= {"seq_len": it.seq, "batch_size": it.batch, "device_memory_bytes": it.device_memory_bytes}
-        device = "" if it.device_memory_bytes is None else f", {show_bytes(it.device_memory_bytes)}"
-        said = "" if it.tokens_per_s is None else f"{it.tokens_per_s:,.1f}"
-        head = f"| {it.system} | {it.machine}{device} | {it.gpus} | {it.model} | {it.base} | {it.batch} x {it.seq:,} | {said} | "
+    for run in read_published().runs:
+        sizes: dict[str, Any] = {"gpus": run.gpus, "sum_groups": 8} if run.gpus > 1 or run.machine.startswith("8x") else {}
+        sizes |= {"seq_len": run.seq, "batch_size": run.batch, "device_memory_bytes": run.device_memory_bytes}
+        device = "" if run.device_memory_bytes is None else f", {show_bytes(run.device_memory_bytes)}"
+        step = f"{run.batch} x {run.seq:,}"
+        rate = "" if run.tokens_per_s is None else f"{run.tokens_per_s:,.1f}"
+        head = f"| {run.system} | {run.machine}{device} | {run.gpus} | {run.model} | {run.base} | {step} | {rate} | "
         try:
-            plan = penstock.plan(it.model, it.machine, train="lora", base=it.base, **sizes)
+            plan = penstock.plan(run.model, run.machine, train="lora", base=run.base, **sizes)
         except DoesNotFitError as error:
-            short = f"needs {show_bytes(error.short_device_bytes + (it.device_memory_bytes or 0))}"
+            short = f"needs {show_bytes(error.short_device_bytes + (run.device_memory_bytes or 0))}"
             yield f"{head}does not fit: {short} of the device | | | | |"
             continue
-        ratio = "" if it.tokens_per_s is None else f"{plan.tokens_per_s / it.tokens_per_s:.2f}"
-        found = f"{plan.tokens_per_s:,.1f} | {ratio} | {plan.certificate.gap_fraction:.1%} | {_memory(plan.answer)} |"
-        yield head + found
+        ratio = "" if run.tokens_per_s is None else f"{plan.tokens_per_s / run.tokens_per_s:.2f}"
+        figures = f"{plan.tokens_per_s:,.1f} | {ratio} | {plan.certificate.gap_fraction:.1%} | {_memory(plan.answer)} |"
+        yield head + figures
 
 
 def section() -> Iterator[str]:
@@ -188,14 +189,14 @@ def dpo_rows() -> Iterator[str]:
     """Yield the memory of DPO with all state on the device."""
     for seq_len in (256, 512, 1024, 2048):
         how = {"train": "lora:r=16", "loss": "dpo", "seq_len": seq_len, "batch_size": 2, "micro_batch": 2}
-        found = penstock.plan("qwen2.5-7b", "h100-sxm", **how)  # type: ignore[arg-type]
-        cost = CostModel(found.profile)
-        needs = resident(found.plan, cost)
+        result = penstock.plan("qwen2.5-7b", "h100-sxm", **how)  # type: ignore[arg-type]
+        cost = CostModel(result.profile)
+        needs = resident(result.plan, cost)
         assert needs is not None, "a GPU has memory of its own"
         state_bytes = needs.needs.device["state"]
-        kept = sorted(state_bytes + n_bytes for n_bytes, _ in tiers(found.plan, cost))
-        is_between = kept[0] <= DPO_BYTES <= kept[-1]
-        yield f"| {seq_len:,} | {show_bytes(kept[0])} | {show_bytes(kept[-1])} | {'yes' if is_between else 'no'} |"
+        sizes = sorted(state_bytes + n_bytes for n_bytes, _ in tiers(result.plan, cost))
+        is_between = sizes[0] <= DPO_BYTES <= sizes[-1]
+        yield f"| {seq_len:,} | {show_bytes(sizes[0])} | {show_bytes(sizes[-1])} | {'yes' if is_between else 'no'} |"
 
 
 def main() -> None:

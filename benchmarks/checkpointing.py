@@ -40,7 +40,7 @@ N_PLAIN = 3
 
 
 @dataclass(slots=True)
-class Seen:
+class Observed:
     """End times of steps, and write intervals of checkpoints."""
 
     ends_s: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ def costs(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
 
 
 @contextmanager
-def watched(out: Path, seen: Seen) -> Iterator[None]:
+def watched(out: Path, observed: Observed) -> Iterator[None]:
     """Poll which checkpoint is being written, in a thread."""
     is_over = threading.Event()
 
@@ -75,7 +75,7 @@ def watched(out: Path, seen: Seen) -> Iterator[None]:
         while not is_over.wait(LOOK_S):
             for name in os.listdir(out):
                 if name.startswith("checkpoint-") and name.endswith(".partial"):
-                    seen.written_s.setdefault(name, []).append(time.perf_counter())
+                    observed.written_s.setdefault(name, []).append(time.perf_counter())
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -86,9 +86,9 @@ def watched(out: Path, seen: Seen) -> Iterator[None]:
         thread.join()
 
 
-def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen:
+def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Observed:
     """Train `n_steps` more, with a checkpoint after every second interval."""
-    seen = Seen()
+    observed = Observed()
     settings = {
         "tokenizer": "bytes",
         "optimizer.weight_decay": 0.1,
@@ -96,7 +96,7 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
         "checkpoint.keep": 2,
         "checkpoint.background": way == "background",
     }
-    with watched(home / "run", seen):
+    with watched(home / "run", observed):
         penstock.train(
             plan,
             home / "chats.jsonl",
@@ -107,9 +107,9 @@ def run(plan: Path, home: Path, way: str, first_step: int, n_steps: int) -> Seen
             resume=first_step > 0,
             from_scratch=True,
             settings=settings,
-            on_step=lambda metrics: seen.ends_s.append(time.perf_counter()),
+            on_step=lambda metrics: observed.ends_s.append(time.perf_counter()),
         )
-    return seen
+    return observed
 
 
 def planned(home: Path, is_tiny: bool) -> Path:
@@ -121,8 +121,8 @@ def planned(home: Path, is_tiny: bool) -> Path:
     n_params = build_workload(read_model(str(model)), penstock.Semantics(SEQ_LEN, BATCH_SIZE, 1)).n_params
     machine = "cpu-2core" if is_tiny else penstock.probe("cpu", quick=True)
     memory = None if is_tiny else n_params * STATE_BYTES_PER_PARAM // 4
-    found = penstock.plan(model, machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, device_memory_bytes=memory)
-    return found.save(home / "plan.json")
+    plan = penstock.plan(model, machine, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, device_memory_bytes=memory)
+    return plan.save(home / "plan.json")
 
 
 def plainly(folder: Path, n_bytes: int) -> tuple[float, float]:
@@ -154,34 +154,34 @@ def _least_s(work: Callable[[], None]) -> float:
     return median(times_s)
 
 
-def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Seen]], int]:
+def measured(home: Path, n_rounds: int, n_pairs: int, is_tiny: bool) -> tuple[dict[str, list[Observed]], int]:
     """Run both ways alternately, each resumed from the last. Return their times, and the size of a checkpoint."""
-    plan, out, n_steps, done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
+    plan, out, n_steps, n_done = planned(home, is_tiny), home / "run", 2 * INTERVAL * (n_pairs + 1), 0
     out.mkdir()
-    found: dict[str, list[Seen]] = {way: [] for way in WAYS}
+    observations: dict[str, list[Observed]] = {way: [] for way in WAYS}
     for number in range(n_rounds):
         for way in WAYS if number % 2 == 0 else WAYS[::-1]:
-            found[way].append(run(plan, home, way, done, n_steps))
-            done += n_steps
-            print(f"{done} steps", file=sys.stderr, flush=True)
-    return found, sum(path.stat().st_size for path in (out / f"checkpoint-{done}").iterdir())
+            observations[way].append(run(plan, home, way, n_done, n_steps))
+            n_done += n_steps
+            print(f"{n_done} steps", file=sys.stderr, flush=True)
+    return observations, sum(path.stat().st_size for path in (out / f"checkpoint-{n_done}").iterdir())
 
 
-def page(found: dict[str, list[Seen]], n_bytes: int, plain: tuple[float, float]) -> Iterator[str]:
+def page(observations: dict[str, list[Observed]], n_bytes: int, plain: tuple[float, float]) -> Iterator[str]:
     """Yield the results as Markdown."""
     yield "| checkpoints | cost, median | lowest to highest | pairs | seconds to write | GB/s |\n|---|---:|---|---:|---:|---:|"
-    for way, runs in found.items():
-        share, low, high = costs([pair for seen in runs for pair in stretches(seen.ends_s, INTERVAL)])
-        n_pairs = sum(len(stretches(seen.ends_s, INTERVAL)) for seen in runs)
-        written_s = median([s for seen in runs for s in seen.durations_s()] or [LOOK_S])
+    for way, runs in observations.items():
+        share, low, high = costs([pair for observed in runs for pair in stretches(observed.ends_s, INTERVAL)])
+        n_pairs = sum(len(stretches(observed.ends_s, INTERVAL)) for observed in runs)
+        written_s = median([s for observed in runs for s in observed.durations_s()] or [LOOK_S])
         rate = n_bytes / written_s / GB
         yield f"| {way} | {share:+.1%} | {low:+.1%} to {high:+.1%} | {n_pairs} | {written_s:.2f} | {rate:.2f} |"
-    steps = [(b - a, seen.is_writing(a, b)) for seen in found["background"] for a, b in pairwise(seen.ends_s)]
-    beside, alone = ([s for s, is_writing in steps if is_writing is wanted] for wanted in (True, False))
+    steps = [(b - a, observed.is_writing(a, b)) for observed in observations["background"] for a, b in pairwise(observed.ends_s)]
+    during, alone = ([s for s, is_writing in steps if is_writing is wanted] for wanted in (True, False))
     yield f"\nA checkpoint holds {show_bytes(n_bytes)}."
-    if beside and alone:
+    if during and alone:
         yield (
-            f"A step while one is written in the background takes {median(beside):.3f} s (median of {len(beside)}), another "
+            f"A step while one is written in the background takes {median(during):.3f} s (median of {len(during)}), another "
             f"{median(alone):.3f} s (of {len(alone)})."
         )
     bound_s = n_bytes / plain[0], n_bytes / plain[1]
@@ -197,16 +197,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="runs of either way")
     parser.add_argument("--pairs", type=int, default=4, help="of stretches with and without a checkpoint, in a run")
     parser.add_argument("--tiny", action="store_true")
-    asked = parser.parse_args()
-    home = asked.home.resolve()
+    options = parser.parse_args()
+    home = options.home.resolve()
     shutil.rmtree(home, ignore_errors=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    found, n_bytes = measured(home, asked.rounds, asked.pairs, asked.tiny)
+    observations, n_bytes = measured(home, options.rounds, options.pairs, options.tiny)
     print(f"commit {commit}; {machine}\n")
-    print("\n".join(page(found, n_bytes, plainly(home, n_bytes))))
-    share, _, _ = costs([pair for seen in found["background"] for pair in stretches(seen.ends_s, INTERVAL)])
-    if share > TARGET_FRACTION and not asked.tiny:
+    print("\n".join(page(observations, n_bytes, plainly(home, n_bytes))))
+    share, _, _ = costs([pair for observed in observations["background"] for pair in stretches(observed.ends_s, INTERVAL)])
+    if share > TARGET_FRACTION and not options.tiny:
         sys.exit(f"a checkpoint every {INTERVAL} steps costs {share:.1%} of the time, more than {TARGET_FRACTION:.0%}")
 
 

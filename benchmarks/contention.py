@@ -76,7 +76,7 @@ class Row:
         return self.blind_step_s / self.promised_s - 1
 
     def __str__(self) -> str:
-        what = (
+        job = (
             self.machine,
             self.work.model,
             f"{self.work.tokens_per_step // 1024}k",
@@ -84,7 +84,7 @@ class Row:
         )
         seconds = (show_seconds(self.step_s), show_seconds(self.blind_step_s))
         shares = (f"{self.worse_fraction:+.1%}", show_seconds(self.promised_s), f"{self.gap_fraction:.1%}")
-        return "| " + " | ".join((*what, *seconds, *shares, "; ".join(self.changed) or "the same plan")) + " |"
+        return "| " + " | ".join((*job, *seconds, *shares, "; ".join(self.changed) or "the same plan")) + " |"
 
 
 def unshared(profile: Profile) -> Profile:
@@ -99,10 +99,10 @@ def compared(machine: str, work: Work) -> Row | None:
     model, profile = read_model(work.model), with_any_memory(read_profile(machine), None, HOST_MEMORY_BYTES)
     attention = supported_attention(model)[0]
     n_sequences = work.tokens_per_step // SEQ_LEN
-    given = Semantics(SEQ_LEN, n_sequences, 1, clip_norm=work.clip_norm, attention=attention)  # type: ignore[arg-type]
+    request = Semantics(SEQ_LEN, n_sequences, 1, clip_norm=work.clip_norm, attention=attention)  # type: ignore[arg-type]
 
     try:
-        seeing = search(model, sizes_of(model, given, profile), profile, free=SIZES)
+        seeing = search(model, sizes_of(model, request, profile), profile, free=SIZES)
         semantics, workload = seeing.plan.semantics, seeing.plan.workload
         blind = search(model, [(semantics, workload)], unshared(profile), free=SIZES)
     except DoesNotFitError:
@@ -116,10 +116,10 @@ def compared(machine: str, work: Work) -> Row | None:
 
 def _differences(seeing: Policy, blind: Policy) -> Iterator[str]:
     """Yield the fields that differ between two policies. Lists of blocks are shown by length."""
-    others = asdict(blind)
+    blind_fields = asdict(blind)
     for name, value in asdict(seeing).items():
-        if value != others[name]:
-            yield f"{name.replace('_', ' ')} {_short(value)}, not {_short(others[name])}"
+        if value != blind_fields[name]:
+            yield f"{name.replace('_', ' ')} {_short(value)}, not {_short(blind_fields[name])}"
 
 
 def _short(value: object) -> str:

@@ -28,13 +28,13 @@ def damaged(data: bytes, rng: Random) -> bytes:
         changed = _tree(data[8 : 8 + header], rng)
         return len(changed).to_bytes(8, "little") + changed + data[8 + header :]
     lines = data.split(b"\n")
-    at = rng.randrange(len(lines))
+    i = rng.randrange(len(lines))
     if data[:1] == b"{" and data.count(b"\n{"):  # JSONL
-        return b"\n".join([*lines[:at], _tree(lines[at], rng), *lines[at + 1 :]])
+        return b"\n".join([*lines[:i], _tree(lines[i], rng), *lines[i + 1 :]])
     if data[:1] in b"{[":
         return _tree(data, rng)
-    name, mark, _ = lines[at].partition(rng.choice((b": ", b" = ", b",")))
-    return b"\n".join([*lines[:at], name + mark + rng.choice(SNIPPETS), *lines[at + 1 :]])
+    name, mark, _ = lines[i].partition(rng.choice((b": ", b" = ", b",")))
+    return b"\n".join([*lines[:i], name + mark + rng.choice(SNIPPETS), *lines[i + 1 :]])
 
 
 def _tree(data: bytes, rng: Random) -> bytes:

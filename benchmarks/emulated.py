@@ -68,13 +68,13 @@ def named(policy: str | dict[str, object]) -> str:
     """Return a policy in a few words."""
     if isinstance(policy, str):
         return policy
-    found = {
+    words = {
         "speculate_blocks": "speculates",
         "spill_blocks": "spills",
         "resident_blocks": "resident",
         "offload_blocks": "offloads",
     }
-    return ", ".join(word for field, word in found.items() if field in policy)
+    return ", ".join(word for field, word in words.items() if field in policy)
 
 
 def used(policy: Policy) -> str:
@@ -89,7 +89,7 @@ def used(policy: Policy) -> str:
         "products saved": policy.saving(Saved.PRODUCTS),
         "attention saved": policy.saving(Saved.ATTENTION),
     }
-    return ", ".join([str(policy.update), *(f"{len(found)} {name}" for name, found in blocks.items() if found)])
+    return ", ".join([str(policy.update), *(f"{len(listed)} {name}" for name, listed in blocks.items() if listed)])
 
 
 def time_scale(plan: Plan, profile: penstock.Profile) -> float:
@@ -126,13 +126,13 @@ class Row:
 def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: int) -> Row:
     """Plan, run at the machine's pace, and compare."""
     name = named(policy)
-    asked = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
-    found = penstock.plan(cell.model, with_any_memory(read_profile(cell.machine), None, 2 * TB), policy=asked, **cell.sizes)
-    plan, scale = found.plan, time_scale(found.plan, found.profile)
+    requested = Policy(**policy) if isinstance(policy, dict) else None if policy == "search" else policy
+    planned = penstock.plan(cell.model, with_any_memory(read_profile(cell.machine), None, 2 * TB), policy=requested, **cell.sizes)
+    plan, scale = planned.plan, time_scale(planned.plan, planned.profile)
     out = home / "out"
     options = {"out": out, "steps": n_steps, "device": "emulated", "time_scale": scale}
-    trained = penstock.train(found, home / "data.jsonl", **options)
-    times = Compared(name, found.step_s, trained.timeline.step_times_s[1:])
+    trained = penstock.train(planned, home / "data.jsonl", **options)
+    times = Compared(name, planned.step_s, trained.timeline.step_times_s[1:])
     shutil.rmtree(out)
     uses, n_layers = used(plan.policy), len(plan.workload.blocks) - 2
     return Row(cell, name, n_layers, len(plan.ops), scale, trained.late_fraction, uses, times)
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=N_STEPS)
     parser.add_argument("--only", help="rows whose model, machine or policy holds this word")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"commit {commit}; {machine}\n")
@@ -153,8 +153,8 @@ def main() -> None:
         standard_library(Path(folder) / "data.jsonl")
         for cell in CELLS:
             for policy in cell.policies:
-                if asked.only is None or asked.only in f"{cell.model} {cell.machine} {named(policy)}":
-                    rows.append(performed(cell, policy, Path(folder), asked.steps))
+                if options.only is None or options.only in f"{cell.model} {cell.machine} {named(policy)}":
+                    rows.append(performed(cell, policy, Path(folder), options.steps))
                     print(rows[-1].line(), flush=True)
     over = median(row.over_prediction for row in rows)
     print(f"\nMeasured over predicted: {over:.4f} in the median of {len(rows)} policies; asked: at most {MOST_OVER_PREDICTION}.")
@@ -167,8 +167,8 @@ def ratio_off(rows: list[Row], cell: Cell) -> float:
     times = {row.policy: row.times for row in rows if row.cell == cell and row.policy in AGAINST}
     if len(times) < len(AGAINST):
         return 0.0
-    searched, other = (times[name] for name in AGAINST)
-    predicted, measured = other.predicted_s / searched.predicted_s, median(other.times_s) / median(searched.times_s)
+    searched, baseline = (times[name] for name in AGAINST)
+    predicted, measured = baseline.predicted_s / searched.predicted_s, median(baseline.times_s) / median(searched.times_s)
     off = measured / predicted - 1
     where = f"{cell.model} on {cell.machine}"
     print(f"{where}: searched {measured:.3f} times as fast as megatrain, predicted {predicted:.3f} ({off:+.2%}).")

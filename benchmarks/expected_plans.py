@@ -42,9 +42,9 @@ def expected_profile() -> dict[str, Any]:
 
     fields["device"] |= {name: rate(value) for name, value in GPU_RATES.items()}
     points = fields["host"]["optimizer"]
-    by = UPDATED_PER_S / points[-1]["params_per_s"]["value"]
+    factor = UPDATED_PER_S / points[-1]["params_per_s"]["value"]
     for point in points:
-        point |= {name: rate(point[name]["value"] * by) for name in ("params_per_s", "params_per_s_under_copies")}
+        point |= {name: rate(point[name]["value"] * factor) for name in ("params_per_s", "params_per_s_under_copies")}
     fields["host"]["reduce_bytes_per_s"] = rate(SQUARED_BYTES_PER_S)
     return fields
 

@@ -48,9 +48,9 @@ def fuzz(name: str, seconds: float, out: Path) -> None:
         try:
             codes.append(judged(home, words))
         except (AssertionError, NoEndError, MemoryError) as failure:
-            kept = out / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}-{hashlib.sha256(data).hexdigest()[:12]}"
-            kept.write_bytes(data)
-            failures.setdefault((str(failure).splitlines() or [type(failure).__name__])[0][:160], kept.name)
+            saved = out / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}-{hashlib.sha256(data).hexdigest()[:12]}"
+            saved.write_bytes(data)
+            failures.setdefault((str(failure).splitlines() or [type(failure).__name__])[0][:160], saved.name)
     shutil.rmtree(street)
     n_taken = codes.count(0)
     print(json.dumps({"inputs": n, "taken": n_taken, "refused": len(codes) - n_taken, "failures": failures}))
@@ -62,27 +62,27 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="this format; may be given several times")
     parser.add_argument("--out", type=Path, help="where files that failed are kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    out = asked.out or Path(tempfile.mkdtemp(prefix="fuzz-"))
+    options = parser.parse_args()
+    out = options.out or Path(tempfile.mkdtemp(prefix="fuzz-"))
     out.mkdir(parents=True, exist_ok=True)
-    if asked.one:
-        fuzz(asked.one, asked.minutes * 60, out)
+    if options.one:
+        fuzz(options.one, options.minutes * 60, out)
         return
     from tests.hostile import FORMATS
 
     print("| format | inputs | taken | refused | failures |\n|---|---:|---:|---:|---:|")
-    for name in asked.only or FORMATS:
-        command = [sys.executable, "-m", "benchmarks.fuzz", "--one", name, "--minutes", str(asked.minutes), "--out", str(out)]
+    for name in options.only or FORMATS:
+        command = [sys.executable, "-m", "benchmarks.fuzz", "--one", name, "--minutes", str(options.minutes), "--out", str(out)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=asked.minutes * 60 + ENDED_S, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
+            process = subprocess.run(command, capture_output=True, text=True, timeout=options.minutes * 60 + ENDED_S, check=True)
+            tally = json.loads(process.stdout.splitlines()[-1])
         except subprocess.SubprocessError as error:
-            found = {"inputs": 0, "taken": 0, "refused": 0, "failures": {str(error)[-200:]: "no file"}}
+            tally = {"inputs": 0, "taken": 0, "refused": 0, "failures": {str(error)[-200:]: "no file"}}
         print(
-            f"| {name} | {found['inputs']:,} | {found['taken']:,} | {found['refused']:,} | {len(found['failures'])} |", flush=True
+            f"| {name} | {tally['inputs']:,} | {tally['taken']:,} | {tally['refused']:,} | {len(tally['failures'])} |", flush=True
         )
-        for what, kept in found["failures"].items():
-            print(f"\n{what} ({kept})\n", flush=True)
+        for problem, file in tally["failures"].items():
+            print(f"\n{problem} ({file})\n", flush=True)
 
 
 if __name__ == "__main__":

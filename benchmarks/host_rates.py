@@ -68,16 +68,16 @@ class Run:
 
     def rates(self, seconds: float) -> Rates:
         """Return median rates over about `seconds`: parameters of layers over the time of their ops."""
-        found: dict[str, list[float]] = {work: [] for work in WORKS}
+        samples: dict[str, list[float]] = {work: [] for work in WORKS}
         until_s = time.perf_counter() + seconds
-        while time.perf_counter() < until_s or len(found["update"]) < 3:
-            found["squares"].append(self._rate(Kind.NORM, self.updates.norm))
+        while time.perf_counter() < until_s or len(samples["update"]) < 3:
+            samples["squares"].append(self._rate(Kind.NORM, self.updates.norm))
             (clip,) = self._ops(Kind.CLIP)
             self.updates.clip(clip, self.step, list)
-            found["update"].append(self._rate(Kind.UPDATE, partial(self.updates.update, step=self.step)))
+            samples["update"].append(self._rate(Kind.UPDATE, partial(self.updates.update, step=self.step)))
             self.updates.taken(self.step)
             self.step += 1
-        return {work: median(rates) for work, rates in found.items()}
+        return {work: median(rates) for work, rates in samples.items()}
 
     def _rate(self, kind: Kind, perform: Callable[[Op], None]) -> float:
         spent_s, n = 0.0, 0
@@ -104,7 +104,7 @@ def probed(device: CpuDevice, effort: Effort) -> tuple[Rates, dict[str, Use]]:
 
 def pairs(n_pairs: int, effort: Effort) -> list[tuple[Rates, Rates, dict[str, Use], float]]:
     """Return per pair: rates of probe and run, CPU use of the probe, and load average."""
-    device, found = CpuDevice(), []
+    device, results = CpuDevice(), []
     workers = Workers(len(device.host_cores), Scratch)
 
     def all_pairs() -> None:
@@ -112,13 +112,13 @@ def pairs(n_pairs: int, effort: Effort) -> list[tuple[Rates, Rates, dict[str, Us
             run = Run(plan_of(), workers, len(device.host_cores))
             run.rates(0.0)  # compiles
             for pair in range(n_pairs):
-                before = run.rates(effort.sustained_s) if pair % 2 else None
+                early = run.rates(effort.sustained_s) if pair % 2 else None
                 of_probe, uses = probed(device, effort)
-                of_run = before or run.rates(effort.sustained_s)
-                found.append((of_probe, of_run, uses, os.getloadavg()[0]))
+                of_run = early or run.rates(effort.sustained_s)
+                results.append((of_probe, of_run, uses, os.getloadavg()[0]))
 
     device.pool(device.host_cores).submit(all_pairs).result()
-    return found
+    return results
 
 
 def main() -> None:
@@ -128,19 +128,19 @@ def main() -> None:
     arguments = parser.parse_args()
     effort = CPU if arguments.thorough else CPU.quick()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    found = pairs(arguments.pairs, effort)
+    results = pairs(arguments.pairs, effort)
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     print(f"commit {commit}; {platform.machine()}, {os.cpu_count()} cores, {versions}\n")
     print("| pair | work | probe, Gparam/s | run, Gparam/s | run / probe | cores used | steal | last third | load |")
     print("|---:|---|---:|---:|---:|---:|---:|---:|---:|")
-    for i, (of_probe, of_run, uses, load) in enumerate(found, start=1):
+    for i, (of_probe, of_run, uses, load) in enumerate(results, start=1):
         for work in WORKS:
             a, b, use = of_probe[work], of_run[work], uses[work]
             circumstances = f"{use.cores:.2f} | {use.steal_fraction:.0%} | {use.last_third:.2f} | {load:.1f}"
             print(f"| {i} | {work} | {a / 1e9:.3f} | {b / 1e9:.3f} | {b / a:.3f} | {circumstances} |")
     print()
     for work in WORKS:
-        ratios = [of_run[work] / of_probe[work] for of_probe, of_run, _, _ in found]
+        ratios = [of_run[work] / of_probe[work] for of_probe, of_run, _, _ in results]
         middle = Timing.of(ratios)
         verdict = "within" if abs(middle.value - 1) <= MOST_OFF else "not within"
         print(f"{work}: median ratio {middle.value:.3f}, {min(ratios):.3f} to {max(ratios):.3f}: {verdict} {MOST_OFF:.0%}")

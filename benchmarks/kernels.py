@@ -37,9 +37,9 @@ BEST_PUBLISHED_TOKENS_PER_S = (10_700, 11_400)  # 8B on one H100 with resident s
 def planned(model_name: str, profile: Profile, shape: tuple[int, int], **kernels: Any) -> Answer | None:
     """Return the best plan with these kernels, or None if none fits. `pointwise` overrides the set."""
     model, (n_sequences, seq_len) = read_model(model_name), shape
-    asked = Semantics(seq_len, n_sequences, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
+    request = Semantics(seq_len, n_sequences, 1, attention=supported_attention(model)[0])  # type: ignore[arg-type]
     pointwise = kernels.pop("pointwise", None)
-    semantics = with_kernels(model, asked, profile, **kernels)
+    semantics = with_kernels(model, request, profile, **kernels)
     semantics = replace(semantics, pointwise=pointwise or semantics.pointwise)
     try:
         return search(model, sizes_of(model, semantics, profile), profile, None, SIZES)
@@ -54,17 +54,17 @@ def tokens_per_s(answer: Answer) -> float:
 def row(model: str, machine: str, shape: tuple[int, int]) -> str:
     """Format one cell with both kernel sets; for target figures also with eager activation and rotary embedding."""
     profile = with_any_memory(read_profile(machine), None, HOST_BYTES)
-    before, after = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
+    eager, fused = planned(model, profile, shape, kernels="eager"), planned(model, profile, shape)
     name = f"| {model} | {machine} | {shape[0]} x {shape[1]:,} |"
-    if before is None or after is None:
-        speeds = ("does not fit" if answer is None else f"{tokens_per_s(answer):,.0f}" for answer in (before, after))
+    if eager is None or fused is None:
+        speeds = ("does not fit" if answer is None else f"{tokens_per_s(answer):,.0f}" for answer in (eager, fused))
         return f"{name} | | {' | '.join(speeds)} | | |"
-    ratio, wanted = before.step_s / after.step_s, WANTED.get((model, shape[0])) if machine == "h100-sxm" else None
+    ratio, wanted = eager.step_s / fused.step_s, WANTED.get((model, shape[0])) if machine == "h100-sxm" else None
     call_by_call = planned(model, profile, shape, pointwise="eager") if wanted else None
-    of_these = "" if call_by_call is None else f"{before.step_s / call_by_call.step_s:.2f}"
+    of_these = "" if call_by_call is None else f"{eager.step_s / call_by_call.step_s:.2f}"
     return (
-        f"{name} {show_seconds(before.step_s)} | {show_seconds(after.step_s)} | {tokens_per_s(before):,.0f} | "
-        f"{tokens_per_s(after):,.0f} | {ratio:.2f}{f' (wanted {wanted})' if wanted else ''} | {of_these} |"
+        f"{name} {show_seconds(eager.step_s)} | {show_seconds(fused.step_s)} | {tokens_per_s(eager):,.0f} | "
+        f"{tokens_per_s(fused):,.0f} | {ratio:.2f}{f' (wanted {wanted})' if wanted else ''} | {of_these} |"
     )
 
 

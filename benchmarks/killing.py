@@ -35,7 +35,7 @@ class Process:
     first_step: int | None = None  # steps done before
     last_step: int = 0
     evaluated_from_s: float | None = None  # when a step with a following evaluation was printed
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     process: subprocess.Popen[str] = field(init=False)
     _listener: threading.Thread = field(init=False)
 
@@ -50,7 +50,7 @@ class Process:
     def _listen(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said.append(line.rstrip("\n"))
+            self.lines.append(line.rstrip("\n"))
             if (steps := re.match(r"steps: ([0-9]+) to [0-9]+,", line)) is not None:
                 self.first_step = self.last_step = int(steps[1]) - 1
                 self.started_s = time.monotonic()
@@ -91,45 +91,45 @@ class Pace:
 class Aim:
     """When to kill: after the event has occurred `times` times, plus `share` of its duration."""
 
-    at: str
+    event: str
     times: int
     share: float  # of the event's duration
 
     @staticmethod
-    def drawn(rng: random.Random) -> "Aim":
-        at = rng.choices(list(AIMS), list(AIMS.values()))[0]
-        return Aim(at, rng.choice((1, 1, 2)), rng.random())
+    def sampled(rng: random.Random) -> "Aim":
+        event = rng.choices(list(AIMS), list(AIMS.values()))[0]
+        return Aim(event, rng.choice((1, 1, 2)), rng.random())
 
     def wait(self, process: Process, out: Path, pace: Pace) -> bool:
         """Wait for the moment. Return False if the process ended before."""
-        seen, last, due_s = 0, None, None
+        n_seen, last, due_s = 0, None, None
         began_s = time.monotonic()
         while process.is_alive:
             now_s = time.monotonic()
-            assert now_s < began_s + STUCK_S, f"it hangs: {process.said[-3:]}"
+            assert now_s < began_s + STUCK_S, f"it hangs: {process.lines[-3:]}"
             if due_s is None and process.started_s is not None:
-                here = self._here(process, out)
-                seen += here is not None and here != last
-                last = here or last
+                current = self._current(process, out)
+                n_seen += current is not None and current != last
+                last = current or last
                 left_s = pace.life_s * (1 - (process.first_step or 0) / pace.n_steps)
-                if self.at == "anywhere":
+                if self.event == "anywhere":
                     due_s = process.started_s + self.share * left_s
                 elif now_s > process.started_s + MISSED * left_s:
                     due_s = now_s
-                elif seen >= self.times:
-                    due_s = now_s + self.share * {"checkpoint": pace.written_s, "evaluation": pace.evaluated_s}.get(self.at, 0.0)
+                elif n_seen >= self.times:
+                    due_s = now_s + self.share * {"checkpoint": pace.written_s, "evaluation": pace.evaluated_s}.get(self.event, 0.0)
             if due_s is not None and now_s >= due_s:
                 return True
             time.sleep(LOOK_S)
         return False
 
-    def _here(self, process: Process, out: Path) -> object:
+    def _current(self, process: Process, out: Path) -> object:
         """Return the current event of the aimed kind."""
-        match self.at:
+        match self.event:
             case "evaluation":
                 return process.evaluated_from_s
             case "checkpoint" | "retention":
-                suffix = ".partial" if self.at == "checkpoint" else ".removed"
+                suffix = ".partial" if self.event == "checkpoint" else ".removed"
                 return next((name for name in _names(out) if name.endswith(suffix) and name.startswith("checkpoint-")), None)
         return None
 
@@ -143,23 +143,23 @@ def _names(folder: Path) -> list[str]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a log, without a truncated last line."""
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
         with suppress(ValueError):
             if line.endswith("\n") and isinstance(fields := json.loads(line), dict):
-                found.append(fields)
-    return found
+                rows.append(fields)
+    return rows
 
 
 def phases(out: Path, process: Process) -> list[str]:
     """Return the activities of a run when it was killed, from its folder. Several are possible."""
-    names, evaluated = _names(out), [said for said in lines(out / "metrics.jsonl") if "eval_loss" in said]
-    found = []
+    names, evaluated = _names(out), [row for row in lines(out / "metrics.jsonl") if "eval_loss" in row]
+    active = []
     if any(name.startswith("checkpoint-") and name.endswith(".partial") for name in names):
-        found.append(PHASES[2])
+        active.append(PHASES[2])
     if any(name.endswith(".removed") for name in names):
-        found.append(PHASES[3])
+        active.append(PHASES[3])
     step = process.last_step
-    if step > (process.first_step or 0) and step % EVALUATE_EVERY == 0 and not any(said["step"] == step for said in evaluated):
-        found.append(PHASES[4])
-    return found or [PHASES[process.last_step > (process.first_step or 0)]]
+    if step > (process.first_step or 0) and step % EVALUATE_EVERY == 0 and not any(row["step"] == step for row in evaluated):
+        active.append(PHASES[4])
+    return active or [PHASES[process.last_step > (process.first_step or 0)]]

@@ -61,7 +61,7 @@ SAVE_EVERY, KEEP = 2, 3
 # Checkpoint writes: in the background with or without memory for copies, or with lanes drained.
 WAYS: dict[str, dict[str, Any]] = {"copies": {}, "waits": {"copy_bytes": 0}, "drained": {"background": False}}
 MOST_KILLS = 4  # of one run, before it is left alone
-Left = dict[str, Any]
+Results = dict[str, Any]
 Command = Callable[[Path, Path, str], Sequence[str]]  # (plan, --out, way of writing) -> command line
 
 
@@ -69,7 +69,7 @@ Command = Callable[[Path, Path, str], Sequence[str]]  # (plan, --out, way of wri
 class Usual:
     """Results and durations of an undisturbed run."""
 
-    left: Left
+    results: Results
     checkpoints: dict[str, dict[str, str]]  # SHA-256 of every file of each
     pace: Pace
 
@@ -81,30 +81,30 @@ def sums(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def left_by(out: Path) -> Left:
+def results_of(out: Path) -> Results:
     """Return the results that must not depend on kills: the last checkpoint's digests, and logged values without times."""
     checkpoints = whole(out)
-    left: Left = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
-    left["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
+    results: Results = {} if not checkpoints else dict(sums(checkpoints[-1][1]))
+    results["last checkpoint"] = checkpoints[-1][1].name if checkpoints else None
     for name in ("metrics.jsonl", "samples.jsonl"):
-        for number, said in enumerate(lines(out / name)):
-            kind = "evaluation" if "eval_loss" in said else "step" if "loss" in said else "sample"
-            told = {key: value for key, value in said.items() if not key.endswith("_s")}
-            count = sum(key.startswith(f"{name}: {kind} {said.get('step')} ") for key in left)
-            left[f"{name}: {kind} {said.get('step')} no. {count}"] = (number, told)
-    return left
+        for number, row in enumerate(lines(out / name)):
+            kind = "evaluation" if "eval_loss" in row else "step" if "loss" in row else "sample"
+            fields = {key: value for key, value in row.items() if not key.endswith("_s")}
+            count = sum(key.startswith(f"{name}: {kind} {row.get('step')} ") for key in results)
+            results[f"{name}: {kind} {row.get('step')} no. {count}"] = (number, fields)
+    return results
 
 
-def differences(found: Left, expected: Left) -> list[str]:
+def differences(actual: Results, expected: Results) -> list[str]:
     """Return the names of results that differ."""
-    return sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+    return sorted(name for name in {*actual, *expected} if actual.get(name) != expected.get(name))
 
 
 def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
     """Return the step to resume from, the number of checkpoints that look complete, and errors. Each checkpoint must equal the
     undisturbed run's, byte by byte."""
-    wrong, last, found = list[str](), 0, whole(out)
-    for step, path in found:
+    wrong, last, checkpoints = list[str](), 0, whole(out)
+    for step, path in checkpoints:
         try:
             load_state(path)
         except CheckpointError as error:
@@ -112,7 +112,7 @@ def stands(out: Path, usual: Usual) -> tuple[int, int, list[str]]:
             continue
         last = step
         wrong += [f"{path.name}/{name}" for name in differences(sums(path), usual.checkpoints.get(path.name, {}))]
-    return last, len(found), wrong
+    return last, len(checkpoints), wrong
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------
@@ -154,11 +154,11 @@ class Trial:
         """Train one run with up to `MOST_KILLS` kills, within the budget, and compare the results."""
         rng, story, out = random.Random(f"{seed} {number}"), Story(number), self.home / f"run-{number}"
         shutil.rmtree(out, ignore_errors=True)
-        most, stands_at = rng.randint(1, MOST_KILLS), 0
+        max_kills, stands_at = rng.randint(1, MOST_KILLS), 0
         while stands_at < self.usual.pace.n_steps:
-            plan, way, aim = rng.choice(self.plans), rng.choice(list(WAYS)), Aim.drawn(rng)
+            plan, way, aim = rng.choice(self.plans), rng.choice(list(WAYS)), Aim.sampled(rng)
             process = Process(self.command(plan, out, way))
-            is_meant = len(story.kills) < most and budget.acquire(blocking=False)
+            is_meant = len(story.kills) < max_kills and budget.acquire(blocking=False)
             is_killed = is_meant and aim.wait(process, out, self.usual.pace) and process.kill()
             code = process.end()
             if is_meant and not is_killed:
@@ -166,21 +166,21 @@ class Trial:
             self._went_on(story, process, stands_at)
             if not is_killed:
                 if code:
-                    story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
+                    story.mismatches.append(f"left with exit code {code}: {' / '.join(process.lines[-2:])}")
                 break
             about = phases(out, process)
             stands_at, n_whole, wrong = stands(out, self.usual)
             story.kills.append(
-                Kill(aim.at, about, plan.name, way, process.last_step, stands_at, stands_at == self.usual.pace.n_steps)
+                Kill(aim.event, about, plan.name, way, process.last_step, stands_at, stands_at == self.usual.pace.n_steps)
             )
             story.n_checkpoints += n_whole
             story.mismatches += wrong
-        if stands_at == self.usual.pace.n_steps and differences(left_by(out), self.usual.left):
+        if stands_at == self.usual.pace.n_steps and differences(results_of(out), self.usual.results):
             # Killed during evaluation of the saved last state: resuming repeats it.
             process = Process(self.command(self.plans[0], out, next(iter(WAYS))))
             if code := process.end():
-                story.mismatches.append(f"left with exit code {code}: {' / '.join(process.said[-2:])}")
-        story.mismatches += differences(left_by(out), self.usual.left)
+                story.mismatches.append(f"left with exit code {code}: {' / '.join(process.lines[-2:])}")
+        story.mismatches += differences(results_of(out), self.usual.results)
         if not story.mismatches:
             shutil.rmtree(out)
         return story
@@ -188,7 +188,7 @@ class Trial:
     def _went_on(self, story: Story, process: Process, stands_at: int) -> None:
         """Check that a process started at the last complete checkpoint, or at the beginning without one."""
         if process.first_step != stands_at:
-            story.mismatches.append(f"began after step {process.first_step}, not {stands_at}: {' / '.join(process.said[-2:])}")
+            story.mismatches.append(f"began after step {process.first_step}, not {stands_at}: {' / '.join(process.lines[-2:])}")
         elif story.kills:
             story.kills[-1] = replace(story.kills[-1], resumed=True)
 
@@ -207,11 +207,11 @@ def undisturbed(home: Path, command: Command, plan: Path, n_steps: int) -> Usual
         time.sleep(LOOK_S)
     ended_s = time.monotonic()
     if process.end() or process.started_s is None:
-        raise SystemExit(f"the undisturbed run failed: {' / '.join(process.said[-2:])}")
-    evaluations_s = [said["eval_s"] for said in lines(out / "metrics.jsonl") if "eval_s" in said]
+        raise SystemExit(f"the undisturbed run failed: {' / '.join(process.lines[-2:])}")
+    evaluations_s = [row["eval_s"] for row in lines(out / "metrics.jsonl") if "eval_s" in row]
     written_s = [times_s[-1] - times_s[0] for times_s in seen_s.values()]
     pace = Pace(n_steps, ended_s - process.started_s, median(written_s or [0.0]), median(evaluations_s or [0.0]))
-    return Usual(left_by(out), {path.name: sums(path) for _, path in whole(out)}, pace)
+    return Usual(results_of(out), {path.name: sums(path) for _, path in whole(out)}, pace)
 
 
 # -- the trial ------------------------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
     write_chats(home / "chats.jsonl", home / "held-out.jsonl")
     plans = []
     for number, policy in enumerate(policies):
-        found = penstock.plan(home / "model", "cpu-2core", policy=penstock.Policy(**policy), **SIZES)
-        plans.append(found.save(home / f"plan-{number}.json"))
+        planned = penstock.plan(home / "model", "cpu-2core", policy=penstock.Policy(**policy), **SIZES)
+        plans.append(planned.save(home / f"plan-{number}.json"))
     for way, checkpoint in {**WAYS, "undisturbed": {"keep": None}}.items():
         settings = {
             "data": {"path": str(home / "chats.jsonl")},
@@ -251,9 +251,9 @@ def prepared(home: Path, n_steps: int, policies: Sequence[dict[str, Any]] = POLI
     return command, plans
 
 
-def told(path: Path) -> list[Story]:
+def read_stories(path: Path) -> list[Story]:
     """Return the stories of an earlier call."""
-    return [Story(**{**said, "kills": [Kill(**kill) for kill in said["kills"]]}) for said in lines(path)]
+    return [Story(**{**row, "kills": [Kill(**kill) for kill in row["kills"]]}) for row in lines(path)]
 
 
 def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> list[Story]:
@@ -265,7 +265,7 @@ def trial(home: Path, n_kills: int, n_steps: int, seed: int, n_jobs: int) -> lis
 def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
     """Run stories until `n_kills` are reached. Each is logged at its end."""
     path = trial.home / "kills.jsonl"
-    stories = told(path)
+    stories = read_stories(path)
     budget = threading.Semaphore(max(0, n_kills - sum(len(story.kills) for story in stories)))
     numbers, lock = count(max((story.number for story in stories), default=-1) + 1), threading.Lock()
 
@@ -286,8 +286,8 @@ def perform(trial: Trial, n_kills: int, seed: int, n_jobs: int) -> list[Story]:
                 )
 
     with ThreadPoolExecutor(n_jobs) as pool:
-        for done in [pool.submit(work) for _ in range(n_jobs)]:
-            done.result()
+        for future in [pool.submit(work) for _ in range(n_jobs)]:
+            future.result()
     return stories
 
 
@@ -318,11 +318,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     began_s = time.monotonic()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    stories = trial(asked.home.resolve(), asked.kills, asked.steps, asked.seed, asked.jobs)
+    stories = trial(options.home.resolve(), options.kills, options.steps, options.seed, options.jobs)
     print(f"commit {commit}; {machine}; {(time.monotonic() - began_s) / 60:.1f} minutes\n")
     print("\n".join(page(stories)))
     if not all(kill.resumed for story in stories for kill in story.kills) or any(story.mismatches for story in stories):

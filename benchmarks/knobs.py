@@ -50,14 +50,14 @@ class Cell:
     n_tokens: int
     host_bytes: int = 2 * TB
 
-    def row(self, found: dict[str, float | None]) -> str:
-        known = found[""]
+    def row(self, times: dict[str, float | None]) -> str:
+        known = times[""]
         sizes = f"{show_count(self.n_tokens)} of {show_count(self.seq_len)} | {show_bytes(self.host_bytes)}"
         head = f"| {self.model} | {self.machine} | {sizes} |"
         if known is None:
             return f"{head} does not fit |" + " |" * len(KNOBS)
         worth = (
-            "does not fit" if without is None else f"{without / known - 1:+.2%}" for knob in KNOBS for without in [found[knob]]
+            "does not fit" if ablated is None else f"{ablated / known - 1:+.2%}" for knob in KNOBS for ablated in [times[knob]]
         )
         return f"{head} {show_seconds(known)} | {' | '.join(worth)} |"
 
@@ -74,8 +74,8 @@ def step_s(cell: Cell, knob: str) -> float | None:
             stack.enter_context(patch.object(space, "STRIDES", (1,)))
         if knob == "save: attention":
             recompute = Block.recompute
-            others = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
-            stack.enter_context(patch.object(Block, "recompute", others))
+            without_attention = lambda self, saved: None if saved is Saved.ATTENTION else recompute(self, saved)  # noqa: E731
+            stack.enter_context(patch.object(Block, "recompute", without_attention))
         if knob == "offload_blocks":
             ways_of = space.ways_of
             stay = lambda block, stride: [way for way in ways_of(block, stride) if not way.away]  # noqa: E731
@@ -117,9 +117,9 @@ def main() -> None:
     cells = list(dict.fromkeys([*tight(), *cells]))
     rows: list[tuple[Cell, dict[str, float | None]]] = []
     with ProcessPoolExecutor(int(sys.argv[1]) if len(sys.argv) > 1 else 2) as processes:
-        for cell, found in zip(cells, processes.map(searched, cells), strict=True):
-            rows.append((cell, found))
-            print(cell.row(found), file=sys.stderr, flush=True)
+        for cell, times in zip(cells, processes.map(searched, cells), strict=True):
+            rows.append((cell, times))
+            print(cell.row(times), file=sys.stderr, flush=True)
     print("# What is each choice of the search worth?\n")
     print((__doc__ or "").split("\n\n", 2)[2])
     for knob in KNOBS:
@@ -129,7 +129,7 @@ def main() -> None:
         print(f"- Without `{knob}`: {spread}; {n_unfit} fit no more.")
     print(f"\n| model | machine | tokens | host memory | step | {' | '.join(f'no `{knob}`' for knob in KNOBS)} |")
     print("|---" * 4 + "|---:" * (1 + len(KNOBS)) + "|")
-    print("\n".join(cell.row(found) for cell, found in rows))
+    print("\n".join(cell.row(times) for cell, times in rows))
 
 
 if __name__ == "__main__":

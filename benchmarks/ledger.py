@@ -69,20 +69,20 @@ class Fitter:
     runs: Mapping[str, PublishedRun]
     _known: dict[tuple[str, tuple[str, ...], tuple[tuple[str, float], ...]], dict[str, float]] = field(default_factory=dict)
 
-    def values(self, without: Collection[str] = ()) -> dict[str, float]:
+    def values(self, held_out: Collection[str] = ()) -> dict[str, float]:
         """Return every constant by name. Constants without a run keep their prior."""
         values: dict[str, float] = {}
         for name, stage in STAGES.items():
-            used = tuple(r for r in stage.runs if r not in without) or tuple(r for r in stage.instead if r not in without)
+            used = tuple(r for r in stage.runs if r not in held_out) or tuple(r for r in stage.instead if r not in held_out)
             key = (name, used, tuple(sorted(values.items())))
             if key not in self._known:
                 self._known[key] = self._fit(stage, used, values)
             values |= self._known[key]
         return values
 
-    def _fit(self, stage: Stage, used: tuple[str, ...], before: dict[str, float]) -> dict[str, float]:
+    def _fit(self, stage: Stage, used: tuple[str, ...], earlier: dict[str, float]) -> dict[str, float]:
         runs = [self.runs[name] for name in used]
-        return fit(stage.constants, lambda values: list(_residuals(self.rows(runs, before | values), stage.measured)))
+        return fit(stage.constants, lambda values: list(_residuals(self.rows(runs, earlier | values), stage.measured)))
 
     def rows(self, runs: list[PublishedRun], values: Mapping[str, float]) -> tuple[Row, ...]:
         """Predict runs with these constants instead of the shipped ones."""
@@ -100,8 +100,8 @@ def _residuals(rows: tuple[Row, ...], measured: tuple[str, ...]) -> Iterator[flo
 
 
 def software_with(values: Mapping[str, float]) -> Software:
-    own = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == SOFTWARE}
-    return replace(Software(), **own)
+    fields = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == SOFTWARE}
+    return replace(Software(), **fields)
 
 
 def profiles_with(values: Mapping[str, float]) -> Callable[[str], Profile]:
@@ -128,17 +128,17 @@ class LeftOut:
 
 def leave_out(runs: list[PublishedRun], ledger: Ledger, fitter: Fitter) -> list[LeftOut]:
     """Predict every run of the ledger without it."""
-    of: dict[str, list[str]] = {}
+    by_machine: dict[str, list[str]] = {}
     for published in runs:
-        of.setdefault(published.run.machine, []).append(published.name)
-    found = []
+        by_machine.setdefault(published.run.machine, []).append(published.name)
+    results = []
     for published, row in zip(runs, ledger.rows, strict=True):
-        machine = of[published.run.machine]
+        machine = by_machine[published.run.machine]
         errors = [fitter.rows([published], fitter.values(names))[0].error_fraction for names in ((published.name,), machine)]
         if errors[0] is not None and errors[1] is not None and row.interval_fraction is not None:
             few = len(machine) < RUNS_FOR_LEAVING_OUT
-            found.append(LeftOut(published.name, errors[0], errors[1], row.interval_fraction, few))
-    return found
+            results.append(LeftOut(published.name, errors[0], errors[1], row.interval_fraction, few))
+    return results
 
 
 def shipped(name: str) -> float:
@@ -150,7 +150,7 @@ def shipped(name: str) -> float:
 
 
 # Spread of a constant fitted to runs, and its description.
-TOLD: dict[str, tuple[float, str]] = {
+DESCRIPTIONS: dict[str, tuple[float, str]] = {
     "products": (0.12, "the rate of all products, their law's shape as it is, that forward and backward of whole layers imply"),
     "sustained": (0.04, "what products keep of a burst's rate in steps: power under load"),
     "eager": (0.15, "what eager modules of whole layers reach, each call's bytes counted"),
@@ -168,12 +168,12 @@ def write_constants(values: Mapping[str, float]) -> None:
         for c in (c for c in stage.constants if c.owner != SOFTWARE):
             for machine in (c.owner, *(SAME_GPU.get(c.owner, ()) if c.key in OF_THE_GPU else ())):
                 fields = read_profile(machine).to_json()
-                spread, said = TOLD[c.key]
+                spread, text = DESCRIPTIONS[c.key]
                 key = f"fitted_{c.key}"
                 for quantity in places(fields, c.key):
                     quantity |= {"value": float(f"{values[c.name]:.4g}"), "spread_fraction": spread, "source": key}
-                told = {"kind": "fitted", "detail": f"{said}; runs: {', '.join(stage.runs)}", "device": fields["device"]["name"]}
-                fields["sources"][key] = told | {"date": None, "driver": None}
+                source = {"kind": "fitted", "detail": f"{text}; runs: {', '.join(stage.runs)}", "device": fields["device"]["name"]}
+                fields["sources"][key] = source | {"date": None, "driver": None}
                 (FOLDER / f"{machine}.json").write_text(json_text(Profile.from_json(fields, machine).to_json()), encoding="utf-8")
 
 
@@ -232,7 +232,7 @@ def _summary_row(name: str, errors: list[float], wanted: str) -> str:
 
 
 def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
-    without = {x.name: x for x in left_out}
+    held_out = {x.name: x for x in left_out}
     used = {run for stage in STAGES.values() for run in stage.runs}
     yield "## Step time"
     yield ""
@@ -245,16 +245,16 @@ def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
         if row.error_fraction is None or row.step_s is None:
             yield f"| {row.name} | | - | - | {row.why_not or 'no step time measured'} | | | |"
             continue
-        other = without.get(row.name)
-        said = "-" if other is None else f"{other.error_fraction:+.1%}" + (" (extrapolated)" if other.extrapolated else "")
-        unseen = "-" if other is None else f"{other.unseen_error_fraction:+.1%}"
+        entry = held_out.get(row.name)
+        text = "-" if entry is None else f"{entry.error_fraction:+.1%}" + (" (extrapolated)" if entry.extrapolated else "")
+        unseen = "-" if entry is None else f"{entry.unseen_error_fraction:+.1%}"
         span = (
             "-" if row.interval_fraction is None else f"{1 / (1 + row.interval_fraction) - 1:+.0%} to {row.interval_fraction:+.0%}"
         )
         measured_s = row.step_s / (1 + row.error_fraction)
         yes = "yes" if row.name in used else ""
         seconds = f"{row.step_s:.3g} | {measured_s:.3g} | {row.error_fraction:+.1%}"
-        yield f"| {row.name} | {yes} | {seconds} | {span} | {said} | {unseen} |"
+        yield f"| {row.name} | {yes} | {seconds} | {span} | {text} | {unseen} |"
     yield ""
     yield "## Everything else that was measured"
     yield ""
@@ -274,13 +274,13 @@ def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
 
 def misses(ledger: Ledger) -> list[tuple[str, float]]:
     """Return (`run quantity`, error) for errors beyond MISS_FRACTION."""
-    found = []
+    results = []
     for row in ledger.rows:
         for key in row.measured:
             error = row.error_of(key)
             if error is not None and abs(error) > MISS_FRACTION:
-                found.append((f"{row.name} {key}", error))
-    return found
+                results.append((f"{row.name} {key}", error))
+    return results
 
 
 def _misses(ledger: Ledger) -> Iterator[str]:

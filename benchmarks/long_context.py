@@ -37,8 +37,8 @@ MACHINES = ("gh200", "h200-pcie5")
 def plan_of(seq_len: int, tile: int | None, policy: Policy) -> Plan:
     """Return a plan with one fp32 sequence per micro-batch. In bf16, products and sums on a CPU copy operands, unlike on a GPU."""
     model = Model(tiny_config("llama", **SHAPE, num_hidden_layers=N_LAYERS))
-    of = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile)
-    plan = lower(model, build_workload(model, of), of, policy, PROFILE)
+    semantics = Semantics(seq_len, 1, 1, compute_dtype="fp32", loss_tile_tokens=TILE_TOKENS, mlp_tile_tokens=tile)
+    plan = lower(model, build_workload(model, semantics), semantics, policy, PROFILE)
     check(plan)
     return plan
 
@@ -53,13 +53,13 @@ def measured_row(seq_len: int, way: str) -> str:
 
 
 def predicted_row(machine: str) -> str:
-    found = penstock.plan(LARGE, machine, seq_len=LARGE_SEQ_LEN, batch_size=1)
-    penstock.check(found)  # raises if the plan is wrong
-    tile, n_spilled = found.plan.semantics.mlp_tile_tokens, len(found.plan.policy.spill_blocks)
-    sizes_of = f"{show_bytes(found.answer.needs.device_peak_bytes)} | {show_bytes(found.answer.needs.host_peak_bytes)}"
+    planned = penstock.plan(LARGE, machine, seq_len=LARGE_SEQ_LEN, batch_size=1)
+    penstock.check(planned)  # raises if the plan is wrong
+    tile, n_spilled = planned.plan.semantics.mlp_tile_tokens, len(planned.plan.policy.spill_blocks)
+    sizes_of = f"{show_bytes(planned.answer.needs.device_peak_bytes)} | {show_bytes(planned.answer.needs.host_peak_bytes)}"
     return (
-        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(found.step_s)} | "
-        f"{found.tokens_per_s:.0f} | {found.certificate.gap_fraction:.1%} |"
+        f"| {machine} | {tile or 'none'} | {n_spilled} | {sizes_of} | {show_seconds(planned.step_s)} | "
+        f"{planned.tokens_per_s:.0f} | {planned.certificate.gap_fraction:.1%} |"
     )
 
 

@@ -57,25 +57,25 @@ class Took:
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    said: str
+    output: str
 
 
 def took(*words: object) -> Took:
     start_s = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", CHILD, *map(str, words)], capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, "-c", CHILD, *map(str, words)], capture_output=True, text=True, check=False)
     wall_s = time.perf_counter() - start_s
-    *said, last = done.stdout.splitlines() or ["0 0"]
+    *lines, last = process.stdout.splitlines() or ["0 0"]
     peak_kib, cpu_s = last.split()
-    return Took(wall_s, float(cpu_s), int(peak_kib) * 1024, "\n".join(said) if done.returncode == 0 else done.stderr)
+    return Took(wall_s, float(cpu_s), int(peak_kib) * 1024, "\n".join(lines) if process.returncode == 0 else process.stderr)
 
 
-def row(model: str, machine: str, millions: int, micro_batch: int | None, more: tuple[str, ...], folder: Path) -> str:
+def row(model: str, machine: str, millions: int, micro_batch: int | None, flags: tuple[str, ...], folder: Path) -> str:
     path = folder / "plan.json"
     sizes = ("--tokens-per-step", millions * MILLION, *(() if micro_batch is None else ("--micro-batch", micro_batch)))
-    planned = took("plan", model, "--machine", machine, *sizes, *more, "-o", path)
-    name = f"| {model} | {machine}{' ' + ' '.join(more) if more else ''} | {millions} M "
-    if not planned.said or planned.said.startswith("error"):
-        return f"{name}| {planned.said.strip()} |"
+    planned = took("plan", model, "--machine", machine, *sizes, *flags, "-o", path)
+    name = f"| {model} | {machine}{' ' + ' '.join(flags) if flags else ''} | {millions} M "
+    if not planned.output or planned.output.startswith("error"):
+        return f"{name}| {planned.output.strip()} |"
     checked = took("check", path)
     file = PlanFile.read(path)
     claim = file.claim or {}
@@ -108,8 +108,8 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
     digest = hashlib.sha256(json.dumps([(result.loss, result.grad_norm) for result in results if result is not None]).encode())
     for block in range(len(plan.workload.blocks)):
         for p in machine.host.owned[block]:
-            of = machine.host.param_state(p)
-            for tensor in (of.master.whole(), *of.moments):
+            state = machine.host.param_state(p)
+            for tensor in (state.master.whole(), *state.moments):
                 digest.update(tensor.contiguous().numpy().tobytes())
     return step_s, digest.hexdigest()[:16]
 
@@ -118,16 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="*", default=list(range(len(CELLS))), help="Which of the cells, counted from 0.")
     parser.add_argument("--micro-batches", type=int, default=4096, help="Of the step that is performed; 0: none is.")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     print("| model | machine | step | micro-batches | group | ops a step | ops in the plan | plan, s (CPU s) | peak, MB |", end="")
     print(" check, s (CPU s) | peak, MB | predicted step | gap |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as folder:
-        for n in asked.cells:
+        for n in options.cells:
             print(row(*CELLS[n], Path(folder)), flush=True)
-    if asked.micro_batches:
+    if options.micro_batches:
         torch.set_num_threads(1)
-        plan = tiny(asked.micro_batches)
+        plan = tiny(options.micro_batches)
         print("\n| performed | ops in the plan | ops a step | check, s | a step, s | state after two steps |")
         print("|---|---:|---:|---:|---:|---|")
         for name, one in (("as it stands", plan), ("written out", unrolled(plan))):

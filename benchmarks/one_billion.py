@@ -54,10 +54,10 @@ def watched(words: list[str]) -> tuple[str, list[int]]:
             break
         time.sleep(SAMPLE_S)
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     if process.wait():
         sys.exit(f"{' '.join(words)} left with exit code {process.returncode}")
-    return said, samples
+    return output, samples
 
 
 def main() -> None:
@@ -71,9 +71,9 @@ def main() -> None:
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(CONFIG))
         standard_library(home / "stdlib.jsonl")
-        found = penstock.plan(home / "model", penstock.probe("cpu"), **SIZES)
-        plan, path, proof = found.plan, found.save(home / "plan.json"), found.certificate
-        runtime_bytes = found.profile.host.runtime_bytes.value
+        planned = penstock.plan(home / "model", penstock.probe("cpu"), **SIZES)
+        plan, path, proof = planned.plan, planned.save(home / "plan.json"), planned.certificate
+        runtime_bytes = planned.profile.host.runtime_bytes.value
         planned_bytes = plan.device_arena_bytes + plan.host_arena_bytes + plan.kept_bytes + plan.transient_bytes + runtime_bytes
         print(f"{plan.workload.n_params:,} parameters; binding: {proof.binding}; gap {proof.gap_fraction:.1%}\n")
         words = [

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from benchmarks.op_fit import GPUS, N_FOLDS, ROWS, Found, fold_of, products
+from benchmarks.op_fit import GPUS, N_FOLDS, ROWS, FitResult, fold_of, products
 from benchmarks.published.op_rows import OpRow
 from benchmarks.published.ops import Errors, Op, OpLedger, validate_ops
 from benchmarks.published.validate import quantile
@@ -22,7 +22,7 @@ from penstock.planner.predict.rests_on import standard
 HOLDS_FRACTION = 0.1  # a group holds up to this median error
 HOPPER_AND_ADA = ("h100-sxm", "8xh100", "h200-pcie5", "gh200", "l40s-server", "rtx4090-server")
 NVLINK = ("a100-sxm", "8xh100", "h100-sxm", "h200-pcie5", "b200", "gb200", "gb300")
-WHOLE = ("layer_forward", "layer_backward", "step_compute", "model_attention_step", "model_rest_step")
+WHOLE_KINDS = ("layer_forward", "layer_backward", "step_compute", "model_attention_step", "model_rest_step")
 # Targets on test rows: median and 90th percentile of errors.
 WANTED: dict[str, tuple[Callable[[OpRow], bool], float, float]] = {
     "products": (lambda r: r.kind == "matmul" and r.kernel != "best shape of a search", 0.05, 0.15),
@@ -33,7 +33,7 @@ WANTED: dict[str, tuple[Callable[[OpRow], bool], float, float]] = {
         0.2,
     ),
     "fused norms": (lambda r: r.kind.startswith("rms_norm") and r.kernel in ("torch-fused", "torch-compile"), 0.12, 0.3),
-    "whole layers and steps": (lambda r: r.kind in WHOLE, 0.05, 0.1),
+    "whole layers and steps": (lambda r: r.kind in WHOLE_KINDS, 0.05, 0.1),
     "collectives over NVLink": (lambda r: r.kind == "collective" and r.machine in NVLINK, 0.05, 0.1),
 }
 TEST_COVERAGE = (0.75, 0.9)  # target share of test rows within P10 to P90
@@ -129,7 +129,7 @@ lengths. Rows of trust 3, whose geometry or GPU is partly unknown, are listed an
 
 
 def _errors_row(name: str, ops: list[Op], wanted: str) -> str:
-    errors = Errors.of(ops)
+    errors = Errors.from_ops(ops)
     assert errors is not None, name
     held = f"{errors.coverage_fraction:.0%}" if errors.coverage_fraction is not None else "-"
     return f"| {name} | {errors.n} | {errors.median_error_fraction:.1%} | {errors.p90_error_fraction:.1%} | {wanted} | {held} |"
@@ -137,8 +137,8 @@ def _errors_row(name: str, ops: list[Op], wanted: str) -> str:
 
 def misses(ledger: OpLedger) -> list[tuple[tuple[str, str, str], Errors]]:
     """Return groups with a median error beyond HOLDS_FRACTION, worst first."""
-    found = [(key, errors) for key, ops in ledger.groups().items() if (errors := Errors.of(ops)) and not _holds(errors)]
-    return sorted(found, key=lambda item: -item[1].median_error_fraction)
+    results = [(key, errors) for key, ops in ledger.groups().items() if (errors := Errors.from_ops(ops)) and not _holds(errors)]
+    return sorted(results, key=lambda item: -item[1].median_error_fraction)
 
 
 def _holds(errors: Errors) -> bool:
@@ -147,7 +147,7 @@ def _holds(errors: Errors) -> bool:
 
 def _groups(ledger: OpLedger) -> Iterator[str]:
     missed = misses(ledger)
-    groups = {key: Errors.of(ops) for key, ops in ledger.groups().items()}
+    groups = {key: Errors.from_ops(ops) for key, ops in ledger.groups().items()}
     held = {key: errors for key, errors in groups.items() if errors is not None and _holds(errors)}
     yield ""
     yield f"## What does not hold within {HOLDS_FRACTION:.0%}, and why"
@@ -185,18 +185,18 @@ def _nobody() -> Iterator[str]:
     yield "| machine | this device | another | assumed | most of all |"
     yield "|---|--:|--:|--:|---|"
     for name in shipped_profiles():
-        found = standard(read_profile(name))
-        shares = " | ".join(f"{found.fraction(basis):.0%}" for basis in ("this device", "another device", "assumptions"))
-        yield f"| {name} | {shares} | {', '.join(f'{part.what} {part.fraction:.1%}' for part in found.worst)} |"
+        provenance = standard(read_profile(name))
+        shares = " | ".join(f"{provenance.fraction(basis):.0%}" for basis in ("this device", "another device", "assumptions"))
+        yield f"| {name} | {shares} | {', '.join(f'{part.what} {part.fraction:.1%}' for part in provenance.worst)} |"
     yield ""
     yield "Of no machine: copies while an optimizer works, AdamW of a CPU by threads, the rate of first touches of host memory, the"
     yield "driver's context, and hand-overs between lanes; profiles of machines that were probed have them."
 
 
-def _laws(found: dict[str, Found]) -> Iterator[str]:
-    of = {m: each.rows[m] for m, each in found.items()}
-    law = {m: [abs(math.expm1(error)) for error in each.errors[m]] for m, each in found.items() if each.errors[m]}
-    grid = {m: _grid_errors(list(of[m])) for m in law}
+def _laws(fits: dict[str, FitResult]) -> Iterator[str]:
+    rows = {m: result.rows[m] for m, result in fits.items()}
+    law = {m: [abs(math.expm1(error)) for error in result.errors[m]] for m, result in fits.items() if result.errors[m]}
+    grid = {m: _grid_errors(list(rows[m])) for m in law}
     better = sum(statistics.median(law[m]) <= statistics.median(grid[m]) for m in law)
     surer = sum(_p90(law[m]) <= _p90(grid[m]) for m in law)
     yield ""
@@ -211,7 +211,7 @@ scaled. A profile that `penstock probe` measured holds its grid."""
     yield "| machine | rows | law: median | 90th percentile | grid: median | 90th percentile |"
     yield "|---|--:|--:|--:|--:|--:|"
     for m in law:
-        yield f"| {m} | {len(of[m])} | {_figures(law[m])} | {_figures(grid[m])} |"
+        yield f"| {m} | {len(rows[m])} | {_figures(law[m])} | {_figures(grid[m])} |"
     yield ""
     yield "GPUs without rows have the law of another of their architecture, scaled:"
     yield ""
@@ -220,13 +220,13 @@ scaled. A profile that `penstock probe` measured holds its grid."""
 
 def _grid_errors(rows: list[OpRow]) -> list[float]:
     """Return errors of held-out rows, interpolated between the others."""
-    found = []
+    errors = []
     for fold in range(N_FOLDS):
-        kept = [row for row in rows if fold_of(row) != fold]
-        grid = rows_of((row.sizes["m"], _width(row), _flop(row) / row.value) for row in kept)
+        training = [row for row in rows if fold_of(row) != fold]
+        grid = rows_of((row.sizes["m"], _width(row), _flop(row) / row.value) for row in training)
         left_out = [row for row in rows if fold_of(row) == fold and grid]
-        found += [abs(_flop(row) / interpolated(grid, row.sizes["m"], _width(row)).value / row.value - 1) for row in left_out]
-    return found
+        errors += [abs(_flop(row) / interpolated(grid, row.sizes["m"], _width(row)).value / row.value - 1) for row in left_out]
+    return errors
 
 
 def _width(row: OpRow) -> float:
@@ -253,10 +253,10 @@ def _sets(ledger: OpLedger) -> Iterator[str]:
     yield ""
     yield "| set | rows | machines | licence |"
     yield "|---|--:|---|---|"
-    of: dict[str, list[Op]] = {}
+    by_set: dict[str, list[Op]] = {}
     for op in ledger.ops:
-        of.setdefault(op.row.set, []).append(op)
-    for name, ops in sorted(of.items(), key=lambda item: -len(item[1])):
+        by_set.setdefault(op.row.set, []).append(op)
+    for name, ops in sorted(by_set.items(), key=lambda item: -len(item[1])):
         machines = ", ".join(sorted({op.row.machine for op in ops}))
         yield f"| {name} | {len(ops)} | {machines} | {LICENCES.get(name, 'figures only')} |"
 

@@ -93,9 +93,9 @@ def update_case(kind: str, n: int) -> Case:
         case _:
             master = Master(half)
     is_drawn = of_master in ("stochastic", "split24")
-    drawn = Drawn((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
-    to, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
-    tasks = Step(to, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, drawn).tasks()
+    rounding = Drawn((5, 6, 7), is_drawn) if is_drawn or optimizer is not Optimizer.ADAMW else None
+    state, summed = ParamState(master, tuple(moments)), SummedGradient((gradient,), gradient.dtype)
+    tasks = Step(state, summed, FACTOR, 10, SETTINGS, None, optimizer.rule, rounding).tasks()
     wide = "bf16" if half is master.weight and master.remainder is None else of_master if of_master == "split24" else "fp32"
     n_bytes = optimizer.update_bytes(wide, "fp32" if of_master == "fp32" else "bf16")  # type: ignore[arg-type]
     return Case(kind, round(n_bytes * n), lambda workers: workers.run(tasks))
@@ -104,8 +104,8 @@ def update_case(kind: str, n: int) -> Case:
 def fused_case(n: int) -> Case:
     """Return torch's fused AdamW on fp32 master, gradient and moments, in chunks, without splitting, rounding or scaling."""
     tensors = [flat(n, torch.float32).uniform_(1e-8, 1e-6) for _ in range(4)]
-    step, of = torch.tensor(10.0), SETTINGS
-    how = {"lr": of.lr, "beta1": of.beta1, "beta2": of.beta2, "weight_decay": of.weight_decay, "eps": of.eps}
+    step, adamw = torch.tensor(10.0), SETTINGS
+    how = {"lr": adamw.lr, "beta1": adamw.beta1, "beta2": adamw.beta2, "weight_decay": adamw.weight_decay, "eps": adamw.eps}
     how |= {"amsgrad": False, "maximize": False}
 
     def run(workers: Workers[Scratch]) -> None:
@@ -127,11 +127,11 @@ def norm_case(n: int) -> Case:
 
 def copy_case(n_bytes: int, n_threads: int) -> Case:
     """Return a copy with `n_bytes` of reads plus writes, split equally among the workers."""
-    to, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
+    target, source = flat(n_bytes // 2, torch.uint8), flat(n_bytes // 2, torch.uint8)
 
     def run(workers: Workers[Scratch]) -> None:
-        part = -(-to.numel() // n_threads)
-        pairs = list(zip(to.split(part), source.split(part), strict=True))
+        part = -(-target.numel() // n_threads)
+        pairs = list(zip(target.split(part), source.split(part), strict=True))
         workers.run([lambda _, a=a, b=b: a.copy_(b) for a, b in pairs])  # type: ignore[misc]
 
     return Case("copy", n_bytes, run)
@@ -147,12 +147,12 @@ def misses_counted() -> Iterator[Callable[[], int] | None]:
         # struct perf_event_attr: type, size, config, .., flags (inherit, exclude_kernel, exclude_hv), ..
         attributes = struct.pack("IIQQQQQ", kind, 64, config, 0, 0, 0, 1 << 1 | 1 << 5 | 1 << 6).ljust(64, b"\0")
         number = _PERF_EVENT_OPEN.get(platform.machine())
-        found = ctypes.CDLL(None, use_errno=True).syscall(number, attributes, 0, -1, -1, 0) if number is not None else -1
-        if found >= 0:
+        descriptor = ctypes.CDLL(None, use_errno=True).syscall(number, attributes, 0, -1, -1, 0) if number is not None else -1
+        if descriptor >= 0:
             try:
-                yield lambda found=found: struct.unpack("Q", os.read(found, 8))[0]  # type: ignore[misc]
+                yield lambda descriptor=descriptor: struct.unpack("Q", os.read(descriptor, 8))[0]  # type: ignore[misc]
             finally:
-                os.close(found)
+                os.close(descriptor)
             return
     yield None
 
@@ -163,9 +163,9 @@ def misses_of(case: Case, n_threads: int) -> int | None:
         workers = Workers(n_threads, Scratch)
         with workers.helped(settled):
             case.run(workers)
-            before = read() if read is not None else 0
+            start = read() if read is not None else 0
             case.run(workers)
-        return read() - before if read is not None else None  # a child's count is added when it ends
+        return read() - start if read is not None else None  # a child's count is added when it ends
 
 
 @contextmanager
@@ -200,7 +200,7 @@ def rows(n_params: int, n_rounds: int, n_threads: int) -> Iterator[str]:
         case = norm_case(n_params) if kind == "norm" else update_case(kind, n_params)
         case = replace(case, name=f"{kind} ")  # distinct from the baseline of the same kind
         times = in_turns([case, copy, split, bare], n_threads, n_rounds)
-        to_split, to_bare = (median(a / b for a, b in zip(times[case.name], times[of.name], strict=True)) for of in (split, bare))
+        to_split, to_bare = (median(a / b for a, b in zip(times[case.name], times[ref.name], strict=True)) for ref in (split, bare))
         ordered, mine_s = sorted(times[case.name]), median(times[case.name])
         copy_s = median(times["copy"]) * case.n_bytes / copy.n_bytes
         ratio = median(a / b for a, b in zip(times[case.name], times["copy"], strict=True)) * copy.n_bytes / case.n_bytes
@@ -242,20 +242,20 @@ def compared(revision: str, kinds: list[str], n_params: int, n_rounds: int) -> I
                     stack.enter_context(
                         subprocess.Popen(
                             command,
-                            cwd=at,
-                            env=os.environ | {"PYTHONPATH": str(at)},
+                            cwd=root,
+                            env=os.environ | {"PYTHONPATH": str(root)},
                             stdin=subprocess.PIPE,
                             stdout=subprocess.PIPE,
                             text=True,
                         )
                     )
-                    for at in (folder, Path(__file__).parents[1])
+                    for root in (folder, Path(__file__).parents[1])
                 ]
                 pairs = [[_one_run(child) for child in children] for _ in range(n_rounds + 1)][1:]  # the first round is warm-up
-            before, after = ([pair[i] / n_params * 1e9 for pair in pairs] for i in (0, 1))
-            ratio = median(a / b for b, a in zip(before, after, strict=True))
-            spread = f"{min(after):.2f} to {max(after):.2f}"
-            yield f"| {kind} | {median(before):.2f} | {median(after):.2f} | {spread} | {ratio:.2f} |"
+            old, new = ([pair[i] / n_params * 1e9 for pair in pairs] for i in (0, 1))
+            ratio = median(a / b for b, a in zip(old, new, strict=True))
+            spread = f"{min(new):.2f} to {max(new):.2f}"
+            yield f"| {kind} | {median(old):.2f} | {median(new):.2f} | {spread} | {ratio:.2f} |"
 
 
 def _one_run(child: "subprocess.Popen[str]") -> float:
@@ -280,22 +280,22 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS, "norm"], help="of --before")
     parser.add_argument("--before", metavar="REVISION", help="compare with a revision of git, in turns, on one thread")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     settle_allocator()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     print(f"Commit {commit}; {processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}.")
-    if asked.before is not None:
-        print(f"{asked.params / 1e6:.1f} M parameters, one thread, {asked.rounds} rounds in turns, medians.\n")
-        print(f"| kind | {asked.before}, ns | now, ns | least to most | ratio |\n|---|---:|---:|---|---:|", flush=True)
-        for row in compared(asked.before, asked.kinds, asked.params, asked.rounds):
+    if options.before is not None:
+        print(f"{options.params / 1e6:.1f} M parameters, one thread, {options.rounds} rounds in turns, medians.\n")
+        print(f"| kind | {options.before}, ns | now, ns | least to most | ratio |\n|---|---:|---:|---|---:|", flush=True)
+        for row in compared(options.before, options.kinds, options.params, options.rounds):
             print(row, flush=True)
         return
-    gradients = f"gradients fp32 beside an fp32 master and else bf16, {asked.rounds} rounds in turns"
-    print(f"{asked.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
+    gradients = f"gradients fp32 beside an fp32 master and else bf16, {options.rounds} rounds in turns"
+    print(f"{options.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
     print("| what | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
     print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|", flush=True)
-    for n_threads in asked.workers:
-        for row in rows(asked.params, asked.rounds, n_threads):
+    for n_threads in options.workers:
+        for row in rows(options.params, options.rounds, n_threads):
             print(row, flush=True)
 
 

@@ -39,9 +39,9 @@ def timed(model: Path, policy: str) -> tuple[float, float]:
     seconds, peaks = [], []
     for _ in range(N_RUNS):
         start_s = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", CHILD, *words], check=True, capture_output=True, text=True)
+        process = subprocess.run([sys.executable, "-c", CHILD, *words], check=True, capture_output=True, text=True)
         seconds.append(time.perf_counter() - start_s)
-        peaks.append(int(done.stdout.splitlines()[-1]) * 1024)
+        peaks.append(int(process.stdout.splitlines()[-1]) * 1024)
     return statistics.median(seconds), statistics.median(peaks)
 
 

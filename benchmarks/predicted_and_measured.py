@@ -59,11 +59,11 @@ def on_this_cpu(home: Path) -> tuple[list[Compared], dict[str, str]]:
     for policy in ("search", "megatrain"):
         named = None if policy == "search" else policy
         sizes = {"seq_len": 256, "batch_size": 8, "micro_batch": 4, "device_memory_bytes": 152 * MB}
-        found = penstock.plan(model, profile, policy=named, **sizes)
+        planned = penstock.plan(model, profile, policy=named, **sizes)
         options = {"steps": N_STEPS, "lr": 6e-4, "from_scratch": True, "settings": {"tokenizer": "bytes"}}
-        trained = penstock.train(found, home / "stdlib.jsonl", out=home / policy, **options)
+        trained = penstock.train(planned, home / "stdlib.jsonl", out=home / policy, **options)
         times_s = trained.timeline.step_times_s[1:]
-        rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", found.step_s, times_s))
+        rows.append(Compared(f"38 M Qwen3 on this CPU, policy {policy}", planned.step_s, times_s))
         weights = b"".join(path.read_bytes() for path in sorted(trained.checkpoint.glob("model-*.safetensors")))
         sums[policy] = hashlib.sha256(weights).hexdigest()
     return rows, sums
@@ -73,10 +73,10 @@ def emulated(home: Path) -> list[Compared]:
     """Run plans for other machines at their pace."""
     rows = []
     for model, machine, options in EMULATED:
-        found = penstock.plan(model, with_any_memory(read_profile(machine), None, 2 * TB), **options)
-        trained = penstock.train(found, home / "stdlib.jsonl", out=home / model, steps=N_STEPS, device="emulated")
+        planned = penstock.plan(model, with_any_memory(read_profile(machine), None, 2 * TB), **options)
+        trained = penstock.train(planned, home / "stdlib.jsonl", out=home / model, steps=N_STEPS, device="emulated")
         words = ", ".join(f"{name} {value}" for name, value in options.items())
-        rows.append(Compared(f"{model}, {words}: emulated {machine}", found.step_s, trained.timeline.step_times_s[1:]))
+        rows.append(Compared(f"{model}, {words}: emulated {machine}", planned.step_s, trained.timeline.step_times_s[1:]))
         print(rows[-1].row(), file=sys.stderr, flush=True)
     return rows
 

@@ -22,13 +22,13 @@ full. What is sold as 128 GB has 137 x 10^9 bytes: 128 x 10^9 of them are counte
 """
 
 
-def page(said: dict[str, Any]) -> str:
+def page(output: dict[str, Any]) -> str:
     """Return the page for the output of `penstock fits --json`."""
-    how = "an estimate, from a greedy plan" if said["is_estimate"] else "that of the plan which a search found"
-    text = HEAD.format(**said, how=how)
-    gpus = dict.fromkeys(fit["gpu"] for fit in said["fits"])
+    how = "an estimate, from a greedy plan" if output["is_estimate"] else "that of the plan which a search found"
+    text = HEAD.format(**output, how=how)
+    gpus = dict.fromkeys(fit["gpu"] for fit in output["fits"])
     for gpu in gpus:  # rows are ordered by family
-        fits = [fit for fit in said["fits"] if fit["gpu"] == gpu]
+        fits = [fit for fit in output["fits"] if fit["gpu"] == gpu]
         families = list(dict.fromkeys(fit["family"] for fit in fits))
         cells = {(fit["host_memory_bytes"], fit["family"]): fit for fit in fits}
         text += f"\n## {gpu}\n\n| host memory | {' | '.join(families)} | on |\n|---|{'---|' * len(families)}---|\n"

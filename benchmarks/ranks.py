@@ -39,10 +39,10 @@ class Row:
     reason: str = ""
 
 
-def planned(model: str, machine: str, seq_len: int, each: int, gpus: int) -> Row:
+def planned(model: str, machine: str, seq_len: int, per_gpu: int, gpus: int) -> Row:
     """Plan for `gpus` GPUs, always with eight sum groups."""
     try:
-        plan = penstock.plan(model, machine, seq_len=seq_len, batch_size=each * gpus, sum_groups=8, gpus=gpus)
+        plan = penstock.plan(model, machine, seq_len=seq_len, batch_size=per_gpu * gpus, sum_groups=8, gpus=gpus)
     except DoesNotFitError as error:
         return Row(gpus, None, str(error))
     return Row(gpus, plan)
@@ -51,19 +51,19 @@ def planned(model: str, machine: str, seq_len: int, each: int, gpus: int) -> Row
 def page() -> Iterator[str]:
     yield "| model | machine | GPUs | tokens/s | efficiency | gap | binding | FSDP2, all on the devices | published |"
     yield "|---|---|---:|---:|---:|---:|---|---|---|"
-    for model, machine, seq_len, each in CELLS:
+    for model, machine, seq_len, per_gpu in CELLS:
         first: float | None = None
         for i, gpus in enumerate(GPUS):
-            row = planned(model, machine, seq_len, each, gpus)
-            said = PUBLISHED.get((model, machine))
-            published = f"{said[i]:,}" if said else ""
+            row = planned(model, machine, seq_len, per_gpu, gpus)
+            speeds = PUBLISHED.get((model, machine))
+            published = f"{speeds[i]:,}" if speeds else ""
             if row.plan is None:
                 yield f"| {model} | {machine} | {gpus} | does not fit: {row.reason.partition(';')[0]} | | | | | {published} |"
                 continue
             answer, speed = row.plan.answer, row.plan.tokens_per_s
             first = first or speed / gpus
-            kept = answer.resident
-            resident = "does not fit" if kept is None or kept.step_s is None else f"{speed * answer.step_s / kept.step_s:,.0f}"
+            fsdp = answer.resident
+            resident = "does not fit" if fsdp is None or fsdp.step_s is None else f"{speed * answer.step_s / fsdp.step_s:,.0f}"
             proof = answer.certificate
             yield (
                 f"| {model} | {machine} | {gpus} | {speed:,.0f} | {speed / gpus / first:.0%} | {proof.gap_fraction:.1%} | "
@@ -84,8 +84,8 @@ def emulated(plan: Planned) -> float:
     with TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("What a plan says of one rank it says of all. " * 4000)
-        done = penstock.train(plan, text, out=Path(folder) / "out", steps=EMULATED_STEPS, device="emulated", from_scratch=True)
-        times_s = sorted(done.timeline.step_times_s[2:])
+        result = penstock.train(plan, text, out=Path(folder) / "out", steps=EMULATED_STEPS, device="emulated", from_scratch=True)
+        times_s = sorted(result.timeline.step_times_s[2:])
         return times_s[len(times_s) // 2]
 
 

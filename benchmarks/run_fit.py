@@ -46,8 +46,8 @@ def fit(constants: Sequence[Constant], residuals: Callable[[dict[str, float]], S
     """Return fitted values by name. `residuals` maps values to log errors, predicted over measured."""
 
     def vector(steps: Sequence[float]) -> list[float]:
-        found = residuals(_values(constants, steps))
-        return [r / RUN_TOLERANCE for r in found] + [x / c.spread_fraction for x, c in zip(steps, constants, strict=True)]
+        errors = residuals(_values(constants, steps))
+        return [r / RUN_TOLERANCE for r in errors] + [x / c.spread_fraction for x, c in zip(steps, constants, strict=True)]
 
     solved = least_squares(vector, [0.0] * len(constants), loss="soft_l1", diff_step=1e-3, x_scale=0.1)
     return _values(constants, [float(x) for x in solved.x])
@@ -59,11 +59,11 @@ def _values(constants: Sequence[Constant], steps: Sequence[float]) -> dict[str, 
 
 def with_constants(profile: Profile, values: Mapping[str, float]) -> Profile:
     """Return the profile with its fitted constants. Names of other owners are ignored, and sources are kept."""
-    own = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == profile.name}
-    if not own:
+    constants = {name.partition(".")[2]: value for name, value in values.items() if name.partition(".")[0] == profile.name}
+    if not constants:
         return profile
     fields = profile.to_json()
-    for key, value in own.items():
+    for key, value in constants.items():
         quantities = list(places(fields, key))
         assert quantities, f"{profile.name} has no {key}"
         factor = value / _reference(key, fields)

@@ -28,7 +28,7 @@ from penstock.runtime.units import GB, GiB
 FILE = Path(__file__).parent / "published_several.json"
 # An A800 is an A100 with NVLink at 400 instead of 600 GB/s (datasheet). It is assumed to reach the same share as the 900 GB/s of
 # `8xh100`, with the same latency of collectives. Its host is assumed to be that of `a100-sxm`.
-A800_RATES = {f"peers.collectives.{of}.bytes_per_s" for of in get_args(Collective)}
+A800_RATES = {f"peers.collectives.{name}.bytes_per_s" for name in get_args(Collective)}
 A800, A800_LIKE, A800_NVLINK_LIKE, A800_LINK_FRACTION = "8xa800", "a100-sxm", "8xh100", 400 / 900
 FP16_SUMS_FACTOR = 330 / 165  # of products on a GeForce card, by its datasheet
 GEFORCE, TFLOP = "8xrtx4090", 10**12
@@ -112,8 +112,8 @@ def machine_of(name: str) -> Profile:
         return read_profile(name)
     device, links = read_profile(A800_LIKE), read_profile(A800_NVLINK_LIKE)
     assert links.peers is not None
-    made = device.model_copy(update={"name": name, "peers": links.peers, "sources": {**links.sources, **device.sources}})
-    return with_quantities(made, lambda at, q: sped_up(at, q, A800_LINK_FRACTION) if at in A800_RATES else q)
+    combined = device.model_copy(update={"name": name, "peers": links.peers, "sources": {**links.sources, **device.sources}})
+    return with_quantities(combined, lambda place, q: sped_up(place, q, A800_LINK_FRACTION) if place in A800_RATES else q)
 
 
 def exchange_bytes_per_s(machine: Profile) -> float:
@@ -155,7 +155,7 @@ def section(published: Published) -> Iterator[str]:
     yield from _reading(published, explained)
     yield from layer_rows(published)
     yield ""
-    yield from _beside(published)
+    yield from _compared(published)
     yield ""
     yield _NOT_MODELLED
 
@@ -181,43 +181,43 @@ which allocates gradients anew, was not published with enough to predict it; nor
 
 def explained_rates(published: Published, products: float = 1.0) -> dict[str, float]:
     """Return by run the explaining exchange rate, if it exists."""
-    found = {run.id: explaining_bytes_per_s(run, products) for run in published.sharded}
-    return {name: rate for name, rate in found.items() if rate is not None}
+    rates = {run.id: explaining_bytes_per_s(run, products) for run in published.sharded}
+    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def sharded_rows(published: Published, explained: Mapping[str, float]) -> Iterator[str]:
     """Yield a row per run of a sharding system."""
     yield "| run | sequences, at a time | tokens/s predicted | measured | step | exchange | device memory predicted | |"
     yield "|---|---|---:|---:|---:|---:|---:|---|"
-    for it in published.sharded:
-        machine = machine_of(it.machine)
-        shown, has_bytes = predict(it.run, machine), machine.device.memory_bytes.value
-        fits, ran = shown.device_peak_bytes <= has_bytes, it.tokens_per_s is not None
+    for row in published.sharded:
+        machine = machine_of(row.machine)
+        shown, has_bytes = predict(row.run, machine), machine.device.memory_bytes.value
+        fits, ran = shown.device_peak_bytes <= has_bytes, row.tokens_per_s is not None
         notes = [] if fits == ran else ["missed: we say that it fits" if fits else "missed: we say that it does not fit"]
         cells = [
-            it.id,
-            f"{it.batch} x {it.seq:,}, {it.micro_batch}",
-            f"{it.run.tokens_per_step / shown.step_s:,.0f}" if ran else "-",
-            "out of memory" if it.tokens_per_s is None else f"{it.tokens_per_s:,.0f}",
-            "-" if it.tokens_per_s is None else f"{_error_fraction(it, shown):+.0%}",
-            f"{explained[it.id] / GB:.1f} GB/s" if it.id in explained else "-",
+            row.id,
+            f"{row.batch} x {row.seq:,}, {row.micro_batch}",
+            f"{row.run.tokens_per_step / shown.step_s:,.0f}" if ran else "-",
+            "out of memory" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+            "-" if row.tokens_per_s is None else f"{_error_fraction(row, shown):+.0%}",
+            f"{explained[row.id] / GB:.1f} GB/s" if row.id in explained else "-",
             f"{shown.device_peak_bytes / GiB:.1f} of {has_bytes / GiB:.1f} GiB",
-            "; ".join([*notes, *([NOTES[it.id]] if it.id in NOTES else [])]),
+            "; ".join([*notes, *([NOTES[row.id]] if row.id in NOTES else [])]),
         ]
         yield f"| {' | '.join(cells)} |"
 
 
-def _error_fraction(it: PublishedSharded, shown: Shown) -> float:
+def _error_fraction(row: PublishedSharded, shown: Shown) -> float:
     """Return predicted over measured step time, minus 1."""
-    assert it.tokens_per_s is not None
-    return shown.step_s * it.tokens_per_s / it.run.tokens_per_step - 1
+    assert row.tokens_per_s is not None
+    return shown.step_s * row.tokens_per_s / row.run.tokens_per_step - 1
 
 
 def _reading(published: Published, explained: Mapping[str, float]) -> Iterator[str]:
     """Yield the discussion of the rows."""
-    ran = [it for it in published.sharded if it.tokens_per_s is not None]
-    errors = {it: _error_fraction(it, predict(it.run, machine_of(it.machine))) for it in ran}
-    by_host, by_nvlink = ([e for it, e in errors.items() if (it.machine == A800) is other] for other in (False, True))
+    ran = [row for row in published.sharded if row.tokens_per_s is not None]
+    errors = {row: _error_fraction(row, predict(row.run, machine_of(row.machine))) for row in ran}
+    by_host, by_nvlink = ([e for row, e in errors.items() if (row.machine == A800) is is_a800] for is_a800 in (False, True))
     spread, has_bytes_per_s = _rates(explained), exchange_bytes_per_s(machine_of(GEFORCE))
     quick = _rates(explained_rates(published, FP16_SUMS_FACTOR))
     why = (
@@ -250,21 +250,21 @@ def layer_rows(published: Published) -> Iterator[str]:
     """Yield a row per layer."""
     yield "| a layer of | sequences | forward predicted | measured | error | TFLOP/s | backward predicted | measured | error |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
-    for it in published.layers:
-        semantics = Semantics(it.seq, it.batch, it.batch)
-        workload = build_workload(read_model(it.model), semantics)
-        c, layer = SystemCosts(machine_of(it.machine), Software(), workload, semantics), workload.blocks[1]
-        reached = layer.forward_flop / it.forward_ms * 1e3 / TFLOP
-        forward = _milliseconds(c.forward(layer).uncontended_s, it.forward_ms)
-        backward = _milliseconds(c.backward(layer).uncontended_s, it.backward_ms)
-        yield f"| {it.model} | {it.batch} x {it.seq:,} | {forward} | {reached:.0f} | {backward} |"
+    for row in published.layers:
+        semantics = Semantics(row.seq, row.batch, row.batch)
+        workload = build_workload(read_model(row.model), semantics)
+        c, layer = SystemCosts(machine_of(row.machine), Software(), workload, semantics), workload.blocks[1]
+        reached = layer.forward_flop / row.forward_ms * 1e3 / TFLOP
+        forward = _milliseconds(c.forward(layer).uncontended_s, row.forward_ms)
+        backward = _milliseconds(c.backward(layer).uncontended_s, row.backward_ms)
+        yield f"| {row.model} | {row.batch} x {row.seq:,} | {forward} | {reached:.0f} | {backward} |"
 
 
 def _milliseconds(predicted_s: float, measured_ms: float) -> str:
     return f"{predicted_s * 1e3:.1f} ms | {measured_ms:.1f} ms | {predicted_s * 1e3 / measured_ms - 1:+.0%}"
 
 
-def _beside(published: Published) -> Iterator[str]:
+def _compared(published: Published) -> Iterator[str]:
     """Yield another system's runs next to our plans of the same steps."""
     yield """RoundPipe beside a plan of ours for the same step and machine: another system, so no prediction of it. It moves
 activations from GPU to GPU and uploads fp16 weights, each to one GPU at a time; it updates one step late, unless told to wait
@@ -275,38 +275,38 @@ the `fsdp` above, which had plain modules and recomputed all.
 | machine | model | sequences | GPUs | RoundPipe | waiting | planned | gap | binding | resident |
 |---|---|---:|---:|---:|---:|---:|---:|---|---:|"""
     ratios: dict[str, list[float]] = {}
-    for it in published.pipelines:
-        plan = _planned(it, machine_of(it.machine) if it.machine == A800 else read_profile(it.machine))
-        yield pipeline_row(it, plan)
-        if plan is not None and it.synchronous_tokens_per_s is not None:
-            ratios.setdefault(it.machine, []).append(plan.tokens_per_s / it.synchronous_tokens_per_s)
-    found = " and ".join(f"{min(of):.2f} to {max(of):.2f} times on `{name}`" for name, of in ratios.items())
+    for row in published.pipelines:
+        plan = _planned(row, machine_of(row.machine) if row.machine == A800 else read_profile(row.machine))
+        yield pipeline_row(row, plan)
+        if plan is not None and row.synchronous_tokens_per_s is not None:
+            ratios.setdefault(row.machine, []).append(plan.tokens_per_s / row.synchronous_tokens_per_s)
+    text = " and ".join(f"{min(values):.2f} to {max(values):.2f} times on `{name}`" for name, values in ratios.items())
     yield ""
-    yield f"What is planned is {found} what RoundPipe measured when it waited. On the RTX"
+    yield f"What is planned is {text} what RoundPipe measured when it waited. On the RTX"
     yield "4090 its products are the faster ones; on the A800 they are not, and ours is a prediction, which no run has shown."
 
 
-def _planned(it: PublishedPipeline, machine: Profile) -> Planned | None:
+def _planned(row: PublishedPipeline, machine: Profile) -> Planned | None:
     """Return our plan of the step, or None if it does not fit."""
     try:
-        return penstock.plan(it.model, machine, seq_len=it.seq, batch_size=it.batch, sum_groups=it.gpus, gpus=it.gpus)
+        return penstock.plan(row.model, machine, seq_len=row.seq, batch_size=row.batch, sum_groups=row.gpus, gpus=row.gpus)
     except DoesNotFitError:
         return None
 
 
-def published_cells(it: PublishedPipeline) -> str:
+def published_cells(row: PublishedPipeline) -> str:
     """Format the start of a row, which does not depend on a plan."""
-    waiting = "" if it.synchronous_tokens_per_s is None else f"{it.synchronous_tokens_per_s:,.0f}"
-    return f"| {it.machine} | {it.model} | {it.batch} x {it.seq:,} | {it.gpus} | {it.tokens_per_s:,.0f} | {waiting} |"
+    waiting = "" if row.synchronous_tokens_per_s is None else f"{row.synchronous_tokens_per_s:,.0f}"
+    return f"| {row.machine} | {row.model} | {row.batch} x {row.seq:,} | {row.gpus} | {row.tokens_per_s:,.0f} | {waiting} |"
 
 
-def pipeline_row(it: PublishedPipeline, planned: Planned | None) -> str:
+def pipeline_row(row: PublishedPipeline, planned: Planned | None) -> str:
     """Format a run and our plan."""
     if planned is None:
-        return f"{published_cells(it)} does not fit | | | |"
-    kept = planned.answer.resident
-    resident_s = None if kept is None else kept.step_s
+        return f"{published_cells(row)} does not fit | | | |"
+    held = planned.answer.resident
+    resident_s = None if held is None else held.step_s
     resident = "does not fit" if resident_s is None else f"{planned.tokens_per_s * planned.step_s / resident_s:,.0f}"
     proof = planned.certificate
     cells = [f"{planned.tokens_per_s:,.0f}", f"{proof.gap_fraction:.1%}", str(proof.binding), resident]
-    return f"{published_cells(it)} {' | '.join(cells)} |"
+    return f"{published_cells(row)} {' | '.join(cells)} |"

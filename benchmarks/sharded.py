@@ -76,21 +76,21 @@ def _micro_batch_s(run: Sharded, c: SystemCosts, is_first: bool, is_last: bool) 
     zero3, computed = run.system == "zero3-offload", list[int]()
 
     def gather(n_params: int) -> int:
-        before = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
+        previous = computed[-N_GATHERED] if len(computed) >= N_GATHERED else None
         up_bytes = n_params // ranks * (BF16 if zero3 else FP32)
-        up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), before)
-        return p.add("net", cost.together(ranks, n_params * BF16, "all_gather"), up, before)
+        up = None if run.system == "fsdp" else p.add("h2d", c.copy("h2d", up_bytes), previous)
+        return p.add("net", cost.together(ranks, n_params * BF16, "all_gather"), up, previous)
 
-    def scatter(n_params: int, after: int) -> None:
+    def scatter(n_params: int, dependency: int) -> None:
         if not zero3 and not is_last:
             return
-        left = p.add("net", cost.together(ranks, n_params * BF16, "reduce_scatter"), after)
+        scattered = p.add("net", cost.together(ranks, n_params * BF16, "reduce_scatter"), dependency)
         if run.system == "fsdp-offload":
-            p.add("d2h", c.copy("d2h", n_params // ranks * FP32), left)
+            p.add("d2h", c.copy("d2h", n_params // ranks * FP32), scattered)
         elif zero3:  # blocking copies of pageable memory delay later kernels
             n_bytes = n_params // ranks * BF16
-            sum_up = None if is_first else p.add("gpu", c.pageable("h2d", n_bytes), left)
-            p.add("gpu", c.pageable("d2h", n_bytes), sum_up, left)
+            sum_up = None if is_first else p.add("gpu", c.pageable("h2d", n_bytes), scattered)
+            p.add("gpu", c.pageable("d2h", n_bytes), sum_up, scattered)
 
     def backward(layer: Block, ready: int) -> int:
         p.add("gpu", c.forward(layer), ready)

@@ -48,7 +48,7 @@ def questions(root: Path) -> Iterator[tuple[str, str]]:
 
 def write_chats(training: Path, held_out: Path) -> None:
     """Write one conversation per line, in the `messages` format."""
-    with training.open("w", encoding="utf-8") as most, held_out.open("w", encoding="utf-8") as some:
+    with training.open("w", encoding="utf-8") as training_file, held_out.open("w", encoding="utf-8") as held_out_file:
         for number, (question, answer) in enumerate(questions(Path(sysconfig.get_paths()["stdlib"]))):
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            (most if number % HELD_OUT else some).write(json.dumps({"messages": messages}) + "\n")
+            (training_file if number % HELD_OUT else held_out_file).write(json.dumps({"messages": messages}) + "\n")

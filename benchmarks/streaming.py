@@ -134,7 +134,7 @@ def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
     machine, resident = streamed(case, batch), Resident(case, batch)
     streamed_s: list[float] = []
     resident_s: list[float] = []
-    done = 0
+    n_done = 0
 
     def resident_turn() -> None:
         resident.step()
@@ -144,8 +144,8 @@ def pairs(case: Case, n_pairs: int) -> tuple[list[float], list[float]]:
         resident_s.append((time.perf_counter() - began_s) / STEPS_PER_TURN)
 
     for _ in range(n_pairs):
-        timeline = execute(machine.plan, machine, 1 + STEPS_PER_TURN, done)
-        done += 1 + STEPS_PER_TURN
+        timeline = execute(machine.plan, machine, 1 + STEPS_PER_TURN, n_done)
+        n_done += 1 + STEPS_PER_TURN
         times_s = timeline.step_times_s
         streamed_s.append(sum(times_s[-STEPS_PER_TURN:]) / STEPS_PER_TURN)
         on_cores(sorted({*case.compute_cores, *case.host_cores}), resident_turn)

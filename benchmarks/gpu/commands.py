@@ -23,7 +23,7 @@ from penstock.runtime.errors import PenstockError
 from penstock.runtime.plan import PlanFile
 from penstock.runtime.units import parse_bytes, show_bytes, show_seconds
 
-from .stages import ROOT, TINY_CONFIG, Asked, Case, Note
+from .stages import ROOT, TINY_CONFIG, Case, Note, Request
 
 CLI = (sys.executable, "-m", "penstock")
 HOST_SHARE = 0.92  # of the system's memory: default to plan for
@@ -43,54 +43,56 @@ class CommandError(RuntimeError):
 # -- plans ----------------------------------------------------------------------------------------------------------------
 
 
-def prepare(asked: Asked) -> int:
+def prepare(request: Request) -> int:
     """Make the plans of every training stage for the named machine, and print their requirements."""
-    if asked.machine is None or asked.host_memory is None:
+    if request.machine is None or request.host_memory is None:
         print("error: name the machine to plan for, and its host memory: --machine h100-sxm --host-memory 118GB", file=sys.stderr)
         return 2
     n_failed = 0
-    for name, case in asked.sizes.cases.items():
+    for name, case in request.sizes.cases.items():
         try:
-            path = make_plan(asked, name, case, asked.machine, asked.plans / f"{name}.plan.json")
+            path = make_plan(request, name, case, request.machine, request.plans / f"{name}.plan.json")
             command(["check", str(path)])
         except (CommandError, PenstockError) as error:
             print(f"{name}: {error}")
             n_failed += 1
             continue
-        said = claim_of(path)["prediction"]
-        needs = f"device {show_bytes(said['device_peak_bytes'])}, host {show_bytes(said['host_peak_bytes'])}"
-        print(f"{name}: {show_seconds(said['step_s'])} a step predicted on {asked.machine}; {needs}", flush=True)
+        prediction = claim_of(path)["prediction"]
+        needs = f"device {show_bytes(prediction['device_peak_bytes'])}, host {show_bytes(prediction['host_peak_bytes'])}"
+        print(f"{name}: {show_seconds(prediction['step_s'])} a step predicted on {request.machine}; {needs}", flush=True)
     return 1 if n_failed else 0
 
 
-def plan_of(asked: Asked, note: Note) -> Path:
+def plan_of(request: Request, note: Note) -> Path:
     """Return the plan of the stage: for the probed machine if requested, otherwise the prepared one, otherwise one for the named
     machine. Raises without any of the three, because a plan for another machine predicts nothing."""
-    carried = asked.plans / f"{asked.stage}.plan.json"
-    if asked.case.is_probed and asked.profile.exists():
+    carried = request.plans / f"{request.stage}.plan.json"
+    if request.case.is_probed and request.profile.exists():
         try:
-            return make_plan(asked, asked.stage, asked.case, str(asked.profile), asked.plans / f"{asked.stage}.probed.plan.json")
+            return make_plan(
+                request, request.stage, request.case, str(request.profile), request.plans / f"{request.stage}.probed.plan.json"
+            )
         except (CommandError, PenstockError) as error:
             note("failed", case="planned with the profile probed here", said=str(error))
     if carried.exists():
         return carried
-    if asked.machine is None:
+    if request.machine is None:
         raise CommandError(
             f"{carried} was not carried and no machine is named with --machine, and another machine's plan would predict nothing"
         )
-    return make_plan(asked, asked.stage, asked.case, asked.machine, carried)
+    return make_plan(request, request.stage, request.case, request.machine, carried)
 
 
-def make_plan(asked: Asked, name: str, case: Case, machine: str, path: Path) -> Path:
-    words = ["plan", str(model_of(asked, name, case)), "--machine", machine, "--seq-len", str(asked.sizes.seq_len)]
-    words += ["--batch-size", str(case.batch_size), *asked.sizes.plan_words, *case.plan_words]
-    if not asked.tiny:
-        words += ["--host-memory", f"{host_bytes(asked)}B"]
-    if asked.device_memory is not None and machine != str(asked.profile):  # a probed profile contains it
-        words += ["--device-memory", asked.device_memory]
-    said = command([*words, "-o", str(path)])
-    if asked.stage:
-        print(said, flush=True)  # to the stage's log
+def make_plan(request: Request, name: str, case: Case, machine: str, path: Path) -> Path:
+    words = ["plan", str(model_of(request, name, case)), "--machine", machine, "--seq-len", str(request.sizes.seq_len)]
+    words += ["--batch-size", str(case.batch_size), *request.sizes.plan_words, *case.plan_words]
+    if not request.tiny:
+        words += ["--host-memory", f"{host_bytes(request)}B"]
+    if request.device_memory is not None and machine != str(request.profile):  # a probed profile contains it
+        words += ["--device-memory", request.device_memory]
+    output = command([*words, "-o", str(path)])
+    if request.stage:
+        print(output, flush=True)  # to the stage's log
     return path
 
 
@@ -100,21 +102,21 @@ def claim_of(path: Path) -> dict[str, Any]:
     return claim
 
 
-def model_of(asked: Asked, name: str, case: Case) -> Path:
+def model_of(request: Request, name: str, case: Case) -> Path:
     """Write the model of a case, with its number of layers."""
     from penstock.planner.model.workload import read_model
 
-    config = dict(read_model(str(asked.home / asked.sizes.model) if asked.tiny else case.model or asked.sizes.model).config)
-    path = asked.plans / f"{name}.model.json"
+    config = dict(read_model(str(request.home / request.sizes.model) if request.tiny else case.model or request.sizes.model).config)
+    path = request.plans / f"{name}.model.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config | ({} if case.n_layers is None else {"num_hidden_layers": case.n_layers})))
     return path
 
 
-def host_bytes(asked: Asked) -> int:
+def host_bytes(request: Request) -> int:
     """Return --host-memory, or most of the system's memory. Free memory is a poor measure because it may grow on demand."""
-    if asked.host_memory is not None:
-        return parse_bytes(asked.host_memory)
+    if request.host_memory is not None:
+        return parse_bytes(request.host_memory)
     return int(HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
@@ -136,13 +138,13 @@ def command(words: list[str]) -> str:
 # -- stages ---------------------------------------------------------------------------------------------------------------
 
 
-def probe(asked: Asked, note: Note) -> None:
+def probe(request: Request, note: Note) -> None:
     """Run a quick probe. The profile is returned with the results, and later stages plan with it."""
-    words = ["probe", "--device", asked.device, "--quick", "-o", str(asked.profile)]
-    if asked.host_memory is not None and "--host-memory" in command(["probe", "--help"]):
-        words += ["--host-memory", asked.host_memory]
+    words = ["probe", "--device", request.device, "--quick", "-o", str(request.profile)]
+    if request.host_memory is not None and "--host-memory" in command(["probe", "--help"]):
+        words += ["--host-memory", request.host_memory]
     subprocess.run([*CLI, *words], cwd=ROOT, check=True)
-    note("measured", profile=asked.profile.name, n_bytes=asked.profile.stat().st_size)
+    note("measured", profile=request.profile.name, n_bytes=request.profile.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +173,20 @@ RESUMED = {
 }
 
 
-def resumed(asked: Asked, note: Note) -> None:
+def resumed(request: Request, note: Note) -> None:
     """Plan and train a small model by command, once uninterrupted and once resumed. Both must write equal bytes."""
-    case = RESUMED[asked.stage]
+    case = RESUMED[request.stage]
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         (home / "model").mkdir()
         (home / "model" / "config.json").write_text(json.dumps(TINY_CONFIG | {"num_hidden_layers": 3}))
         data = home / ("data.jsonl" if case.data.startswith("{") else "data.txt")
         data.write_text(case.data)
-        plan, machine = home / "plan.json", asked.machine or "h100-sxm"
+        plan, machine = home / "plan.json", request.machine or "h100-sxm"
         sizes = ["--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--loss-tile-tokens", "16"]
         command(["plan", str(home / "model"), "--machine", machine, "--deterministic", *sizes, *case.plan_words, "-o", str(plan)])
-        of_run = [str(plan), "--data", str(data), "--device", asked.device, "--tokenizer", "bytes", *case.run_words]
-        of_run += ["--deterministic"] * (asked.device == "cuda")
+        of_run = [str(plan), "--data", str(data), "--device", request.device, "--tokenizer", "bytes", *case.run_words]
+        of_run += ["--deterministic"] * (request.device == "cuda")
         for out, n_steps, *words in (("whole", 6, "--from-scratch"), ("cut", 3, "--from-scratch"), ("cut", 6, "--resume")):
             began_s = time.perf_counter()
             of_this = [*of_run, "--out", str(home / out), "--steps", str(n_steps), "--lr", "1e-3", *words]
@@ -196,58 +198,58 @@ def resumed(asked: Asked, note: Note) -> None:
         if odd or not files:
             raise CommandError(f"{len(odd)} of {len(files)} files are others after a stop, the first: {odd[:1]}")
         if case.refers:  # with the trained model, which starts equal to its reference
-            _referred(asked, note, home, of_run)
+            _referred(request, note, home, of_run)
 
 
-def _referred(asked: Asked, note: Note, home: Path, of_run: list[str]) -> None:
+def _referred(request: Request, note: Note, home: Path, of_run: list[str]) -> None:
     """Check that a reference file gives the same losses as a reference made by the run."""
-    of_model, said = [*of_run, "--model", str(home / "whole" / "checkpoint-6")], {}
+    of_model, losses = [*of_run, "--model", str(home / "whole" / "checkpoint-6")], {}
     subprocess.run([*CLI, "forward", *of_model, "--out", str(home / "reference.safetensors")], cwd=ROOT, check=True)
     for name in ("base", str(home / "reference.safetensors")):
         out = home / Path(name).stem
         words = [*of_model, "--out", str(out), "--steps", "2", "--lr", "1e-3", "--reference", name]
         subprocess.run([*CLI, "run", *words], cwd=ROOT, check=True)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        said[name] = [row["loss"] for row in rows if "loss" in row]
-    note("referred", losses=list(said.values()))
-    first, again = said.values()
+        losses[name] = [row["loss"] for row in rows if "loss" in row]
+    note("referred", losses=list(losses.values()))
+    first, again = losses.values()
     if first != again or not math.isclose(first[0], math.log(2), rel_tol=1e-6):
         raise CommandError(f"losses {first} with a reference of its own, {again} with the file; both are to begin with ln 2")
 
 
-def tests(asked: Asked, note: Note) -> None:
+def tests(request: Request, note: Note) -> None:
     """Run all GPU tests."""
-    _tested(asked, note, TESTS)
+    _tested(request, note, TESTS)
 
 
-def tests_of_kernels(asked: Asked, note: Note) -> None:
+def tests_of_kernels(request: Request, note: Note) -> None:
     """Run the GPU tests of kernels alone."""
-    _tested(asked, note, TESTS_OF_KERNELS)
+    _tested(request, note, TESTS_OF_KERNELS)
 
 
-def _tested(asked: Asked, note: Note, files: tuple[str, ...]) -> None:
+def _tested(request: Request, note: Note, files: tuple[str, ...]) -> None:
     """Run the GPU tests of some files, in parallel if pytest-xdist is installed."""
-    files = TESTS[1:2] if asked.tiny else files
+    files = TESTS[1:2] if request.tiny else files
     words = [sys.executable, "-m", "pytest", "-v", "-ra", "--tb=short", "-m", "gpu", "-p", "no:cacheprovider", *files]
     n_cores = len(os.sched_getaffinity(0))
-    if not asked.tiny and importlib.util.find_spec("xdist"):
+    if not request.tiny and importlib.util.find_spec("xdist"):
         # Two cores per worker, set by a plugin: otherwise the lanes of all workers are pinned to the same first cores
         words += ["-n", str(max(1, min(12, n_cores // 2))), "--maxschedchunk", "1", "-p", "benchmarks.gpu.cores"]
     if importlib.util.find_spec("pytest_timeout"):
-        words += ["--timeout", str(int(asked.stage_limit_s * 0.8))]
+        words += ["--timeout", str(int(request.stage_limit_s * 0.8))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        done = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen([*words, f"--junitxml={report}"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         with suppress(subprocess.TimeoutExpired):
-            done.wait(max(1.0, asked.stage_limit_s - ENDED_S))
-        if done.poll() is None:  # an interrupt still reports the failures
-            done.send_signal(signal.SIGINT)
-            done.wait()
+            process.wait(max(1.0, request.stage_limit_s - ENDED_S))
+        if process.poll() is None:  # an interrupt still reports the failures
+            process.send_signal(signal.SIGINT)
+            process.wait()
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = {f"{c.get('classname')}::{c.get('name')}": bad for c in cases for bad in (*c.findall("failure"), *c.findall("error"))}
     for name, bad in list(failed.items())[:MOST_FAILURES]:
         note("failed", case=name, said=(bad.get("message") or "").partition("\n")[0][:300])
     n_skipped = sum(case.find("skipped") is not None for case in cases)
-    note("measured", n_tests=len(cases), n_failed=len(failed), n_skipped=n_skipped, exit_code=done.returncode)
-    if done.returncode:
-        raise CommandError(f"{len(failed)} of {len(cases)} tests failed (exit code {done.returncode})")
+    note("measured", n_tests=len(cases), n_failed=len(failed), n_skipped=n_skipped, exit_code=process.returncode)
+    if process.returncode:
+        raise CommandError(f"{len(failed)} of {len(cases)} tests failed (exit code {process.returncode})")

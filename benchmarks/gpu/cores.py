@@ -11,6 +11,6 @@ def pytest_configure() -> None:
     number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if number:
         cores, n_workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        each = max(1, len(cores) // n_workers)
-        first = int(number) * each % len(cores)
-        os.sched_setaffinity(0, cores[first : first + each])
+        n_each = max(1, len(cores) // n_workers)
+        first = int(number) * n_each % len(cores)
+        os.sched_setaffinity(0, cores[first : first + n_each])

@@ -58,15 +58,15 @@ UNITS = {
 }  # fmt: skip
 
 
-def expectation(stage: str, what: str, values: Mapping[str, Any]) -> Expected | None:
+def expectation(stage: str, line: str, values: Mapping[str, Any]) -> Expected | None:
     """Return the entry of a line: by `what`, by its name, or by both."""
-    names = (what, str(values.get("name")), f"{what} {values.get('name')}")
+    names = (line, str(values.get("name")), f"{line} {values.get('name')}")
     return next((EXPECTED[stage, name] for name in names if (stage, name) in EXPECTED), None)
 
 
 def figures(values: Mapping[str, Any]) -> str:
     """Format the measured figures of a line with units, and "bits equal" or "bits differ" if compared."""
-    parts = [f"{values[key] / by:.3g} {unit}" for key, (by, unit) in UNITS.items() if isinstance(values.get(key), int | float)]
+    parts = [f"{values[key] / base:.3g} {unit}" for key, (base, unit) in UNITS.items() if isinstance(values.get(key), int | float)]
     if (equal := values.get("are_bits_equal")) is not None:
         parts.append("bits equal" if equal else "bits differ")
     return ", ".join(parts)

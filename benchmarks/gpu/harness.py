@@ -24,8 +24,8 @@ from .stages import PAGE, ROOT, Stage
 
 STREAM = "results.jsonl"
 ARCHIVE = "results.tar.gz"
-KEPT = (STREAM, "profile.json", "page.md")  # results that a later call or a reader needs
-DONE, FAILED, SKIPPED, INTERRUPTED, NOT_BEGUN = "done", "failed", "skipped", "interrupted", "not begun"
+KEPT_FILES = (STREAM, "profile.json", "page.md")  # results that a later call or a reader needs
+FINISHED, FAILED, SKIPPED, INTERRUPTED, NOT_BEGUN = "done", "failed", "skipped", "interrupted", "not begun"
 SKIPPED_CODE = 75  # exit code of a skipped stage
 LEAST_SHARE = 0.5  # of a stage's limit: required remaining time
 RESERVE_S = 15.0  # of a call, for the page and the archive
@@ -46,9 +46,9 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / STREAM
 
-    def note(self, stage: str, what: str, /, **values: object) -> None:
+    def note(self, stage: str, line: str, /, **values: object) -> None:
         """Append a line in one write and sync it, because the process may be killed at any moment."""
-        row = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "stage": stage, "what": what, **values}
+        row = {"at": time.strftime("%Y-%m-%dT%H:%M:%S"), "stage": stage, "what": line, **values}
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(file, (json.dumps(row, default=str) + "\n").encode())
@@ -74,7 +74,7 @@ def go_on(home: Path, results: Path) -> Results:
     """Return the stream of earlier calls. An empty `results` folder is filled from `home`."""
     stream, earlier = Results(results), home / "results"
     if not stream.path.exists() and earlier != results:
-        for name in KEPT:
+        for name in KEPT_FILES:
             if (earlier / name).exists():
                 shutil.copy(earlier / name, results / name)
     return stream
@@ -97,12 +97,12 @@ class Harness:
     def perform_all(self, stages: Sequence[Stage], limit_s: float) -> dict[str, str]:
         """Run stages, except finished ones. Return their outcomes by name."""
         ends_s = time.monotonic() + limit_s
-        before, outcomes = self.stream.outcomes(), {}
+        earlier, outcomes = self.stream.outcomes(), {}
         with _ended_by_signals():
             try:
                 for stage in stages:
-                    if before.get(stage.name) == DONE:
-                        outcomes[stage.name] = DONE
+                    if earlier.get(stage.name) == FINISHED:
+                        outcomes[stage.name] = FINISHED
                         say(f"{stage.name}: done before")
                         continue
                     left_s = ends_s - time.monotonic() - RESERVE_S
@@ -125,15 +125,15 @@ class Harness:
         """Run one stage. Return its outcome, which is also written to the stream."""
         self.stream.note(stage.name, "began", limit_s=round(limit_s, 1))
         log, began_s = self.stream.folder / f"{stage.name}.log", time.monotonic()
-        outcome, said = INTERRUPTED, "this process was told to end"
+        outcome, message = INTERRUPTED, "this process was told to end"
         try:
-            outcome, said = self._run(stage, limit_s, log)
+            outcome, message = self._run(stage, limit_s, log)
         except OSError as error:  # the process could not be started
-            outcome, said = FAILED, str(error)
+            outcome, message = FAILED, str(error)
         finally:
             seconds = time.monotonic() - began_s
-            self.stream.note(stage.name, "ended", outcome=outcome, said=said, seconds=round(seconds, 2))
-            say(f"{stage.name}: {outcome} after {seconds:.0f} s{': ' + said if said else ''}")
+            self.stream.note(stage.name, "ended", outcome=outcome, said=message, seconds=round(seconds, 2))
+            say(f"{stage.name}: {outcome} after {seconds:.0f} s{': ' + message if message else ''}")
             self._put_away(log, self.logs / log.name)
         return outcome
 
@@ -149,7 +149,7 @@ class Harness:
         finally:
             _end(process)
         if code == 0:
-            return DONE, ""
+            return FINISHED, ""
         if code == SKIPPED_CODE:
             return SKIPPED, last_line(log)
         if code < 0:
@@ -157,11 +157,11 @@ class Harness:
             return FAILED, f"{died}; the last line: {last_line(log)}"
         return FAILED, last_line(log)
 
-    def _put_away(self, log: Path, to: Path) -> None:
+    def _put_away(self, log: Path, target: Path) -> None:
         """Append a log to the log of earlier calls, outside the results."""
         with suppress(OSError):
-            text = (to.read_bytes() if to.exists() else b"") + log.read_bytes()
-            to.write_bytes(text[-LOG_BYTES:])
+            text = (target.read_bytes() if target.exists() else b"") + log.read_bytes()
+            target.write_bytes(text[-LOG_BYTES:])
             log.unlink()
 
     def archive(self) -> None:
@@ -169,7 +169,7 @@ class Harness:
         path, half = self.stream.folder / ARCHIVE, self.stream.folder / f".{ARCHIVE}"
         try:
             with tarfile.open(half, "w:gz") as tar:
-                for name in KEPT:
+                for name in KEPT_FILES:
                     if (self.stream.folder / name).exists():
                         tar.add(self.stream.folder / name, name)
                 for folder in (self.logs, self.home / "plans"):
@@ -195,11 +195,11 @@ def _ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise Ended(128 + number)
 
-    before = {number: signal.signal(number, end) for number in SIGNALS}
+    handlers = {number: signal.signal(number, end) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -28,7 +28,7 @@ from penstock.runtime.plan import Semantics
 from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.packed import Base
 
-from .stages import Asked, Note
+from .stages import Note, Request
 
 Work = Callable[[], object]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -53,7 +53,7 @@ class Shapes:
 FULL = Shapes(16384, ((8, 2048), (1, 16384), (1, 65536)), 0.3, 4096, 2**28 - 2**12, 65536, 2**26, (1024, 4096, 8192))
 TINY = Shapes(64, ((2, 32), (1, 64)), 0.01, 32, 2**17, 64, 2**12, (8,))
 BF16 = torch.bfloat16
-KEPT = (
+STATE_LAYOUTS = (
     Kept(BF16, True, BF16),
     Kept(BF16, True, BF16, BF16),
     Kept(BF16, False, BF16, BF16, "adamw", True),
@@ -63,10 +63,10 @@ KEPT = (
 DTYPE_NAMES = {torch.float32: "fp32", BF16: "bf16", torch.uint8: "int8"}
 
 
-def kernels(asked: Asked, note: Note) -> None:
+def kernels(request: Request, note: Note) -> None:
     """Time all kernels. A failure is noted; the stage fails if none works."""
-    model = str(asked.home / asked.sizes.model) if asked.tiny else asked.sizes.model
-    config, shapes, device = dict(read_model(model).config), TINY if asked.tiny else FULL, torch.device(asked.device)
+    model = str(request.home / request.sizes.model) if request.tiny else request.sizes.model
+    config, shapes, device = dict(read_model(model).config), TINY if request.tiny else FULL, torch.device(request.device)
     n_failed, n_measured = 0, 0
     for name, measure in _all(config, shapes, device, note):
         try:
@@ -102,8 +102,8 @@ def _all(config: dict, shapes: Shapes, device: torch.device, note: Note) -> Iter
     yield "loss", lambda: _loss(shapes, width, config["vocab_size"], device, note)
     for base in get_args(Base)[1:]:
         yield f"unpack {base}", lambda base=base: _unpack(base, shapes, width, inner, device, note)
-    for kept in KEPT:
-        yield f"update of {_named(kept)}", lambda kept=kept: _update(kept, shapes, device, note)
+    for layout in STATE_LAYOUTS:
+        yield f"update of {_named(layout)}", lambda layout=layout: _update(layout, shapes, device, note)
     for name in ("eager", "fused"):
         yield f"layer {name}", lambda name=name: _layer(name, config, shapes, device, note)
 
@@ -141,14 +141,14 @@ def _seconds_behind(work: Work, shapes: Shapes, device: torch.device) -> float:
     out, times = x @ w, list[float]()
     work()
     for _ in range(RUNS_BEHIND):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(PRODUCTS_BEFORE):
             torch.mm(x, w, out=out)
-        before.record()
+        start.record()
         work()
-        after.record()
-        after.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)  # from milliseconds
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)  # from milliseconds
     return median(times)
 
 
@@ -231,25 +231,25 @@ def _attention(name: str, size: tuple[int, ...], shapes: Shapes, device: torch.d
     )  # fmt: skip
 
 
-def _named(kept: Kept) -> str:
-    rounded = "" if kept.moments is None else f", {DTYPE_NAMES[kept.moments]} moments{', bf16 master' * kept.is_drawn}"
-    return f"{kept.rule}{rounded}"
+def _named(layout: Kept) -> str:
+    rounded = "" if layout.moments is None else f", {DTYPE_NAMES[layout.moments]} moments{', bf16 master' * layout.is_drawn}"
+    return f"{layout.rule}{rounded}"
 
 
-def _update(kept: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
+def _update(layout: Kept, shapes: Shapes, device: torch.device, note: Note) -> None:
     """Time a parameter's update in device memory, with a bf16 gradient. Bytes: state, read and written, and gradient."""
-    kernel, n = device_kernel(device, kept), shapes.updated_elements
-    master = torch.randn(n, device=device).to(kept.weight)
-    remainder = torch.zeros(n, dtype=torch.int16, device=device) if kept.is_split else None
-    n_moments = 1 if kept.rule == "lion" else 2
-    size, of = (group_bytes(n), 60) if kept.moments is torch.uint8 else (n, 1e-4)
-    moments = tuple(torch.full((size,), of, dtype=kept.moments or torch.float32, device=device) for _ in range(n_moments))
-    drawn = None if kept.moments is None else Drawn((5, 6, 7), kept.is_drawn)
+    kernel, n = device_kernel(device, layout), shapes.updated_elements
+    master = torch.randn(n, device=device).to(layout.weight)
+    remainder = torch.zeros(n, dtype=torch.int16, device=device) if layout.is_split else None
+    n_moments = 1 if layout.rule == "lion" else 2
+    size, value = (group_bytes(n), 60) if layout.moments is torch.uint8 else (n, 1e-4)
+    moments = tuple(torch.full((size,), value, dtype=layout.moments or torch.float32, device=device) for _ in range(n_moments))
+    rounding = None if layout.moments is None else Drawn((5, 6, 7), layout.is_drawn)
     state, gradient = ParamState(Master(master, remainder), moments), summed(_random(n, device=device))
-    step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, kept.rule, drawn)
+    step = Step(state, gradient, 0.5, 7, AdamW(lr=1e-3, weight_decay=0.1), None, layout.rule, rounding)
     update_s = _seconds_behind(lambda: step.on_device(kernel), shapes, device)
     moved_bytes = 2 * sum(tensor.nbytes for tensor in state.tensors) + 2 * n
-    note("update", name=_named(kept), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
+    note("update", name=_named(layout), n_elements=n, update_s=update_s, bytes_per_s=moved_bytes / update_s)
 
 
 def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: torch.device, note: Note) -> None:
@@ -273,8 +273,8 @@ def _pointwise(shapes: Shapes, inner: int, n_heads: int, head_dim: int, device: 
         seconds = _seconds_behind(lambda function=function, operands=operands: function(*operands), shapes, device)
         moved_bytes = sum(x.nbytes for x in operands) + (2 if name.endswith("_gradients") else 1) * operands[0].nbytes
         # The definition needs several times the memory: compare bits on a part that fits
-        some = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
-        pairs = zip(several(function(*some)), several(definition(*some)), strict=True)
+        part = operands if rotates else tuple(x[: shapes.compared_elements] for x in operands)
+        pairs = zip(several(function(*part)), several(definition(*part)), strict=True)
         are_equal = all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
         is_kernel = function is not definition
         note(
@@ -327,8 +327,8 @@ def _layer(name: str, config: dict, shapes: Shapes, device: torch.device, note: 
     parameters, dy = [hidden, *layer.parameters()], torch.randn_like(hidden)
 
     def out() -> torch.Tensor:
-        said = layer(hidden, attention_mask=None, position_embeddings=rotary)
-        return said[0] if isinstance(said, tuple) else said
+        result = layer(hidden, attention_mask=None, position_embeddings=rotary)
+        return result[0] if isinstance(result, tuple) else result
 
     forward_s = _seconds(out, shapes, device)
     both_s = _seconds(lambda: torch.autograd.grad(out(), parameters, dy), shapes, device)

@@ -24,7 +24,7 @@ from penstock.runtime.plan.optimizer import AdamW
 from penstock.runtime.plan.workload import Model
 from tests.tiny import tiny_config
 
-from .stages import Asked, Note
+from .stages import Note, Request
 from .training import QUIET_S, batches_of
 
 N_STEPS = 3
@@ -56,18 +56,18 @@ POLICIES = {
 }
 
 
-def smoke(asked: Asked, note: Note) -> None:
+def smoke(request: Request, note: Note) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
-    if asked.device == "cuda":
+    if request.device == "cuda":
         use_same_kernels()
-    model_type, failed = asked.stage.partition("-")[2], []
+    model_type, failed = request.stage.partition("-")[2], []
     expected: dict[str, dict[str, torch.Tensor]] = {}
     for kernels, (fields, as_those_of) in KERNELS.items():
         policies = {"kept whole": KEPT_WHOLE} if as_those_of else {"kept whole": KEPT_WHOLE, **POLICIES}
         for name, policy in policies.items():
             case = f"{model_type}, {kernels}, {name}"
             try:
-                bits = _trained(model_type, policy, fields, asked.device)
+                bits = _trained(model_type, policy, fields, request.device)
                 wanted = expected.setdefault(as_those_of or kernels, bits)
                 odd = [key for key in wanted if not torch.equal(wanted[key], bits[key])]
                 note("measured", case=case, n_different=len(odd), first_different=odd[:1])
@@ -113,6 +113,6 @@ def _state(machine: TorchMachine, results: Sequence[StepResult | None]) -> Itera
         yield f"step {step}", torch.tensor([result.loss, result.grad_norm], dtype=torch.float64)
     for block in range(len(machine.plan.workload.blocks)):
         for p in machine.host.owned[block]:
-            of = machine.host.param_state(p)
-            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (of.master.whole(), *of.moments), strict=True):
+            state = machine.host.param_state(p)
+            for name, tensor in zip(("master", "exp_avg", "exp_avg_sq"), (state.master.whole(), *state.moments), strict=True):
                 yield f"{p.name} {name}", tensor.cpu().clone().view(torch.int32)

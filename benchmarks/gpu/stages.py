@@ -1,6 +1,6 @@
 """List of stages: order, time limits, sizes.
 
-This module is data. A stage is a function `(asked, note)` in a module of this folder, run in a separate process; it calls
+This module is data. A stage is a function `(request, note)` in a module of this folder, run in a separate process; it calls
 `note(what, **values)` for each result at once.
 """
 
@@ -17,7 +17,7 @@ class SkippedError(Exception):
 
 
 class Note(Protocol):
-    def __call__(self, what: str, /, **values: object) -> None:
+    def __call__(self, line: str, /, **values: object) -> None:
         """Write a line to the stream of results, at once."""
 
 
@@ -141,7 +141,7 @@ TINY_CONFIG = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Request:
     """Parsed command line."""
 
     home: Path

@@ -27,7 +27,7 @@ from penstock.runtime.plan import Kind, Lane, Plan, PlanFile
 from penstock.runtime.plan.optimizer import AdamW
 
 from .commands import claim_of, plan_of
-from .stages import Asked, Note
+from .stages import Note, Request
 
 LR = 1e-5
 QUIET_S = 20.0  # reports a hanging lane within any stage's limit
@@ -37,9 +37,9 @@ PROFILED_ROWS = 40  # longest kernels of a step to note
 ALONE_ELEMENTS = 2**28  # larger weights are filled one at a time: their fp32 copies take a gigabyte or more
 
 
-def planned(asked: Asked, note: Note) -> None:
+def planned(request: Request, note: Note) -> None:
     """Run the stage's plan on random weights. Note each step and a summary."""
-    path = plan_of(asked, note)
+    path = plan_of(request, note)
     plan, claim = PlanFile.read(path).plan, claim_of(path)
     predicted = claim["prediction"]
     n_layers, semantics = len(plan.workload.blocks) - 2, plan.semantics
@@ -53,7 +53,7 @@ def planned(asked: Asked, note: Note) -> None:
     began_s = time.perf_counter()
     batches = batches_of(plan)
     machine: TorchMachine
-    if asked.device == "cuda":
+    if request.device == "cuda":
         machine = CudaMachine(plan, batches, settings)
     else:
         machine = CpuMachine(plan, batches, settings, pin_threads=True)
@@ -62,7 +62,7 @@ def planned(asked: Asked, note: Note) -> None:
     fill_all(machine)
     note("weights", seconds=time.perf_counter() - began_s)
     losses = list[float]()
-    with Execution(plan, machine, asked.case.n_steps, quiet_s=QUIET_S) as steps:
+    with Execution(plan, machine, request.case.n_steps, quiet_s=QUIET_S) as steps:
         for step in steps:
             assert step.result is not None
             losses.append(step.result.loss)
@@ -70,7 +70,7 @@ def planned(asked: Asked, note: Note) -> None:
     timeline = steps.timeline
     times_s = timeline.step_times_s[WARM_UP_STEPS - 1 :]
     step_s = median(times_s)
-    with gzip.open(asked.plans / f"{asked.stage}.spans.json.gz", "wt") as file:  # for `planner.predict.recalibrate`
+    with gzip.open(request.plans / f"{request.stage}.spans.json.gz", "wt") as file:  # for `planner.predict.recalibrate`
         json.dump([astuple(span) for span in timeline.spans], file)
     is_probed, flop = ".probed." in path.name, predicted["model_flop_per_s"] * predicted["step_s"]
     note(
@@ -84,9 +84,9 @@ def planned(asked: Asked, note: Note) -> None:
     )  # fmt: skip
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"a loss is not a number: {losses}")
-    if asked.case.is_profiled:
-        _update_alone(machine, asked.case.n_steps, note)
-        _profiled(machine, asked, note)
+    if request.case.is_profiled:
+        _update_alone(machine, request.case.n_steps, note)
+        _profiled(machine, request, note)
 
 
 def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
@@ -112,13 +112,13 @@ def _update_alone(machine: TorchMachine, step: int, note: Note) -> None:
     note("update alone", busy_s=seconds, n_params=n_params, params_per_s=rate, cores_used=cpu_s / max(sum(busy_s.values()), 1e-9))
 
 
-def _profiled(machine: TorchMachine, asked: Asked, note: Note) -> None:
+def _profiled(machine: TorchMachine, request: Request, note: Note) -> None:
     """Run one more step under torch's profiler, and note the longest kernels."""
-    activity = ProfilerActivity.CUDA if asked.device == "cuda" else ProfilerActivity.CPU
+    activity = ProfilerActivity.CUDA if request.device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
-        execute(machine.plan, machine, 1, asked.case.n_steps + 1, QUIET_S)
+        execute(machine.plan, machine, 1, request.case.n_steps + 1, QUIET_S)
     rows = profiler.key_averages()
-    of_device = "self_device_time_total" if asked.device == "cuda" else "self_cpu_time_total"
+    of_device = "self_device_time_total" if request.device == "cuda" else "self_cpu_time_total"
     longest = sorted(rows, key=lambda row: -getattr(row, of_device))[:PROFILED_ROWS]
     note("profile", total_s=sum(getattr(row, of_device) for row in rows) / 1e6)
     for row in longest:
@@ -188,8 +188,8 @@ def fill(weight: torch.Tensor, pattern: torch.Tensor) -> None:
     if weight.dim() < 2:
         flat.fill_(1.0)
         return
-    for at in range(0, flat.numel(), pattern.numel()):
-        part = flat[at : at + pattern.numel()]
+    for start in range(0, flat.numel(), pattern.numel()):
+        part = flat[start : start + pattern.numel()]
         part.copy_(pattern[: part.numel()])
 
 

@@ -70,8 +70,8 @@ def _copy(row: OpRow, profile: Profile) -> float:
 
 
 def _collective_s(row: OpRow, profile: Profile) -> float:
-    of = COLLECTIVES.get(row.kernel)
-    law = None if of is None or profile.peers is None else profile.peers.collectives.get(of)
+    name = COLLECTIVES.get(row.kernel)
+    law = None if name is None or profile.peers is None else profile.peers.collectives.get(name)
     if law is None:
         raise CannotSayError(f"the profile says nothing of {row.kernel} among devices of one host")
     return law.latency_of(row.sizes["gpus"]) + law.moving_s(row.sizes["gpus"], row.sizes["bytes"])
@@ -106,10 +106,10 @@ def _block_s(row: OpRow, profile: Profile) -> float:
             raise CannotSayError(f"the profile has no rates of norms by {row.kernel}")
         profile = profile.model_copy(update={"device": profile.device.model_copy(update={"norms": {"torch-fused": rates}})})
     cost, block = CostModel(profile), block_of(row)
-    of = replace(ALONE, compute_dtype="fp32" if row.kind == "matmul" and row.dtype == "fp32" else "bf16")
+    semantics = replace(ALONE, compute_dtype="fp32" if row.kind == "matmul" and row.dtype == "fp32" else "bf16")
     if row.kind == "head_forward_backward":
-        return cost.loss_s(block, of)
-    return cost.backward_s(block, of) if row.kind.endswith("_backward") else cost.forward_s(block, of)
+        return cost.loss_s(block, semantics)
+    return cost.backward_s(block, semantics) if row.kind.endswith("_backward") else cost.forward_s(block, semantics)
 
 
 def block_of(row: OpRow) -> Block:
@@ -119,7 +119,7 @@ def block_of(row: OpRow) -> Block:
     tokens, width = d.get("tokens", 0), d.get("width", 0)
     match row.kind.removesuffix("_forward").removesuffix("_backward"):
         case "matmul":
-            return _of(matmuls=(Matmul(d["m"], d["k"], d["n"]),), n_kernels=1)
+            return _block(matmuls=(Matmul(d["m"], d["k"], d["n"]),), n_kernels=1)
         case "rms_norm":
             op_steps.rms_norm(tape, Tensor(tokens * width, BF16, ours=False), width, kernel)
         case "rope":
@@ -138,30 +138,30 @@ def block_of(row: OpRow) -> Block:
             tape.step([Tensor(tokens * width, BF16, ours=False) for _ in range(2)], tokens * width, call=Call.FUSED)
         case "cross_entropy":
             n_bytes = log_softmax_bytes(tokens, d["vocab"])
-            return _of(pointwise_bytes=n_bytes, fused_bytes=n_bytes, n_kernels=2)
+            return _block(pointwise_bytes=n_bytes, fused_bytes=n_bytes, n_kernels=2)
         case "head_forward":  # and backward
             n_bytes, logits = log_softmax_bytes(tokens, d["vocab"]), tokens * d["vocab"]
             matmuls = (Matmul(tokens, width, d["vocab"]),)
-            return _of(matmuls=matmuls, pointwise_bytes=n_bytes + logits * (BF16 + FP32), fused_bytes=n_bytes, n_kernels=4)
+            return _block(matmuls=matmuls, pointwise_bytes=n_bytes + logits * (BF16 + FP32), fused_bytes=n_bytes, n_kernels=4)
         case _:
             raise CannotSayError(f"nothing predicts {row.kind}")
-    return _of(matmuls=tuple(tape.matmuls), **tape.work._asdict())
+    return _block(matmuls=tuple(tape.matmuls), **tape.work._asdict())
 
 
-def _of(**work: Any) -> Block:
+def _block(**work: Any) -> Block:
     return Block("op", BlockKind.LAYER, (), **work)
 
 
 def _in_a_model_s(row: OpRow, profile: Profile, name: str) -> float:
     """Return seconds of a layer, or of a step's compute, without recompute and with the row's kernels."""
-    of, profile = _as_named(row, profile)
-    cost, (embedding, *layers, head) = CostModel(profile), build_workload(read_model(name), of).blocks
-    vocabulary_s = cost.forward_s(embedding, of) + cost.loss_s(head, of)
+    semantics, profile = _as_named(row, profile)
+    cost, (embedding, *layers, head) = CostModel(profile), build_workload(read_model(name), semantics).blocks
+    vocabulary_s = cost.forward_s(embedding, semantics) + cost.loss_s(head, semantics)
     if row.kind.startswith("layer_"):
         way, _, part = row.kind.removeprefix("layer_").partition("_")
-        return _parts_s(cost, layers[0], of, (way,))[part]
-    found = [_parts_s(cost, layer, of, ("forward", "backward")) for layer in layers]
-    whole_s, attention_s = (sum(parts[part] for parts in found) for part in ("", "attention"))
+        return _parts_s(cost, layers[0], semantics, (way,))[part]
+    times = [_parts_s(cost, layer, semantics, ("forward", "backward")) for layer in layers]
+    whole_s, attention_s = (sum(parts[part] for parts in times) for part in ("", "attention"))
     kinds = {"model_attention_step": attention_s, "model_rest_step": whole_s - attention_s + vocabulary_s}
     return kinds.get(row.kind, whole_s + vocabulary_s)
 
@@ -170,22 +170,22 @@ def _as_named(row: OpRow, profile: Profile) -> tuple[Semantics, Profile]:
     """Return the semantics with the kernels named in a row, and the profile with the rates of its attention."""
     kernels: dict[str, Any] = dict.fromkeys(FUSED, "eager") if "eager" in row.kernel else FUSED
     rates, flash = profile.device.attention, any(name in row.kernel for name in ("fa2", "flash", "transformers"))
-    own = next((name for name in ATTENTION_NAMES.values() if name in ("fa3", "cudnn") and name in rates), None)
-    of = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], **kernels)
-    if flash or own is None:
-        return of, profile
+    fastest = next((name for name in ATTENTION_NAMES.values() if name in ("fa3", "cudnn") and name in rates), None)
+    semantics = Semantics(row.sizes["seq"], row.sizes["batch"], row.sizes["batch"], **kernels)
+    if flash or fastest is None:
+        return semantics, profile
     # Plans name the fastest kernel `cudnn`
-    named = rates | {"cudnn": rates["fa3" if "fa3" in row.kernel and "fa3" in rates else own]}
+    named = rates | {"cudnn": rates["fa3" if "fa3" in row.kernel and "fa3" in rates else fastest]}
     device = profile.device.model_copy(update={"attention": named})
-    return replace(of, attention_kernel="cudnn"), profile.model_copy(update={"device": device})
+    return replace(semantics, attention_kernel="cudnn"), profile.model_copy(update={"device": device})
 
 
-def _parts_s(cost: CostModel, layer: Block, of: Semantics, ways: tuple[str, ...]) -> dict[str, float]:
+def _parts_s(cost: CostModel, layer: Block, semantics: Semantics, ways: tuple[str, ...]) -> dict[str, float]:
     """Return seconds of a layer and its parts, by the names in a row's kind."""
 
     def seconds(block: Block) -> float:
-        each = {"forward": cost.forward_s, "backward": cost.backward_s}
-        return sum(each[way](block, of) for way in ways)
+        costs = {"forward": cost.forward_s, "backward": cost.backward_s}
+        return sum(costs[way](block, semantics) for way in ways)
 
-    whole_s, bare_s, products_s = seconds(layer), seconds(replace(layer, attention=None)), seconds(_of(matmuls=layer.matmuls))
+    whole_s, bare_s, products_s = seconds(layer), seconds(replace(layer, attention=None)), seconds(_block(matmuls=layer.matmuls))
     return {"": whole_s, "products": products_s, "attention": whole_s - bare_s, "pointwise": bare_s - products_s}

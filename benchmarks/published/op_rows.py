@@ -91,8 +91,8 @@ class OpRow:
     def shape_class(self) -> str:
         """Part of the shape that assigns the row to fit or test."""
         left_out = CLASS_WITHOUT.get(self.kind, ("tokens",))
-        of = (f"{key}={self.sizes[key]}" for key in KINDS[self.kind].keys if key in self.sizes and key not in left_out)
-        return ";".join(filter(None, (self.model, *of)))
+        sizes = (f"{key}={self.sizes[key]}" for key in KINDS[self.kind].keys if key in self.sizes and key not in left_out)
+        return ";".join(filter(None, (self.model, *sizes)))
 
     @property
     def share(self) -> Literal["fit", "test"]:
@@ -109,7 +109,7 @@ def read_ops(path: str, machines: frozenset[str]) -> list[OpRow]:
         text = read_whole(Path(path), MAX_OPS_FILE_BYTES).decode("utf-8-sig")
         reader = csv.DictReader(StringIO(text, newline=""), strict=True)
         names = list(reader.fieldnames or ())
-        found = [(reader.line_num, fields) for fields in reader]
+        rows = [(reader.line_num, fields) for fields in reader]
     except OSError as error:
         raise PenstockError(f"{where}: cannot be read ({error.strerror}); give a CSV file of measurements") from None
     except (UnicodeDecodeError, csv.Error) as error:
@@ -121,9 +121,9 @@ def read_ops(path: str, machines: frozenset[str]) -> list[OpRow]:
     wrong += [f"column {on_one_line(name, 60)!r} is not known, or there twice" for name in odd]
     if wrong:
         raise PenstockError(f"{where}: {wrong[0]}; the first line is {','.join(COLUMNS)}")
-    if not found:
+    if not rows:
         raise PenstockError(f"{where}: no measurement in it; write a row for each below the header")
-    return [_Reading(fields, f"{where}: row {i} (line {line})", machines).row() for i, (line, fields) in enumerate(found, 1)]
+    return [_Reading(fields, f"{where}: row {i} (line {line})", machines).row() for i, (line, fields) in enumerate(rows, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +143,9 @@ class _Reading:
         if machine not in self.machines:
             self.unknown("machine", machine, sorted(self.machines))
         unit, dtype, trust = self.text("unit"), self.text("dtype"), self.text("trust")
-        for name, said, legal in (("unit", unit, KINDS[kind].units), ("dtype", dtype, DTYPES), ("trust", trust, ("1", "2", "3"))):
-            if said not in legal:
-                self.unknown(name, said, legal)
+        for name, text, legal in (("unit", unit, KINDS[kind].units), ("dtype", dtype, DTYPES), ("trust", trust, ("1", "2", "3"))):
+            if text not in legal:
+                self.unknown(name, text, legal)
         if not re.fullmatch(A_SET, self.text("set")):
             self.fail(f"set {on_one_line(self.text('set'), 60)!r} is no name of a source", "write one word, as `aiconfigurator`")
         if not self.text("where").strip():
@@ -165,11 +165,11 @@ class _Reading:
 
     def shape(self, kind: str) -> tuple[dict[str, int], str | None]:
         """Parse sizes by name, and the model's name if it is a key."""
-        of, sizes, model = KINDS[kind], dict[str, int](), None
+        expected, sizes, model = KINDS[kind], dict[str, int](), None
         for part in filter(None, self.text("shape").split(";")):
             key, sign, value = part.partition("=")
-            if key not in (*of.keys, *of.optional) or not sign:
-                self.unknown("shape key", key, (*of.keys, *of.optional))
+            if key not in (*expected.keys, *expected.optional) or not sign:
+                self.unknown("shape key", key, (*expected.keys, *expected.optional))
             if key == "model":
                 model = value
                 if Path(value).name != value:
@@ -182,9 +182,9 @@ class _Reading:
                 sizes[key] = int(value)
         if sizes.get("causal", 1) > 1:
             self.fail(f"causal is {sizes['causal']}", "write 1, or 0 where nothing is masked")
-        missing = [key for key in of.keys if key not in sizes and not (key == "model" and model)]
+        missing = [key for key in expected.keys if key not in sizes and not (key == "model" and model)]
         if missing:
-            self.fail(f"the shape says no {missing[0]}", f"write {';'.join(f'{key}=...' for key in of.keys)}")
+            self.fail(f"the shape says no {missing[0]}", f"write {';'.join(f'{key}=...' for key in expected.keys)}")
         return sizes, model
 
     def number(self, name: str) -> float:
@@ -203,5 +203,5 @@ class _Reading:
         known = list(legal) if isinstance(legal, Mapping | tuple | list) else []
         self.fail(f"{name} {on_one_line(value, 60)!r} is not known", f"write {' or '.join(known)}")
 
-    def fail(self, what: str, do: str) -> NoReturn:
-        raise PenstockError(f"{self.where}: {what}; {do}")
+    def fail(self, problem: str, do: str) -> NoReturn:
+        raise PenstockError(f"{self.where}: {problem}; {do}")

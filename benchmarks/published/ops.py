@@ -70,7 +70,7 @@ class Errors:
     coverage_fraction: float | None
 
     @staticmethod
-    def of(ops: Iterable[Op]) -> "Errors | None":
+    def from_ops(ops: Iterable[Op]) -> "Errors | None":
         known = [(op.ratio, op.covered) for op in ops if op.ratio is not None]
         if not known:
             return None
@@ -100,16 +100,16 @@ class OpLedger:
 
     def groups(self) -> dict[tuple[str, str, str], list[Op]]:
         """Group ops by machine, kind and kernel. Rows of trust 3 are dropped if the group has others."""
-        found: dict[tuple[str, str, str], list[Op]] = {}
+        result: dict[tuple[str, str, str], list[Op]] = {}
         for op in self.ops:
-            found.setdefault((op.row.machine, op.row.kind, op.row.kernel), []).append(op)
-        return {key: [op for op in ops if op.row.trust < 3] or ops for key, ops in sorted(found.items())}
+            result.setdefault((op.row.machine, op.row.kind, op.row.kernel), []).append(op)
+        return {key: [op for op in ops if op.row.trust < 3] or ops for key, ops in sorted(result.items())}
 
     def to_json(self) -> dict[str, Any]:
         """Return the output of `python -m benchmarks.validate FILE.csv --json`."""
         groups = []
         for (machine, kind, kernel), ops in self.groups().items():
-            errors, n_not = Errors.of(ops), sum(op.predicted is None for op in ops)
+            errors, n_not = Errors.from_ops(ops), sum(op.predicted is None for op in ops)
             named = {"machine": machine, "kind": kind, "kernel": kernel, "n": 0 if errors is None else errors.n}
             fields = ("median_ratio", "median_error_fraction", "p90_error_fraction", "coverage_fraction")
             groups.append(named | {name: getattr(errors, name, None) for name in fields} | {"n_not_predicted": n_not})
@@ -123,7 +123,7 @@ class OpLedger:
         """Format a row per group and a summary for a terminal."""
         lines = [f"{'machine':24} {'kind':24} {'kernel':22} {'n':>4} {'ratio':>6} {'median':>7} {'P90':>7}"]
         for (machine, kind, kernel), ops in self.groups().items():
-            errors = Errors.of(ops)
+            errors = Errors.from_ops(ops)
             head = f"{machine:24} {kind:24} {kernel[:22]:22}"
             if errors is None:
                 lines.append(f"{head} {len(ops):4} not predicted: {ops[0].why_not}")
@@ -136,7 +136,7 @@ class OpLedger:
         """Return a line for all rows and one per share, without rows of trust 3. Rows without a prediction are counted."""
         counted = [op for op in self.ops if op.row.trust < 3]
         shares = {"all": counted} | {share: [op for op in counted if op.row.share == share] for share in ("fit", "test")}
-        lines = [f"{name}: {errors.words()}" for name, ops in shares.items() if (errors := Errors.of(ops))]
+        lines = [f"{name}: {errors.words()}" for name, ops in shares.items() if (errors := Errors.from_ops(ops))]
         n_listed, missing = len(self.ops) - len(counted), sum(op.predicted is None for op in counted)
         lines += [f"listed, not counted: {n_listed} rows of trust 3"] if n_listed else []
         return [*lines, *([f"not predicted: {missing} rows"] if missing else [])]

@@ -241,11 +241,11 @@ class SystemCosts:
         return (BACKWARD_ATTENTION if backward else 1.0) * a.flop / rate
 
     def _pointwise_s(self, block: Block) -> float:
-        left = FUSED_POINTWISE_FRACTION if self.fused else 1.0
+        share = FUSED_POINTWISE_FRACTION if self.fused else 1.0
         n_bytes = block.pointwise_bytes
         if self.boundary_bytes <= CACHE_BYTES and block.matmuls:
             n_bytes = min(n_bytes, WIDE_TRAFFIC * inner_elements(block) * BF16)
-        return left * n_bytes / self._pointwise_bytes_per_s
+        return share * n_bytes / self._pointwise_bytes_per_s
 
     def _dram(self, bytes_per_s: float) -> float:
         return min(bytes_per_s, self.profile.host.dram_bytes_per_s.value)

@@ -68,8 +68,8 @@ def fused_kept_bytes(c: SystemCosts, layer: Block) -> int:
     """Return the saved tensors of a fused layer: inputs and outputs of products, normed queries and keys, rows of the width."""
     outputs = layer.matmuls[: -len(last_products(layer))]
     n_normed = sum(p.name.endswith(HEAD_NORMS) for p in layer.parameters)
-    kept = sum(m.m * m.n * m.count for m in outputs) + inner_elements(layer) + sum(m.m * m.n for m in outputs[:n_normed])
-    return (kept + FUSED_WIDTHS * c.n_tokens * c.width) * BF16
+    saved = sum(m.m * m.n * m.count for m in outputs) + inner_elements(layer) + sum(m.m * m.n for m in outputs[:n_normed])
+    return (saved + FUSED_WIDTHS * c.n_tokens * c.width) * BF16
 
 
 def _gradient_bytes(layer: Block) -> int:
@@ -96,9 +96,9 @@ def zero3_keeps_activations(c: SystemCosts) -> bool:
 
 def _zero3_kept_bytes(c: SystemCosts) -> int:
     logits = c.n_tokens * c.vocab * LOGIT_COPIES_BYTES
-    kept = sum(fused_kept_bytes(c, b) if c.fused else b.kept_bytes for b in c.layers)
+    held = sum(fused_kept_bytes(c, b) if c.fused else b.kept_bytes for b in c.layers)
     return (
-        min(ZERO3_LIVE_ELEMENTS, c.workload.n_params) * BF16 + 2 * table_bytes(c) + kept + len(c.layers) * c.boundary_bytes + logits
+        min(ZERO3_LIVE_ELEMENTS, c.workload.n_params) * BF16 + 2 * table_bytes(c) + held + len(c.layers) * c.boundary_bytes + logits
     )
 
 
@@ -106,10 +106,10 @@ def zero3_device_bytes(c: SystemCosts) -> int:
     if zero3_keeps_activations(c):
         return _zero3_kept_bytes(c)
     layer = max(c.layers, key=lambda b: b.n_params)
-    kept = fused_kept_bytes(c, layer) + _gradient_bytes(layer) if c.fused else layer.transient_bytes
+    saved = fused_kept_bytes(c, layer) + _gradient_bytes(layer) if c.fused else layer.transient_bytes
     logits = FUSED_LOSS_TOKENS * c.vocab * (BF16 + FP32) if c.fused else c.n_tokens * c.vocab * LOGIT_COPIES_BYTES
     held = min(ZERO3_LIVE_ELEMENTS, c.workload.n_params) * BF16 + 2 * table_bytes(c) + len(c.layers) * c.boundary_bytes
-    return held + max(kept, logits)
+    return held + max(saved, logits)
 
 
 def zero3_host_bytes(c: SystemCosts) -> int:

@@ -19,7 +19,7 @@ class Task:
 
     queue: str
     demand: Demand
-    after: tuple[int, ...]
+    dependencies: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -28,9 +28,9 @@ class Program:
 
     tasks: list[Task] = field(default_factory=list)
 
-    def add(self, queue: str, demand: Demand, *after: int | None) -> int:
+    def add(self, queue: str, demand: Demand, *dependencies: int | None) -> int:
         """Issue a task. None in `after` is ignored."""
-        earlier = tuple(sorted({i for i in after if i is not None}))
+        earlier = tuple(sorted({i for i in dependencies if i is not None}))
         assert all(i < len(self.tasks) for i in earlier), "a task can only wait for what was issued before it"
         self.tasks.append(Task(queue, demand, earlier))
         return len(self.tasks) - 1
@@ -40,31 +40,31 @@ def ends_s(tasks: Sequence[Task], region: Region | None) -> list[float]:
     """Return the end time of each task. Without a region, tasks run at full speed."""
     names = sorted({task.queue for task in tasks})
     queues = [[i for i, task in enumerate(tasks) if task.queue == name] for name in names]
-    at = [0] * len(queues)
+    position = [0] * len(queues)
     left_s: list[tuple[float, float] | None] = [None] * len(queues)  # remaining overhead and work of the current task
-    done: list[float | None] = [None] * len(tasks)
+    finished: list[float | None] = [None] * len(tasks)
     now_s = 0.0
     while True:
         for q, queue in enumerate(queues):
-            if left_s[q] is None and at[q] < len(queue):
-                task = tasks[queue[at[q]]]
-                if all(done[i] is not None for i in task.after):
+            if left_s[q] is None and position[q] < len(queue):
+                task = tasks[queue[position[q]]]
+                if all(finished[i] is not None for i in task.dependencies):
                     left_s[q] = (task.demand.overhead_s, task.demand.alone_s)
-        busy = [q for q, left in enumerate(left_s) if left is not None]
+        busy = [q for q, rest in enumerate(left_s) if rest is not None]
         if not busy:
             break
         working = [q for q in busy if left_s[q][0] <= 0.0]  # type: ignore[index]
         speed = dict.fromkeys(busy, 1.0)
         if region is not None and working:
-            uses = tuple(tasks[queues[q][at[q]]].demand.uses for q in working)
+            uses = tuple(tasks[queues[q][position[q]]].demand.uses for q in working)
             speed.update(zip(working, shares(uses, region), strict=True))
         next_s = {q: _stage_s(left_s[q], speed[q]) for q in busy}
         step_s = min(next_s.values())
         now_s += step_s
         for q in busy:
-            left = left_s[q]
-            assert left is not None
-            overhead_s, work_s = left
+            remaining = left_s[q]
+            assert remaining is not None
+            overhead_s, work_s = remaining
             ends = next_s[q] <= step_s * (1 + TIE_FRACTION)
             if overhead_s > 0.0:
                 left_s[q] = (0.0 if ends else overhead_s - step_s, work_s)
@@ -73,14 +73,14 @@ def ends_s(tasks: Sequence[Task], region: Region | None) -> list[float]:
             elif not ends:
                 left_s[q] = (0.0, work_s - step_s * speed[q])
                 continue
-            done[queues[q][at[q]]] = now_s
+            finished[queues[q][position[q]]] = now_s
             left_s[q] = None
-            at[q] += 1
-    assert all(end is not None for end in done), "a queue waits for a task that waits for it"
-    return [end for end in done if end is not None]
+            position[q] += 1
+    assert all(end is not None for end in finished), "a queue waits for a task that waits for it"
+    return [end for end in finished if end is not None]
 
 
-def _stage_s(left: tuple[float, float] | None, speed: float) -> float:
-    assert left is not None
-    overhead_s, work_s = left
+def _stage_s(remaining: tuple[float, float] | None, speed: float) -> float:
+    assert remaining is not None
+    overhead_s, work_s = remaining
     return overhead_s if overhead_s > 0.0 else work_s / speed

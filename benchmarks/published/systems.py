@@ -101,9 +101,9 @@ class MegaTrain:
         self.computed: int | None = None  # device's last task
         self.added: list[int] = []  # tasks of the gradient threads
 
-    def task(self, queue: str, demand: Demand, *after: int | None) -> int:
+    def task(self, queue: str, demand: Demand, *dependencies: int | None) -> int:
         turns = self.c.one_pool and queue in ("main", "h2d", "d2h")
-        n = self.program.add("gpu" if turns else queue, demand, *after)
+        n = self.program.add("gpu" if turns else queue, demand, *dependencies)
         if queue == "main":
             self.main = n
         return n
@@ -135,10 +135,10 @@ class MegaTrain:
     def collect(self, n_bytes: int, n_tensors: int, slab_of: int | None) -> int:
         """Offload gradients tensor by tensor. A thread accumulates them, which frees their slab."""
         issued = self.task("main", self.c.issue(n_tensors), slab_of)
-        left = self.task("d2h", self.c.copy("d2h", n_bytes, n_tensors), self.computed, issued)
+        offloaded = self.task("d2h", self.c.copy("d2h", n_bytes, n_tensors), self.computed, issued)
         queue = f"worker {len(self.added) % self.n_workers}"
-        self.added.append(self.task(queue, self.c.add(n_bytes, first_touch=self.run.updates), left))
-        return left
+        self.added.append(self.task(queue, self.c.add(n_bytes, first_touch=self.run.updates), offloaded))
+        return offloaded
 
     def forward(self) -> int:
         layers = self.c.layers
@@ -170,8 +170,8 @@ class MegaTrain:
                 layer, buffer = layers[i], i % self.n_buffers
                 self.load(layer, buffer)
                 self.compute(layer, buffer, with_backward=True)
-                taken = slabs[-self.n_slabs] if len(slabs) >= self.n_slabs else None
-                self.template_free[buffer] = self.collect(layer.n_params * BF16, len(layer.parameters), taken)
+                slab = slabs[-self.n_slabs] if len(slabs) >= self.n_slabs else None
+                self.template_free[buffer] = self.collect(layer.n_params * BF16, len(layer.parameters), slab)
                 slabs.append(self.added[-1])
 
     @property
@@ -229,9 +229,9 @@ def _slideformer(c: SystemCosts) -> tuple[dict[str, float], int, int]:
     def upload(n_elements: int) -> int:
         return p.add("h2d", c.convert_and_copy(n_elements), computed[-N_SLIDE_SLOTS] if len(computed) >= N_SLIDE_SLOTS else None)
 
-    def update(n_params: int, after: int) -> None:
-        left = p.add("d2h", c.copy("d2h", n_params * BF16), after)
-        p.add("optimizer", c.update(n_params, SLIDEFORMER_UPDATE_BYTES), left)
+    def update(n_params: int, dependency: int) -> None:
+        offloaded = p.add("d2h", c.copy("d2h", n_params * BF16), dependency)
+        p.add("optimizer", c.update(n_params, SLIDEFORMER_UPDATE_BYTES), offloaded)
 
     for layer in c.layers:
         ready = upload(layer.n_params)
@@ -256,10 +256,10 @@ def _slideformer(c: SystemCosts) -> tuple[dict[str, float], int, int]:
 
 def _zero3(c: SystemCosts) -> tuple[dict[str, float], int, int]:
     """Return phases in sequence: a layer exceeds the prefetch bucket, gradients use pageable memory, then the optimizer."""
-    kept = memory.zero3_keeps_activations(c)
+    saves_all = memory.zero3_keeps_activations(c)
     uploads_s = sum(c.copy("h2d", b.n_params * BF16, len(b.parameters)).uncontended_s for b in c.workload.blocks)
     forward_s = sum(c.forward(b).uncontended_s for b in c.layers)
-    recompute_s = 0.0 if kept else forward_s
+    recompute_s = 0.0 if saves_all else forward_s
     backward_s = sum(c.backward(b).uncontended_s for b in c.layers) + c.embedding_backward().uncontended_s
     loss_s = c.loss().uncontended_s
     offload_s = c.pageable_s("d2h", c.workload.n_params * BF16)

@@ -91,8 +91,8 @@ class Ledger:
 
     def errors(self, key: str = STEP) -> list[float]:
         """Return absolute errors of the step, or of one measured quantity, in ascending order."""
-        found = [row.error_fraction if key == STEP else row.error_of(key) for row in self.rows]
-        return sorted(abs(e) for e in found if e is not None)
+        values = [row.error_fraction if key == STEP else row.error_of(key) for row in self.rows]
+        return sorted(abs(e) for e in values if e is not None)
 
     def median(self, key: str = STEP) -> float | None:
         errors = self.errors(key)
@@ -171,10 +171,10 @@ def quantile(ascending: list[float], share: float) -> float | None:
     """Interpolate linearly."""
     if not ascending:
         return None
-    at = share * (len(ascending) - 1)
-    low = int(at)
+    position = share * (len(ascending) - 1)
+    low = int(position)
     high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (at - low) * (ascending[high] - ascending[low])
+    return ascending[low] + (position - low) * (ascending[high] - ascending[low])
 
 
 def validate_file(path: str) -> Ledger:
@@ -202,9 +202,9 @@ def with_intervals(ledger: Ledger, runs: Sequence[PublishedRun]) -> Ledger:
     variance = [0.0] * len(runs)
     for software, profile_of in _doubts():
         for i, (row, moved) in enumerate(zip(ledger.rows, validate(runs, software, profile_of).rows, strict=True)):
-            before, after = row.step_s, moved.step_s
-            if before is not None and after is not None:
-                variance[i] += math.log(after / before) ** 2
+            base, slower = row.step_s, moved.step_s
+            if base is not None and slower is not None:
+                variance[i] += math.log(slower / base) ** 2
     return Ledger(
         tuple(
             row
@@ -270,12 +270,12 @@ def read_runs(path: str) -> list[PublishedRun]:
     runs = fields.get("runs") if isinstance(fields, dict) else fields
     if not isinstance(runs, list) or not runs:
         raise PenstockError(f'{_plain(path)}: no runs in it; write {{"runs": [{{"id": ..., "system": ..., ...}}]}}')
-    found = [_published(fields, f"{_plain(path)}: run {i}") for i, fields in enumerate(runs)]
-    counts = Counter(run.name for run in found)
+    published = [_published(fields, f"{_plain(path)}: run {i}") for i, fields in enumerate(runs)]
+    counts = Counter(run.name for run in published)
     twice = next((name for name, n in counts.items() if n > 1), None)
     if twice is not None:
         raise PenstockError(f"{_plain(path)}: two runs have the id {twice!r}; give each its own")
-    return found
+    return published
 
 
 def _published(fields: Any, where: str) -> PublishedRun:
