@@ -82,7 +82,7 @@ class ChatTemplate:
         text, _ = self._text(chat.messages[: i + 1], chat.tools, where)
         if (span := self._span(chat, i, text, where)) is None:
             problem = f"the model's chat template writes message {i} differently from how it prompts for it"
-            raise DataError(f"{where}: {problem}; mark what is learned with {{% generation %}} in it")
+            raise DataError(f"{where}: {problem}; mark the learned parts with {{% generation %}} in it")
         return text, [self._without_line_feed(text, span)]
 
     def _span(self, chat: Chat, i: int, text: str, where: str, prompt: bool = True) -> Span | None:
@@ -111,7 +111,7 @@ class ChatTemplate:
                 **library.special_tokens_map,
             )
         except Exception as error:  # templates can raise any exception
-            raise DataError(f"{where}: the model's chat template does not take it ({reason_of(error)})") from None
+            raise DataError(f"{where}: the model's chat template rejects it ({reason_of(error)})") from None
         (text,), spans = rendered
         return text, spans[0] if marks else None
 

@@ -108,7 +108,7 @@ def reader_of(
         raise DataError(f"the end token {tokenizer.end_id} is outside the model's {vocab_size} token ids; {advice}")
     columns = settings.columns or {}
     if unknown := [name for name in columns if name not in COLUMNS]:
-        raise DataError(f"--columns {unknown[0][:40]}=...: no such column; there are {', '.join(COLUMNS)}")
+        raise DataError(f"--columns {unknown[0][:40]}=...: no such column; choose from {', '.join(COLUMNS)}")
     if doubled := [name for name, n in Counter(columns.values()).items() if n > 1]:
         raise DataError(f"--columns ...={doubled[0][:40]}: the column would be read twice; name it once")
     files = find_files(Path(settings.path or ""), run, settings.split, preferred)

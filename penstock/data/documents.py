@@ -87,7 +87,7 @@ class Reader:
         except BaseException as error:
             if not is_of_library(error):
                 raise
-            advice = "write it as UTF-8, with a tokenizer that knows its letters"
+            advice = "write it as UTF-8, and use a tokenizer with its letters"
             where = self.files.where(*places[0])
             raise DataError(f"{where}: its text, or one soon after it, has no tokens ({reason_of(error)}); {advice}") from None
         encoded_documents = [
@@ -193,7 +193,7 @@ class Documents:
         if n <= share * self.n_rows * (1 + 1e-9):
             return
         least = math.ceil(1000 * n / self.n_rows) / 10
-        how = f", or leave out as many with --bad-rows {least:g}%" if n < self.n_rows else ""
+        how = f", or skip them with --bad-rows {least:g}%" if n < self.n_rows else ""
         error = DataError(f"{bad[0]} ({n:,} of {self.n_rows:,} rows are bad; mend them{how})")
         for line in [*bad[1:MOST_SHOWN], f"and {n - MOST_SHOWN:,} more"][: n - 1]:
             error.add_note(line)

@@ -122,7 +122,7 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
         for file in (Path(folder, name) for name in (*folders, *names) if not name.startswith(".")):
             target = Path(os.path.realpath(file))
             if not target.is_relative_to(root):
-                advice = "copy what it leads to, or give that a --data of its own"
+                advice = "copy its target, or give the target a --data of its own"
                 raise DataError(f"{file}: a link out of the folder, which is not followed; {advice}")
             if target.is_file():  # no sockets, pipes, broken or circular links
                 files.append(DataFile(file, str(file.relative_to(path)), kind_of(file)))

@@ -116,7 +116,7 @@ def pair(value: object, where: str) -> tuple[Chat | Completion, Chat | Completio
         if not isinstance(prompt, kind):  # the prompt is inside both, or repeated as text
             n = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
             if 0 < n == min(len(chosen), len(rejected)) != max(len(chosen), len(rejected)):
-                raise ValueError('one of chosen and rejected begins with the other, which tells no prompt; give it as "prompt"')
+                raise ValueError('one of chosen and rejected begins with the other, so the prompt is unknown; give it as "prompt"')
             n -= kind is str and chosen[:n].endswith(" ")  # tokenizers attach a space to the next word
             prompt, chosen, rejected = chosen[:n], chosen[n:], rejected[n:]
         if not (prompt.strip() if isinstance(prompt, str) else prompt):
@@ -171,7 +171,7 @@ def rollouts(row: object, n_ids: int, where: str) -> list[Rollout]:
                 raise ValueError('"logprobs" above 0')
         for i in [*prompt, *(i for ids in completions for i in ids)]:
             if type(i) is not int or not 0 <= i < n_ids:
-                raise ValueError(f"a token {str(i)[:20]}, and the model knows 0 to {n_ids - 1}")
+                raise ValueError(f"a token {str(i)[:20]}; the model has ids 0 to {n_ids - 1}")
         if not prompt:
             raise ValueError('an empty "prompt_ids"')
         return [(prompt, ids, float(a), of_ids) for ids, a, of_ids in zip(completions, numbers, logps, strict=True)]
@@ -200,7 +200,7 @@ def not_understood(where: str, columns: Collection[str]) -> DataError:
         return DataError(f"{where}: chosen and rejected are preferences: plan with --loss dpo, or another loss of pairs; {advice}")
     read = " | ".join(", ".join(needed) for needed, _ in _FORMATS.values())
     advice = "name yours with --columns prompt=COLUMN, or in data.columns"
-    return DataError(f"{where}: its columns are {shown(columns)}; what is read: {read}; {advice}")
+    return DataError(f"{where}: its columns are {shown(columns)}; supported: {read}; {advice}")
 
 
 def _read(row: Row, format: str) -> Chat | Completion:
@@ -215,7 +215,7 @@ def _read(row: Row, format: str) -> Chat | Completion:
             n_before = len(messages) - len(row["completion"])
         case "prompt-completion":
             if system:
-                raise ValueError('"system" besides "prompt", which is all that comes before the completion; put it there')
+                raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
             return Completion(_value(row, "prompt", str), _value(row, "completion", str))
         case "messages":
             messages = _value(row, "messages", list)
@@ -232,7 +232,7 @@ def _read(row: Row, format: str) -> Chat | Completion:
 def _half(row: Row, prompt: Any, answer: Any, name: str) -> Chat | Completion:
     if isinstance(answer, str):
         if row.get("system"):
-            raise ValueError('"system" besides "prompt", which is all that comes before an answer; put it there')
+            raise ValueError('"system" next to a text "prompt"; put it at the start of the prompt')
         item: Chat | Completion = Completion(prompt, answer)
         is_empty = not answer.strip()
     else:
@@ -261,14 +261,14 @@ def _chat(messages: list[Any], row: Row, n_before: int) -> Chat:
         if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
             raise ValueError(f'message {i} has a "weight" that is neither 0 nor 1')
         if weight == 1 and parsed[i]["role"] != "assistant":
-            raise ValueError(f'message {i} has "weight" 1 and is not the assistant\'s, whose alone are learned')
+            raise ValueError(f'message {i} has "weight" 1 and is not the assistant\'s; only those are learned')
     return Chat(tuple(parsed), _tools(row), frozenset(i for i, weight in enumerate(weights) if i < n_before or weight == 0))
 
 
 def _turn(turn: Any, i: int) -> Message:
     if not isinstance(turn, dict) or turn.get("from") not in list(_ROLES):
         if isinstance(turn, dict) and turn.get("from") == "function_call":
-            raise ValueError(f'turn {i} is a "function_call": write it as "messages", whose assistant has "tool_calls"')
+            raise ValueError(f'turn {i} is a "function_call": write it as "messages" with "tool_calls" of the assistant')
         raise ValueError(f'turn {i} is not "from" one of {", ".join(_ROLES)}; if it has a "role": --columns messages=conversations')
     return {"role": _ROLES[turn["from"]], "content": turn.get("value"), "weight": turn.get("weight")}
 

@@ -143,7 +143,7 @@ class MapStyleData:
                 lines[f"bad rows{suffix}"] = f"{len(part.documents.problems):,} of {part.documents.n_rows:,}, left out: {first}"
             if dropped := part.documents.dropped:
                 roles = ", ".join(f"{role} (in {n:,} rows)" for role, n in sorted(dropped.items()))
-                lines[f"warning, roles{suffix}"] = f"the model's chat template drops what {roles} say; call them system or user"
+                lines[f"warning, roles{suffix}"] = f"the model's chat template drops messages of {roles}; call them system or user"
             cut += [f"data{suffix}"] if part.counts["cut"] > MANY * part.counts["documents"] else []
         if (n_rows := self.n_sequences * self.rows_each) < self.batch_size:
             few = f"a step of {self.batch_size:,} sequences trains on some of these {n_rows:,} more than once"

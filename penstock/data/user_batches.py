@@ -56,7 +56,7 @@ class UserBatches:
                 raise DataError(f"{problem}; this plan takes {shape} torch.int64, sequences by tokens")
             if not ((ids == least) | (ids >= 0) & (ids <= last)).all():
                 span = f"from {int(ids.min())} to {int(ids.max())}"
-                raise DataError(f"the {name} of step {step} go {span}; the model knows 0 to {last}")
+                raise DataError(f"the {name} of step {step} go {span}; the model has ids 0 to {last}")
         extras, shapes = batch.extras, (shape[:1],) if self.objective.of is not Of.TOKENS else (shape[:1], shape)
         # For a built-in loss, one number per sequence would be mistaken for one per token.
         of_tokens = () if self.objective.sha256 is not None else ("old", "reference")
@@ -68,7 +68,7 @@ class UserBatches:
             if not isinstance(value, torch.Tensor) or tuple(value.shape) not in accepted:
                 problem = "none" if value is None else f"one of {tuple(getattr(value, 'shape', ()))}"
                 wanted = " or ".join(map(str, accepted))
-                raise DataError(f"the plan's loss asks for extras[{name!r}] of {wanted}, and step {step} brings {problem}")
+                raise DataError(f"the plan's loss requires extras[{name!r}] of {wanted}, and step {step} has {problem}")
         batch = replace(batch, n_answers=None, extras={name: extras[name] for name in self.objective.extras})
         if batch.document_tokens is None:
             return batch

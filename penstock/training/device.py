@@ -61,6 +61,6 @@ def refuse_what_does_not_fit(plan: Plan, device: str, requested: str, n_ranks_he
 
 
 def _does_not_fit(need: str, flag: str, short_device_bytes: int, short_host_bytes: int) -> DoesNotFitError:
-    remedy = f"plan again for what is free, with {flag}, which names a smaller job where none fits; or run it on a larger machine"
+    remedy = f"plan again for the free memory, with {flag} (it names a smaller job if none fits); or run it on a larger machine"
     message = f"the plan needs {need}, {show_bytes(short_device_bytes + short_host_bytes)} more than are free; {remedy}"
     return DoesNotFitError(message, short_device_bytes, short_host_bytes, remedy)

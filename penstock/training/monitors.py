@@ -128,4 +128,4 @@ class Monitors:
                 work(name)
             except Exception as error:  # a client may raise anything; the run must continue
                 self._open.pop(name, None)
-                self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run goes on without it")
+                self._say(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}; the run continues without it")

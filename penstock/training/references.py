@@ -40,8 +40,8 @@ _DECIDE = ("compute_dtype", "base", *_KERNELS)
 _HOW = "make it with `penstock forward PLAN --data DATA --out FILE`, of the model that the run begins with"
 _HOW_TEACHER = "make it with `penstock forward PLAN --data DATA --out FILE`, of the teacher's PLAN with this --loss and --seq-len"
 _ODD = {
-    "tokenizer": "of another tokenizer, or chat template, than this model's, which would read other tokens",
-    "sequences": "of this data in other sequences: another --seq-len, --packing or --seed",
+    "tokenizer": "made with another tokenizer or chat template than this model's, so that tokens differ",
+    "sequences": "made from other sequences of this data: another --seq-len, --packing or --seed",
 }
 DIGEST, PIECE = "sha256", 2**24  # name of the checksum tensor; elements hashed at a time
 
@@ -213,7 +213,7 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: M
     if checksum.digest() != digest.numpy().tobytes():
         raise CheckpointError(f"{path}: damaged, its bytes are not those that were written; {how}")
     if largest >= (n_ids := plan.workload.blocks[0].parameters[0].shape[0]):
-        raise CheckpointError(f"{path}: the teacher says id {largest}, and this model has {n_ids} ids; distil into one that has it")
+        raise CheckpointError(f"{path}: the teacher has id {largest}, and this model has {n_ids} ids; distil into one that has it")
 
 
 def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
@@ -224,7 +224,7 @@ def mapped(objective: Objective, data: RunData, held_out: RunData | None = None)
     for missing in (name for name in objective.extras if name not in available):
         if any(isinstance(source, MapStyleData | Stream) for source in used):
             raise DataError(
-                f"the plan's loss asks batches for {missing!r}, which no file brings; give `train` an object with batch(step)"
+                f"the plan's loss requires {missing!r}, which no file provides; give `train` an object with batch(step)"
             )
     if from_file and isinstance(data, Stream):
         raise DataError("a loss that has a reference takes data that is read before training; leave out --streaming")

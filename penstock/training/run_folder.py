@@ -142,7 +142,7 @@ def _named(out: Path, name: str) -> Path:
     elsewhere = Path(name)
     if not name or not elsewhere.is_dir():
         names = ", ".join(path.name for _, path in whole(out)) or "none"
-        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; there are: {names}")
+        raise CheckpointError(f"{out}: no checkpoint {name!r} in it; it holds: {names}")
     if (last := latest(out)) is not None and elsewhere.resolve().parent != out.resolve():
         raise CheckpointError(f"{out}: holds {last.name} of another run than {elsewhere}; choose another --out")
     return elsewhere

@@ -84,7 +84,7 @@ class Session:
     @property
     def rates(self) -> Rates:
         """Hyperparameters of each step, which a turn may change."""
-        assert isinstance(self.store.settings, Rates), "what opens a session makes them"
+        assert isinstance(self.store.settings, Rates), "set by open_session"
         return self.store.settings
 
     @property
@@ -251,7 +251,7 @@ def _real(
         if (converted := refuse_another(state, session.identity, converts)) is not None:
             say(converted)
     elif weights is None:
-        say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model knows nothing at its first step")
+        say("RANDOM WEIGHTS: trained from scratch (--from-scratch); the model is untrained at its first step")
     fill(store, settings, data, weights, state, report)
     if ranks is not None:
         report("waiting for all ranks")
@@ -351,7 +351,7 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
     if settings.steps is not None:
         return settings.steps
     if data.n_steps is None:
-        raise RunConfigError("how long streamed data is shows only at its end: say how many --steps to take")
+        raise RunConfigError("the length of streamed data is unknown: give --steps")
     return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
 

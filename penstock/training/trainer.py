@@ -316,7 +316,7 @@ class Turn:
     def save(self) -> Path:
         """Write a checkpoint and return its folder. It is not removed later, unless `checkpoint.keep` sets a limit."""
         session = self._session
-        assert self._saver is not None, "what saves has one"
+        assert self._saver is not None, "a session that saves has a saver"
         self._saver.save(self.step, stays=True)
         return session.folder / f"checkpoint-{self.step}"
 
@@ -355,6 +355,6 @@ def device_memory_named() -> Iterator[None]:
             raise
         place, reason = str(error).partition(" failed: ")[0], (str(error.__cause__).splitlines() or ["no memory"])[0][:200]
         raise DeviceMemoryError(
-            f"{place}: the device is out of memory ({reason}); free what other processes hold of it, or plan again for less with "
+            f"{place}: the device is out of memory ({reason}); free memory of other processes, or plan again for less with "
             "--device-memory, and go on with --resume"
         ) from error

@@ -142,7 +142,7 @@ def test_a_command_goes_on_with_a_programs_run(home: Path) -> None:
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        (Batches(300), "the model knows 0 to 271"),
+        (Batches(300), "the model has ids 0 to 271"),
         (type("Short", (), {"batch": lambda self, step: (torch.zeros(4, 8).long(),) * 2})(), r"are \(4, 8\) torch.int64"),
         (Batches(documents=((5, 5),) * 4), r"have \[10, 10, 10, 10\] tokens"),
         (type("Texts", (), {"batch": lambda self, step: ["a", "b"]})(), "gave a list; give a Batch, or input ids and targets"),

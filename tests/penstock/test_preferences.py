@@ -230,7 +230,7 @@ def test_a_run_of_rollouts_keeps_to_its_reference(home):
         (rollouts_of, GROUP | {"logprobs": [[-0.5], [-0.25, -2]]}, 'not one of "logprobs" for each'),
         (rollouts_of, GROUP | {"logprobs": [[-0.5], [-0.25, -2, 3]]}, '"logprobs" above 0'),
         (rollouts_of, GROUP | {"rewards": [0, float("nan")]}, '"rewards" that are no finite numbers'),
-        (rollouts_of, GROUP | {"completion_ids": [[1], [2, 3, 300]]}, "a token 300, and the model knows 0 to 299"),
+        (rollouts_of, GROUP | {"completion_ids": [[1], [2, 3, 300]]}, "a token 300; the model has ids 0 to 299"),
         (rollouts_of, GROUP | {"completion_ids": [[], [2, 3, 4]], "logprobs": [[], [-1, -1, -1]]}, "a completion that is empty"),
         (rollouts_of, GROUP | {"prompt_ids": []}, 'an empty "prompt_ids"'),
         (rollouts_of, GROUP | {"prompt_ids": "tea"}, 'no list under "prompt_ids"'),
@@ -412,9 +412,9 @@ def test_batches_bring_what_the_loss_asks_and_keep_no_more():
         SimpleNamespace(batch=lambda step: Batch(ids, ids, extras=extras)), 8, 2, 96, objective=parse_objective(loss)
     ).batch(0)
     assert given(reference=torch.zeros(2), more=torch.zeros(())).extras.keys() == {"reference"}
-    with pytest.raises(DataError, match=r"asks for extras\['reference'\] of \(2,\), and step 0 brings one of \(2, 8\)"):
+    with pytest.raises(DataError, match=r"requires extras\['reference'\] of \(2,\), and step 0 has one of \(2, 8\)"):
         given(reference=torch.zeros(2, 8))
-    with pytest.raises(DataError, match=r"asks for extras\['old'\] of \(2, 8\), and step 0 brings one of \(2,\)"):
+    with pytest.raises(DataError, match=r"requires extras\['old'\] of \(2, 8\), and step 0 has one of \(2,\)"):
         given("grpo", advantage=torch.zeros(2), old=torch.zeros(2))
 
 
@@ -447,7 +447,7 @@ def test_a_loss_of_ones_own_gets_what_ones_own_batches_bring(home):
     first, *_, last = (step.loss for step in done.metrics)
     assert last < first - 0.1
     Rollouts.extras = ("advantage",)
-    with pytest.raises(DataError, match=r"asks for extras\['sampled'\] of \(8,\) or \(8, 32\), and step 0 brings none"):
+    with pytest.raises(DataError, match=r"requires extras\['sampled'\] of \(8,\) or \(8, 32\), and step 0 has none"):
         penstock.train(found, Rollouts(), out=home / "lacking", steps=1, **how)
-    with pytest.raises(DataError, match="asks batches for 'advantage', which no file brings"):
+    with pytest.raises(DataError, match="requires 'advantage', which no file provides"):
         penstock.train(found, home / "data", out=home / "files", steps=1, settings={"tokenizer": "bytes"}, **how)

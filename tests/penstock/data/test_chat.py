@@ -188,7 +188,7 @@ def test_what_a_template_refuses_is_named_with_its_place(talker):
     ],
 )
 def test_a_template_that_fails_or_leaves_its_sandbox_is_one_line(tmp_path, source):
-    with pytest.raises(DataError, match=r"^data\.jsonl:7: the model's chat template does not take it") as caught:
+    with pytest.raises(DataError, match=r"^data\.jsonl:7: the model's chat template rejects it") as caught:
         talker_in(tmp_path, "chatml", source).encode(TALK)
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 300

@@ -100,7 +100,7 @@ def test_columns_are_taken_for_what_the_user_says(tmp_path, name):
     found = read(tmp_path / name, columns={"question": "q", "answer": "a"})
     assert tokens_of(found) == tokens_of(read(write_lines(tmp_path / "lines.jsonl", ROWS)))
     assert "no column 'nix', which --columns names; its columns are " in refused(path, columns={"text": "nix"})
-    assert "--columns response=...: no such column; there are messages, " in refused(path, columns={"response": "a"})
+    assert "--columns response=...: no such column; choose from messages, " in refused(path, columns={"response": "a"})
     assert "--columns ...=a: the column would be read twice" in refused(path, columns={"question": "a", "answer": "a"})
 
 
@@ -135,7 +135,7 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path, target):
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "elsewhere").mkdir()
     (path / "link.jsonl").symlink_to(tmp_path / target)
-    assert "link.jsonl: a link out of the folder, which is not followed; copy what it leads to" in refused(path)
+    assert "link.jsonl: a link out of the folder, which is not followed; copy its target" in refused(path)
 
 
 def test_texts_of_a_set_of_chats_are_left_out_and_counted(tmp_path):
