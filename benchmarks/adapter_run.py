@@ -130,20 +130,20 @@ def main() -> None:
         body = list(measured(home))
     finally:
         shutil.rmtree(home)
-    print(f"""# Does a run with adapters take as long as predicted, and do they become a model?
+    print(f"""# Measured runs with adapters: step time, resume, merge
 
 Made with `python -m benchmarks.adapter_run`, torch {torch.__version__}, transformers {transformers.__version__}, Python
 {platform.python_version()}, on a shared machine of two cores. The demo's model with weights of its own, in steps of {BATCH_SIZE}
-sequences of {SEQ_LEN} tokens, with a device memory of half of what training all of it takes. Predicted from a profile probed just
-before; measured: the median of {N_STEPS - WARM_UP_STEPS} steps. A step of everything is the first row's: what a shared machine
-takes longer for all of them is not in that ratio.
+sequences of {SEQ_LEN} tokens, with half of the device memory of full training. Predicted from a profile probed just
+before; measured: the median of {N_STEPS - WARM_UP_STEPS} steps. A step of everything is the first row's. A slowdown
+of the shared machine cancels in that ratio.
 """)
     print("\n".join(body))
     print("""
-## What it does not show
+## Limits
 
-A GPU: there frozen weights are unpacked by kernels whose traffic is counted and not measured, and what is trained on the device
-spares a link that a CPU has not got.""")
+No GPU: there, frozen weights are unpacked by kernels with a predicted traffic, and training on the device saves transfers over a
+link that a CPU does not have.""")
 
 
 if __name__ == "__main__":

@@ -161,28 +161,28 @@ def section() -> Iterator[str]:
     yield """
 ## Adapters
 
-Runs of other systems with adapters beside a frozen base that streams (`benchmarks/published_adapters.json`), and our plan of the
-same step on the same machine, with adapters of rank 16 beside every projection of attention, and of MLPs without experts. Another
-system is no prediction of it: a ratio far from one says that somebody does something else, not who is right. Soup computes one
-sequence of 512 tokens at a time, so a step of ours is that, too. Where nothing is published, or of a card without a profile, a row
-shows how fast ours would be in as much of a device's memory: Soup's 8B in 3.45 GB of an RTX 3050 (122.5 tokens/s there), and the
+Runs of other systems with adapters and a streamed frozen base (`benchmarks/published_adapters.json`), and our plan of the
+same step on the same machine, with adapters of rank 16 at every projection of attention, and of MLPs without experts. The plan
+does not predict another system: a ratio far from one shows different methods, not an error. Soup computes one sequence of
+512 tokens at a time, and so does our plan. If nothing is published, or the card has no profile, the row is the speed of our plan in
+the same amount of device memory: Soup's 8B in 3.45 GB of an RTX 3050 (122.5 tokens/s there), and the
 30B-A3B of Axolotl's pull request in about 7 GB of an RTX A2000. Device and host are of one GPU; all share one copy of the base.
-Of the 14 s of our 30B-A3B on the RTX 5090 21 % are recompute and 27 % what eager modules do, most of it to the rows of experts;
-without both it would do 9,000 tokens/s. How much of either FlexTrain's step has is not said.
+Of the 14 s of our 30B-A3B on the RTX 5090 21 % are recompute and 27 % eager modules, most of it on the rows of experts;
+without both it would reach 9,000 tokens/s. The same shares of FlexTrain's step are not published.
 """
     yield from published_rows()
     yield f"""
 Memory of DPO of Qwen2.5-7B by LoRA, as the data set `odyn-network/benchmark-finetune-dpo-v1` has it: {DPO_BYTES / GB:.2f} GB of a
-GPU, and {DPO_BEFORE_BYTES / GB:.2f} GB where the reference was computed before. Neither rank, length, batch nor what was recomputed
-is said. With all on the device, rank 16 and a pair at a time we count, with all layers recomputed and with none, and without the
-process's own memory:
+GPU, and {DPO_BEFORE_BYTES / GB:.2f} GB where the reference was computed before. Rank, length, batch and recompute
+are not published. With all on the device, rank 16 and a pair at a time we count, with all layers recomputed and with none, and
+without the process's own memory:
 
 | tokens of a sequence | all recomputed | nothing recomputed | 19.08 GB between |
 |---:|---:|---:|---|"""
     yield from dpo_rows()
     yield """
-The published figure is possible, which confirms little. What a reference computed before adds is nothing here, so the second one,
-another program's, is missed."""
+The published figure is possible, which confirms little. A precomputed reference adds nothing here, so the second figure,
+from another program, is missed."""
 
 
 def dpo_rows() -> Iterator[str]:
@@ -204,12 +204,11 @@ def main() -> None:
     for i, cell in enumerate(CELLS, start=1):
         print(f"{i} of {len(CELLS)}: {cell.model} on {cell.machine}", file=sys.stderr, flush=True)
         rows.append(row(cell))
-    print(f"""# What does it take to train adapters beside a model that does not fit?
+    print(f"""# Predicted cost of adapters for models that do not fit their GPU
 
 {"".join((__doc__ or "").partition("Each cell")[1:]).strip()}
 
-"Updated" says where the adapters' AdamW runs; the plan chooses. "All trained": tokens/s with as much host memory as that takes, up
-to 4 TB.
+"Updated": where the plan runs the adapters' AdamW. "All trained": tokens/s with sufficient host memory, up to 4 TB.
 
 | model | machine | tokens a step | base | step | tokens/s | gap | binding | updated | device | host | all trained | times |
 |---|---|---:|---|---:|---:|---:|---|---|---:|---:|---|---:|""")

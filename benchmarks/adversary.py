@@ -122,10 +122,10 @@ def page(tally: Tally, n_cells: int) -> Iterator[str]:
     """Yield the tally in markdown."""
     broken = [message for row in tally.rows.values() for message in row.broken]
     tight = [row for row in tally.rows.values() if row.n_near]
-    yield f"{n_cells} cells, in {tally.n_empty} of which nothing drawn fits; {tally.n_cases} cases; {len(broken)} below a bound.\n"
+    yield f"{n_cells} cells, {tally.n_empty} without a fitting policy; {tally.n_cases} cases; {len(broken)} below a bound.\n"
     yield from (f"- WRONG: {message}" for message in broken)
     yield f"{len(tight)} of {len(tally.rows)} planted faults are caught: a bound, in one situation, {FAULT_FRACTION:.0%} higher.\n"
-    yield "| what is hard | cases | bounds | below | a fault is caught by | nearest step above |\n|---|---:|---:|---:|---:|---:|"
+    yield "| hard feature | cases | bounds | below | a fault is caught by | nearest step above |\n|---|---:|---:|---:|---:|---:|"
     for name, row in sorted(tally.kinds.items()):
         counts = f"{tally.n_of_kind[name]} | {row.n_cases} | {len(row.broken)} | {row.n_near}"
         yield f"| {name} | {counts} | {row.tightest_fraction:.2%} |"

@@ -31,7 +31,7 @@ def main() -> None:
     for problem in results.condemned:
         print(f"- WRONG: {problem}")
     print(f"\nTime of one check, median of {N_RUNS} (spread: slowest over fastest):\n")
-    print("| layers | micro-batches, group | besides | ops | check_s | spread |\n|---:|---|---|---:|---:|---:|")
+    print("| layers | micro-batches, group | features | ops | check_s | spread |\n|---:|---|---|---:|---:|---:|")
     for choices in PLANS:
         plan = small(**{"tied": True, "prefetch_depth": 2, "gradient_slots": 2} | choices)
         times_s = []

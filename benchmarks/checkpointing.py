@@ -186,7 +186,7 @@ def page(observations: dict[str, list[Observed]], n_bytes: int, plain: tuple[flo
         )
     bound_s = n_bytes / plain[0], n_bytes / plain[1]
     yield (
-        f"As many bytes written plainly, until they are on the disk: {bound_s[0]:.2f} s ({plain[0] / GB:.2f} GB/s); their SHA-256: "
+        f"A plain synced write of the same bytes: {bound_s[0]:.2f} s ({plain[0] / GB:.2f} GB/s); their SHA-256: "
         f"{bound_s[1]:.2f} s ({plain[1] / GB:.2f} GB/s)."
     )
 
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("home", type=Path)
     parser.add_argument("--rounds", type=int, default=2, help="runs of either way")
-    parser.add_argument("--pairs", type=int, default=4, help="of stretches with and without a checkpoint, in a run")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of stretches with and without a checkpoint, per run")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     home = options.home.resolve()

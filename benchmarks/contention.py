@@ -128,15 +128,15 @@ def _short(value: object) -> str:
 
 def page(rows: list[Row], seconds: float) -> Iterator[str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    yield "# What does a planner lose that thinks nothing is shared?\n"
+    yield "# Cost of ignoring contention in a planner\n"
     yield "Command: `python -m benchmarks.contention > docs/benchmarks/contention_2026-11-20.md`.\n"
     yield f"Commit {commit}. Computed in {seconds:.0f} s of one of {os.cpu_count()} cores, {platform.machine()}, Python"
     yield f"{platform.python_version()}. Predicted on both sides: nothing here was measured on these machines.\n"
-    yield "The search runs twice: with contention, and on a twin of the machine whose ops take as long as ever and are never in"
-    yield "each other's way (both directions of the link at once, host DRAM and host cores without end). *Step* is the first plan;"
-    yield "*blind* is the second, costed by the full model on the real machine; *promised* is what the model without contention"
-    yield "said of it. *Gap* is the certificate of the search with contention: no policy of the space is better by more."
-    yield f"Sequences of {SEQ_LEN} tokens, 2 TB of host memory. Without clipping an update may run beside the backward."
+    yield "The search runs twice: with contention, and on a twin of the machine without shared resources, at the same"
+    yield "speed per op (both directions of the link at once, unlimited host DRAM and host cores). *Step* is the first plan;"
+    yield "*blind* is the second, costed by the full model on the real machine; *promised* is its prediction in the model"
+    yield "without contention. *Gap* is the certificate of the search with contention: no policy of the space is better by more."
+    yield f"Sequences of {SEQ_LEN} tokens, 2 TB of host memory. Without clipping an update may overlap with the backward."
     yield HEAD
     yield from map(str, rows)
     yield ""
@@ -152,10 +152,10 @@ def _summary(rows: list[Row]) -> Iterator[str]:
     n_same = sum(not row.changed for row in rows)
     yield f"- At worst it is {max(row.worse_fraction for row in rows):.1%} slower. In {n_same} cases it is the same plan."
     late = sorted(row.late_fraction for row in rows)
-    yield f"- What the model without contention promises is exceeded by {late[len(late) // 2]:.1%} in the median and"
+    yield f"- The prediction without contention is exceeded by {late[len(late) // 2]:.1%} in the median and"
     yield f"  {late[-1]:.1%} at worst, when its plan is run.\n"
-    yield "What this does not show: that the full model is right (the ledger does). And part of *worse by* is chance: plans that"
-    yield "differ only in what contention does are equal to the blind search, which takes the first of them."
+    yield "This page does not validate the full model (the ledger does). Part of *worse by* is chance: plans that only differ"
+    yield "under contention are equal to the blind search, which takes the first of them."
 
 
 def main() -> None:

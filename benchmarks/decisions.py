@@ -58,7 +58,7 @@ def policy_in_numbers(policy: Mapping[str, Any]) -> dict[str, Any]:
 
 def page(old_cells: list[Cell], new_cells: list[Cell]) -> Iterator[str]:
     """Yield a table of both trees with the changes."""
-    yield "| model | machine | tokens/s before | after | | gap before | after | what is chosen otherwise |"
+    yield "| model | machine | tokens/s before | after | | gap before | after | changes |"
     yield "|---|---|--:|--:|--:|--:|--:|---|"
     known = {(c["model"], c["machine"]): c for c in old_cells}
     for new in new_cells:

@@ -141,7 +141,7 @@ def performed(cell: Cell, policy: str | dict[str, object], home: Path, n_steps: 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=N_STEPS)
-    parser.add_argument("--only", help="rows whose model, machine or policy holds this word")
+    parser.add_argument("--only", help="rows with this word in model, machine or policy")
     options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"

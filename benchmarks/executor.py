@@ -135,7 +135,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"commit {commit}; {machine}; median of {options.runs} interleaved runs of about {options.ops}\n")
-    print("| what | µs, median | P10 to P90 |\n|---|---:|---|")
+    print("| quantity | µs, median | P10 to P90 |\n|---|---:|---|")
     for name, times in times_us.items():
         ordered = sorted(times)
         print(f"| {name} | {median(times):.1f} | {ordered[len(ordered) // 10]:.1f} to {ordered[-1 - len(ordered) // 10]:.1f} |")

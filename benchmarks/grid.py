@@ -119,7 +119,7 @@ def summary(results: list[Cell]) -> Iterator[str]:
 
 
 NOTES = """
-Gap: to the bound of every policy in the space. Above: what the step is longer than the machine bound, which leaves recompute out.
+Gap: to the bound of every policy in the space. Above: excess of the step over the machine bound, which excludes recompute.
 `search` and `check` are seconds on one core.
 """
 

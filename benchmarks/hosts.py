@@ -51,7 +51,7 @@ def row(model: str, gpus: int, gbit: int, per_gpu: int, alone: float) -> tuple[s
 
 def page() -> Iterator[str]:
     """Yield the lines of both tables."""
-    titles = ("model", "GPUs", "Gbit/s a host", "tokens a GPU", "tokens/s", "of eight GPUs' speed", "net lane", "gap", "binding")
+    titles = ("model", "GPUs", "Gbit/s a host", "tokens a GPU", "tokens/s", "relative to eight GPUs", "net lane", "gap", "binding")
     of_eight: dict[tuple[str, int], float] = {}
     for many in (False, True):
         yield f"| {' | '.join(titles)} |"

@@ -80,8 +80,8 @@ def rests_on() -> Iterator[str]:
 
 
 def main() -> None:
-    print("# What do fused kernels change in what is planned?\n")
-    print("**Predicted, not measured: none of these kernels has run on a GPU of ours.**\n")
+    print("# Effect of fused kernels on plans\n")
+    print("**Predicted, not measured: we have run none of these kernels on a GPU.**\n")
     print((__doc__ or "").split("\n\n", 1)[1])
     print("| model | machine | sequences x tokens | eager | fused | tokens/s | tokens/s, fused | times as fast | call by call |")
     print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
@@ -90,20 +90,20 @@ def main() -> None:
         for line in pool.map(row, *zip(*cells, strict=True)):
             print(line, flush=True)
     print(
-        "\n*Call by call*: as many times as fast if activation and rotary embedding are not compiled there: they are where every\n"
-        "bit stays eager's, which a run finds out on its own GPU and no plan can know.\n"
+        "\n*Call by call*: speed-up without compiled activation and rotary embedding. A run compiles them only if the result\n"
+        "is bitwise identical to eager modules on its GPU, which no plan can predict.\n"
     )
     low, high = BEST_PUBLISHED_TOKENS_PER_S
     print(
         f"The best published stacks that keep an 8B resident on one H100 reach {low:,} to {high:,} tokens/s at 8k tokens a\n"
         "sequence.\n"
     )
-    print("What the fused figures rest on, beside what the eager ones rest on:\n")
+    print("Sources of the fused figures, in addition to those of the eager ones:\n")
     print("\n".join(rests_on()))
     print(
-        "- **Everywhere**: a fused norm, loss, activation and rotary embedding read and write what they must once, at the rate of\n"
-        "  an isolated pointwise kernel (the profile's); the 0.841 that eager modules reach of it, fitted from published eager\n"
-        "  systems, still holds for residual additions and for products."
+        "- **Everywhere**: a fused norm, loss, activation and rotary embedding read and write their operands once, at the rate\n"
+        "  of an isolated pointwise kernel (in the profile); the 0.841 of it for eager modules, fitted to published eager\n"
+        "  systems, is still used for residual additions and for products."
     )
 
 

@@ -297,7 +297,7 @@ def page(stories: Sequence[Story]) -> Iterator[str]:
     n_resumed, n_mismatches = sum(kill.resumed for kill in kills), sum(len(story.mismatches) for story in stories)
     yield "| kills | resumed | mismatches |\n|---:|---:|---:|"
     yield f"| {len(kills)} | {n_resumed} | {n_mismatches} |\n"
-    yield "| what the run was about when it was killed (may be several things) | kills |\n|---|---:|"
+    yield "| activity of the run when it was killed (several are possible) | kills |\n|---|---:|"
     struck = Counter(phase for kill in kills for phase in kill.phases)
     yield from (f"| {phase} | {struck[phase]} |" for phase in PHASES)
     yield "\n| how its checkpoints were written | kills |\n|---|---:|"
@@ -306,7 +306,7 @@ def page(stories: Sequence[Story]) -> Iterator[str]:
     n_checkpoints, n_anew = sum(story.n_checkpoints for story in stories), sum(kill.whole_checkpoint == 0 for kill in kills)
     yield (
         f"\n{len(stories)} runs to the end, each killed up to {MOST_KILLS} times. After kills {n_checkpoints} checkpoints looked "
-        f"whole and were compared with those of the undisturbed run; after {n_anew} kills there was none yet: the run began anew."
+        f"whole and were compared with those of the undisturbed run; after {n_anew} kills none existed yet: the run started again."
     )
     yield from (f"\nrun {story.number}: {mismatch}" for story in stories for mismatch in story.mismatches)
 

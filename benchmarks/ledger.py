@@ -34,7 +34,7 @@ RUNS_FOR_LEAVING_OUT = 3  # of one machine
 JOIN = "the thread adds to one large tensor faster than to the many of a layer, which one page-fault rate does not tell apart"
 SYNC = "the copy's 28 GB/s is half of the pinned rate; the belief, a third, was kept: a phase of 0.1 s is too little to fit from"
 LONG = (
-    "attention is 83 % of this step and would have to be 14 % faster than the law of FlashAttention-2 says, which rests on rows of "
+    "attention is 83 % of this step and would have to be 14 % faster than the law of FlashAttention-2, which is fitted to rows of "
     "up to 16k tokens on the H100: faster than that kernel was ever seen, with a mask or without, so a newer one may have run"
 )
 EXPLANATIONS: dict[str, str] = {
@@ -44,7 +44,7 @@ EXPLANATIONS: dict[str, str] = {
         "the optimizer took 1.23, 0.99 and 0.73 s in three runs of the same parameters; one rate of the host gives one time, "
         "near their mean"
     ),
-    "mi355x-megatrain-qwen2.5-14b-b192 optimizer_s": "the same three times, of which this is the shortest",
+    "mi355x-megatrain-qwen2.5-14b-b192 optimizer_s": "the same three times; this is the shortest",
     "mi355x-megatrain-qwen2.5-14b-b16 gradient_join_s": JOIN,
     "mi355x-megatrain-qwen2.5-14b-b64 gradient_join_s": "the same",
     "mi355x-megatrain-qwen2.5-14b-b192 gradient_join_s": "the same",
@@ -56,7 +56,7 @@ EXPLANATIONS: dict[str, str] = {
         "device, so the run must have used other code than the one described, and no formula for both lengths was found"
     ),
     "gh200-megatrain-qwen2.5-14b-b96-full device_peak_gib": (
-        "1.4 times what the same model took per token on the MI355X, whose logs are public; the paper does not say whether "
+        "1.4 times what the same model took per token on the MI355X, with public logs; the paper does not specify whether "
         "it counts what is allocated or what is reserved"
     ),
 }
@@ -197,7 +197,7 @@ that no row can be left out; `python -m benchmarks.validate RUNS.json` prints th
 def _summary(ledger: Ledger, left_out: list[LeftOut], claimed: list[PublishedClaim]) -> Iterator[str]:
     inside = [x for x in left_out if not x.extrapolated]
     used = {run for stage in STAGES.values() for run in stage.runs}
-    yield "| what | runs | median error | 90th percentile | worst | wanted |"
+    yield "| quantity | runs | median error | 90th percentile | worst | wanted |"
     yield "|---|---|---|---|---|---|"
     yield _summary_row("step time", ledger.errors(), "median 3 %, 90th percentile 10 %")
     yield _summary_row("step time, each run left out of the fit", [x.error_fraction for x in inside], "median 6 %")
@@ -212,13 +212,13 @@ def _summary(ledger: Ledger, left_out: list[LeftOut], claimed: list[PublishedCla
     yield ""
     hold = sum(x.covered for x in left_out) / len(left_out)
     yield f"P10 to P90 hold {ledger.coverage_fraction or 0:.0%} of the measured steps, and {hold:.0%} where each run is left out of"
-    yield "the fit; 80 % would be honest. Of the sources' sentences from which nothing was ever fitted (below),"
+    yield "the fit; 80 % is expected of correct spreads. Of the sources' claims, which were never used in a fit (below),"
     yield f"{sum(c.holds for c in claimed)} of {len(claimed)} hold."
     yield """
-The spreads were set by the errors of runs left out: on machines that runs were fitted from, the sum of a step's doubts is
-taken at 0.7, because errors of constants that were fitted together cancel; elsewhere it is taken whole. Two things no leaving
-out can undo: the priors, and how each system is taken to work (below), were written down when these runs were known. Runs that
-nobody has looked at will be predicted less well than the first row says.
+The spreads were set by the errors of held-out runs. On fitted machines, the sum of a step's spreads is multiplied by 0.7, because
+errors of constants that were fitted together cancel; elsewhere it is used whole. Holding out runs cannot undo two things: the
+priors, and the assumptions about each system (below), were written down when these runs were known. New runs will be predicted
+less well than the first row.
 """
 
 
@@ -236,8 +236,8 @@ def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
     used = {run for stage in STAGES.values() for run in stage.runs}
     yield "## Step time"
     yield ""
-    yield "`fitted from`: constants rest on this run, so its error says little. `without it`: what the fit without this run says"
-    yield "(a run that the fit never used: the fit of all). `without all`: without any run of its machine, from beliefs alone."
+    yield "`fitted from`: constants depend on this run, so its error is no test. `without it`: the fit without this run"
+    yield "(a run that the fit never used: the fit of all). `without all`: without any run of its machine, from priors alone."
     yield ""
     yield "| run | fitted from | predicted s | measured s | error | P10 to P90 | without it | without all |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -256,9 +256,9 @@ def _runs(ledger: Ledger, left_out: list[LeftOut]) -> Iterator[str]:
         seconds = f"{row.step_s:.3g} | {measured_s:.3g} | {row.error_fraction:+.1%}"
         yield f"| {row.name} | {yes} | {seconds} | {span} | {text} | {unseen} |"
     yield ""
-    yield "## Everything else that was measured"
+    yield "## Other measured quantities"
     yield ""
-    yield "| run | what | predicted | measured | error |"
+    yield "| run | quantity | predicted | measured | error |"
     yield "|---|---|---|---|---|"
     for row in ledger.rows:
         for key, measured in row.measured.items():
@@ -292,11 +292,11 @@ def _misses(ledger: Ledger) -> Iterator[str]:
 
 
 def _claims(claimed: list[PublishedClaim]) -> Iterator[str]:
-    yield "## What else the sources say"
+    yield "## Other claims of the sources"
     yield ""
     yield "Ratios, ablations, limits and times of single copies: nothing was fitted from any of them. `holds`: within a tenth."
     yield ""
-    yield "| what | source | it says | we say | verdict | |"
+    yield "| quantity | source | published | ours | verdict | |"
     yield "|---|---|---|---|---|---|"
     for claim in claimed:
         yield f"| {' | '.join(claim.row())} |"
@@ -304,21 +304,21 @@ def _claims(claimed: list[PublishedClaim]) -> Iterator[str]:
 
 
 def _constants(refitted: Mapping[str, float]) -> Iterator[str]:
-    yield "## Constants that nobody measured"
+    yield "## Constants without a measurement"
     yield ""
-    yield """Fitted by least squares over logarithms with a robust loss, each held by what was believed of it before. None belongs
-to a run or a model. `shipped` is the profile's value, `fitted again` what the fit found when this page was written.
+    yield """Fitted by least squares over logarithms with a robust loss, each with a prior. None belongs
+to a run or a model. `shipped` is the profile's value, `fitted again` the result of the fit when this page was written.
 
 Since 2026-11-24 products, attention, norms and exchanges are laws fitted to measurements of single ops (docs/ops.md), and runs
-tell only what is left: what products keep of a burst's rate in a step (`sustained`), what eager modules reach, and the host.
-Before, runs set the rate of all products of a GPU, and one constant, 0.841, what eager modules reach on all of them; errors of both
+only set the rest: the rate of products in a step relative to a burst (`sustained`), the rate of eager modules, and the host.
+Before, runs set the rate of all products of a GPU, and one constant, 0.841, the rate of eager modules on all GPUs; errors of both
 cancelled in sums. The step of 262,144 tokens got worse by that (+6.9 % before; see Misses), and so did the median of all, from
-1.4 %; the 90th percentile got better, from 3.9 %. Machines that nobody has run got worse, from 8.3 % in the median: what was
-believed of eager modules, 0.85, was near what runs show, and is now what single modules do, 0.58. Of the steps on several GPUs
-above, those of the A800 moved by a few points either way; single layers on an RTX 4090 are nearer to what was measured than before;
-steps on eight RTX 4090 are not, since their host exchanges 2 to 5 GB/s and the profile has what another was measured to do.
+1.4 %; the 90th percentile got better, from 3.9 %. Machines without a run got worse, from 8.3 % in the median: the prior of eager
+modules, 0.85, was near the runs, and is now that of single modules, 0.58. Of the steps on several GPUs above, those of the A800
+moved by a few points either way; single layers on an RTX 4090 are nearer to the measurements than before; steps on eight RTX 4090
+are not, since their host exchanges 2 to 5 GB/s and the profile has the rate of another host.
 """
-    yield "| constant | believed | shipped | fitted again | what the belief rests on | fitted from |"
+    yield "| constant | prior | shipped | fitted again | source of the prior | fitted from |"
     yield "|---|---|---|---|---|---|"
     for stage in STAGES.values():
         for c in stage.constants:
@@ -331,7 +331,7 @@ steps on eight RTX 4090 are not, since their host exchanges 2 to 5 GB/s and the 
 
 
 def _tail() -> Iterator[str]:
-    yield """## What the systems are taken to do
+    yield """## Assumptions about the systems
 
 - `megatrain`: three uploads, and a forward more than needed (10 N T FLOP); each upload is first copied into a pinned buffer by
   the main thread, and after it from a flat buffer into a template. One thread adds gradients, in pages touched anew each step.
@@ -339,19 +339,19 @@ def _tail() -> Iterator[str]:
   (GB10), nothing overlapped but the gradient threads.
 - `megatrain-plus`: a forward and an upload less, no copy into a template, three buffers, two gradient threads.
 - `slideformer`: fp32 weights rounded on the way up, every boundary in host memory, each layer's Adam as its gradient arrives, the
-  last product not recomputed; fused kernels, which are taken to reach what products alone do, as they did on the one card that
-  runs were published from: on devices that throttle under load they may not.
+  last product not recomputed; fused kernels, which are assumed to reach the rate of products alone, as on the one card with
+  published runs: on devices that throttle under load they may not.
 - `zero3-offload`: uploads, compute and gradients one after another, as the runs show; then Adam on fp32 gradients. Activations are
   kept where they fit, as in the published run on the MI355X; kernels are fused where the logits of 8192 tokens would take half
-  of the device, as in the published runs on 24 GB, whose users had no choice, and plain elsewhere.
+  of the device, as in the published runs on 24 GB, and plain elsewhere.
 - Memory follows the formulae of the sources (power-of-two rounding of pinned buffers included). Three copies of the head's gradient
   at the peak, and 22 bytes a parameter for ZeRO-3, were read off these runs.
-- Four constants were fitted once and are beliefs again, as leave-one-out errors are hardly worse without them, or better: attention
-  of the GH200, copies on the GB10, and both kinds of upload on the MI355X. One belief was corrected after such an error was
-  seen: for the MI355X's products the low end of its own range had been written down, not the middle; with the low end, the run
-  of 64 sequences, left out, is predicted 10 % too slow and not 6 %.
-- `claimed_tflop_per_s` is 6 N T plus attention over the whole square, as the paper counts; a run that gives nothing else is
-  judged by it."""
+- Four constants were fitted once and are priors again, because leave-one-out errors are hardly worse without them, or better:
+  attention of the GH200, copies on the GB10, and both kinds of upload on the MI355X. One prior was corrected after such an error:
+  for the MI355X's products the low end of its own range had been written down, not the middle; with the low end, the run of 64
+  sequences, held out, is predicted 10 % too slow and not 6 %.
+- `claimed_tflop_per_s` is 6 N T plus attention over the whole square, as the paper counts; it is used for runs without other
+  figures."""
 
 
 def main() -> None:

@@ -117,7 +117,7 @@ def performed(plan: Plan, n_steps: int) -> tuple[float, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="*", default=list(range(len(CELLS))), help="Which of the cells, counted from 0.")
-    parser.add_argument("--micro-batches", type=int, default=4096, help="Of the step that is performed; 0: none is.")
+    parser.add_argument("--micro-batches", type=int, default=4096, help="Micro-batches of the measured step; 0: skip it.")
     options = parser.parse_args(arguments)
     print("| model | machine | step | micro-batches | group | ops a step | ops in the plan | plan, s (CPU s) | peak, MB |", end="")
     print(" check, s (CPU s) | peak, MB | predicted step | gap |")

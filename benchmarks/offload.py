@@ -88,7 +88,7 @@ def row(cell: Cell, gain: Gain | None) -> str:
 
 def main() -> None:
     if unknown := [argument for argument in sys.argv[1:] if argument != "state" and not argument.isdigit()]:
-        sys.exit(f"{unknown[0]!r}: what is there is `state`, and a number of processes")
+        sys.exit(f"{unknown[0]!r}: arguments are `state`, and a number of processes")
     knob = "device_blocks" if "state" in sys.argv[1:] else "offload_blocks"
     grid = [Cell(m, machine, SEQ_LEN, n) for m, machine, n in product(MODELS, MACHINES, TOKENS_PER_STEP)]
     cells = list(SMALL_STEPS) if knob == "device_blocks" else list(dict.fromkeys([*PUBLISHED, *grid]))
@@ -98,8 +98,8 @@ def main() -> None:
         for cell, gain in zip(cells, processes.map(partial(gain_of, knob), cells), strict=True):
             rows.append((cell, gain))
             print(row(cell, gain), file=sys.stderr, flush=True)
-    place = "state is kept on the device" if knob == "device_blocks" else "saved activations may wait on the host"
-    print(f"# What is gained where {place}?\n")
+    place = "optimizer state on the device" if knob == "device_blocks" else "activation offload"
+    print(f"# Gain of {place}\n")
     print((__doc__ or "").split("\n\n", 2)[2])
     faster = [gain.without_s / gain.step_s for _, gain in rows if gain is not None and gain.without_s is not None]
     gaps = [gain.gap_fraction for _, gain in rows if gain is not None]
@@ -109,15 +109,13 @@ def main() -> None:
         f"times; median {statistics.median(faster):.2f}, least {min(faster):.3f}."
     )
     print(f"- Gap to the bound of all policies: median {statistics.median(gaps):.1%}, worst {max(gaps):.1%}.")
-    print(
-        f"- Steps lie above what no schedule goes below by {statistics.median(extra):.0%} in the median, {max(extra):.0%} at most."
-    )
+    print(f"- Steps exceed the machine bound by {statistics.median(extra):.0%} in the median, {max(extra):.0%} at most.")
     print(f"- Host memory: {2 * TB // 10**12} TB.\n")
     print(
         "| model | machine | tokens | step | tokens/s | without | times | best other system, times | gap | above machine bound |",
         end="",
     )
-    print(" blocks of which that is so; what binds |")
+    print(" affected blocks; binding resource |")
     print("|---" * 3 + "|---:" * 7 + "|---|")
     print("\n".join(row(cell, gain) for cell, gain in rows))
 

@@ -290,9 +290,9 @@ def main() -> None:
         for row in compared(options.before, options.kinds, options.params, options.rounds):
             print(row, flush=True)
         return
-    gradients = f"gradients fp32 beside an fp32 master and else bf16, {options.rounds} rounds in turns"
+    gradients = f"gradients fp32 with an fp32 master, otherwise bf16, {options.rounds} rounds in turns"
     print(f"{options.params / 1e6:.1f} M parameters, chunks of {UPDATE_ELEMENTS}, {gradients}.\n")
-    print("| what | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
+    print("| kind | workers | B | ns | least to most | copy, ns | ratio | to split's | a byte, to fused's | GB/s | misses, B |")
     print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---|", flush=True)
     for n_threads in options.workers:
         for row in rows(options.params, options.rounds, n_threads):

@@ -85,7 +85,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     print(f"commit {commit}; {machine}\n")
-    print("| what | predicted, s | measured, s | error | P10 to P90 | steps |\n|---|---:|---:|---:|---|---:|")
+    print("| quantity | predicted, s | measured, s | error | P10 to P90 | steps |\n|---|---:|---:|---:|---|---:|")
     with tempfile.TemporaryDirectory() as folder:
         rows, sums = on_this_cpu(Path(folder))
         for row in (*rows, *emulated(Path(folder))):

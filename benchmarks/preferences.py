@@ -215,9 +215,9 @@ both manners, of all their prompts, for {N_BEFORE} steps; adapters of rank 8 by 
     with tempfile.TemporaryDirectory() as home:
         print(*learned(Path(home)), sep="\n")
     print("""
-## What it does not show
+## Limits
 
-A GPU, a model of use, and whether what is preferred is any good: manners so different are learned by anything.""")
+No GPU, and no useful model. The two manners differ so much that any loss would learn them.""")
 
 
 if __name__ == "__main__":

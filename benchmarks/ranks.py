@@ -83,7 +83,7 @@ def emulated(plan: Planned) -> float:
     """Run a plan on this computer at the pace of its machine, with every rank simulated like the first. Return seconds per step."""
     with TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
-        text.write_text("What a plan says of one rank it says of all. " * 4000)
+        text.write_text("Every rank runs the same plan on other data. " * 4000)
         result = penstock.train(plan, text, out=Path(folder) / "out", steps=EMULATED_STEPS, device="emulated", from_scratch=True)
         times_s = sorted(result.timeline.step_times_s[2:])
         return times_s[len(times_s) // 2]

@@ -35,10 +35,10 @@ GEFORCE, TFLOP = "8xrtx4090", 10**12
 SLOWEST, FASTEST, N_HALVINGS = 1e-2, 10.0, 16  # bisection for a rate of exchange: factors of the profile's rate
 NOTES = {
     "8xrtx4090-fsdp-offload-qwen3-1.7b": "two errors nearly cancel: products in fp16 are faster than we say, exchange is slower",
-    "8xrtx4090-fsdp-offload-qwen3-32b": "of which memory it ran out, and when, is not said; we suppose, while the model was made",
+    "8xrtx4090-fsdp-offload-qwen3-32b": "not published which memory was exhausted, and when; we suppose, during model creation",
     "8xrtx4090-fsdp-qwen3-32b": "no command is published; batch and length are those of the run with offload",
     "8xa800-fsdp-llama-3.1-8b": "its products would have to be faster than single ones on an A100 were ever measured to be",
-    "8xa800-fsdp-qwen3-32b": "it filled the device, where an allocator frees and asks again; we suppose",
+    "8xa800-fsdp-qwen3-32b": "it filled the device, so we suppose that the allocator freed and reallocated",
 }
 
 
@@ -160,21 +160,21 @@ def section(published: Published) -> Iterator[str]:
     yield _NOT_MODELLED
 
 
-_HEAD = """What was published of eight GPUs in one host together with the scripts that ran them, so that batch and length are known:
-by the authors of RoundPipe, of their own system and of others. Sources stand with each run in `benchmarks/published_several.json`.
-Each GPU has an eighth of the host; the GeForce cards exchange what single collectives did on another host of such cards, not what
-explains these runs. The machines are `8xrtx4090`, and for the A800 `a100-sxm`, its host too, with 400/900 of the NVLink of
+_HEAD = """Published runs on eight GPUs in one host, with scripts for batch and length: by the authors of RoundPipe, of
+their system and of others. Sources are listed with each run in `benchmarks/published_several.json`. Each GPU has an eighth of the
+host; the GeForce cards have the exchange rate of single collectives on another host of such cards, not the rate that explains
+these runs. The machines are `8xrtx4090`, and for the A800 `a100-sxm`, its host too, with 400/900 of the NVLink of
 `8xh100`. All of it was fp16 with sums in fp16, which tensor cores of GeForce cards do
-at twice the rate (datasheet: 330 and 165 TFLOP/s; an A800 gains nothing). No profile of ours has that rate: Penstock computes in
+at twice the rate (datasheet: 330 and 165 TFLOP/s; an A800 gains nothing). No shipped profile has that rate: Penstock computes in
 bf16, which has no such sums.
 
 `fsdp` is PyTorch's first FullyShardedDataParallel, `-offload` with its state in host memory; `zero3-offload` is ZeRO-Infinity
-without disks. How they are taken to work: `benchmarks/sharded.py`. `exchange`: the rate that would explain the step, all else as
+without disks. Assumptions about them: `benchmarks/sharded.py`. `exchange`: the rate that would explain the step, all else as
 predicted.
 """
 
-_NOT_MODELLED = """Not modelled: loss scaling and the casts of autocast, what Python takes to issue a step, an allocator that has to
-free and ask again, the two sockets of a host. Adam's traffic is counted from PyTorch's passes; nobody timed it. FSDP2 with offload,
+_NOT_MODELLED = """Not modelled: loss scaling and the casts of autocast, Python's time to issue a step, an allocator that
+frees and reallocates, the two sockets of a host. Adam's traffic is counted from PyTorch's passes, not timed. FSDP2 with offload,
 which allocates gradients anew, was not published with enough to predict it; nor were SlideDP, and SuperOffload on several GPUs.
 """
 
@@ -225,15 +225,15 @@ def _reading(published: Published, explained: Mapping[str, float]) -> Iterator[s
     )
     yield f"""Errors of the step: {_span(by_host)}, on the RTX 4090; {_span(by_nvlink)}, on the A800.
 
-Of {len(by_host)} steps on the RTX 4090 {sum(e < 0 for e in by_host)} took longer than predicted. One thing would explain them,
-whatever the system and wherever its state lies: that those GPUs exchange, by way of the host, at {spread}
-({quick}, were products twice as fast). {why}
-`fsdp` with the 8B says it most plainly: its host does nothing but pass on what is exchanged. It is far from what a link carries, so
-ranks of Penstock use no library there: each device copies to the host's memory, and from there what others put in it. On the A800
-NVLink carries what is exchanged, and does not bind.
+Of {len(by_host)} steps on the RTX 4090 {sum(e < 0 for e in by_host)} took longer than predicted. One cause would explain them
+for every system and placement of state: an exchange through the host at {spread}
+({quick}, if products were twice as fast). {why}
+`fsdp` with the 8B is the clearest case: its host only forwards the exchange. The rate is far below that of a link, so ranks of
+Penstock use no library there: each device copies to host memory, and reads the parts of other devices from it. On the A800
+the exchange runs over NVLink, which does not bind.
 
-The same source timed single layers on one RTX 4090. They show what sums in fp16 are worth: some do more than
-the 165 TFLOP/s that bf16 has at most.
+The same source timed single layers on one RTX 4090. They show the value of sums in fp16: some exceed the
+165 TFLOP/s that are the limit in bf16.
 """
 
 
@@ -266,10 +266,10 @@ def _milliseconds(predicted_s: float, measured_ms: float) -> str:
 
 def _compared(published: Published) -> Iterator[str]:
     """Yield another system's runs next to our plans of the same steps."""
-    yield """RoundPipe beside a plan of ours for the same step and machine: another system, so no prediction of it. It moves
-activations from GPU to GPU and uploads fp16 weights, each to one GPU at a time; it updates one step late, unless told to wait
-(`waiting`). Plans have the kernels that `plan` chooses, and as many sum groups as GPUs. `resident`: all state on the devices,
-sharded, with a plan's kernels and micro-batch (`planner/predict/resident.py`). It recomputes no more than memory asks, so it is not
+    yield """RoundPipe next to our plan for the same step and machine. The plan does not predict RoundPipe, which moves activations
+from GPU to GPU and uploads fp16 weights, each to one GPU at a time. It updates one step late by default, or synchronously
+(`waiting`). Plans have the kernels that `plan` chooses, and one sum group per GPU. `resident`: all state on the devices,
+sharded, with a plan's kernels and micro-batch (`planner/predict/resident.py`). It only recomputes for lack of memory, unlike
 the `fsdp` above, which had plain modules and recomputed all.
 
 | machine | model | sequences | GPUs | RoundPipe | waiting | planned | gap | binding | resident |
@@ -282,8 +282,8 @@ the `fsdp` above, which had plain modules and recomputed all.
             ratios.setdefault(row.machine, []).append(plan.tokens_per_s / row.synchronous_tokens_per_s)
     text = " and ".join(f"{min(values):.2f} to {max(values):.2f} times on `{name}`" for name, values in ratios.items())
     yield ""
-    yield f"What is planned is {text} what RoundPipe measured when it waited. On the RTX"
-    yield "4090 its products are the faster ones; on the A800 they are not, and ours is a prediction, which no run has shown."
+    yield f"The plan reaches {text} the speed of RoundPipe when waiting. On the RTX"
+    yield "4090 its products are the faster ones; on the A800 they are not, and ours is a prediction without a run."
 
 
 def _planned(row: PublishedPipeline, machine: Profile) -> Planned | None:

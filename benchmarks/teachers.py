@@ -203,7 +203,7 @@ Made with `python -m benchmarks.teachers`, torch {torch.__version__}, transforme
 ## The same sequences, a two-layer Llama of 96 ids
 
 Relative differences of the loss, and of the gradients of the last hidden state and of the output matrix. Distillation against
-definitions on whole logits in fp64, of what a file holds of the teacher, in fp16, and of the teacher as it is:
+definitions on whole logits in fp64, with the teacher from a file, in fp16, and with the exact teacher:
 """)
     print(*compared(DISTILLED), sep="\n")
     print("\nOther losses against theirs on whole logits in fp64:\n")
@@ -221,9 +221,9 @@ four words in any order, two of them kind or rude, and {N_HELD_OUT} others.
     with tempfile.TemporaryDirectory() as home:
         print(*learned(Path(home)), sep="\n")
     print("""
-## What it does not show
+## Limits
 
-A GPU, a model of use, or a teacher of another size class: what it does to a 70B is planned, in [losses](../losses.md).""")
+No GPU, no useful model, and no large teacher: plans of a 70B are in [losses](../losses.md).""")
 
 
 if __name__ == "__main__":

@@ -138,13 +138,13 @@ def _parsed(words: Sequence[str]) -> tuple[Request, argparse.Namespace]:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes that show whether it works, and nothing else")
     parser.add_argument("--machine", help="a shipped profile, for plans that were not made beforehand and are not of a probed one")
-    parser.add_argument("--device-memory", metavar="SIZE", help="of the device, for those plans")
+    parser.add_argument("--device-memory", metavar="SIZE", help="device memory, for those plans")
     parser.add_argument(
-        "--host-memory", metavar="SIZE", help="to plan for, e.g. 118GB [92 %% of what the system calls its memory, which may grow]"
+        "--host-memory", metavar="SIZE", help="to plan for, e.g. 118GB [92 %% of the system's memory, which may grow]"
     )
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install missing packages from here, beside those there are")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="install missing packages from here")
     parser.add_argument("--megatrain", type=Path, metavar="FOLDER", help="a checkout of its public repository")
-    parser.add_argument("--limit-s", type=float, default=CALL_S, help="of the whole call [%(default)s]")
+    parser.add_argument("--limit-s", type=float, default=CALL_S, help="limit of the whole call [%(default)s]")
     parser.add_argument("--fail", metavar="STAGE", help="this stage fails: to see that the others do not mind")
     parser.add_argument("--perform", help=argparse.SUPPRESS)
     parser.add_argument("--stage-limit-s", type=float, default=CALL_S, help=argparse.SUPPRESS)

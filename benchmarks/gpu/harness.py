@@ -145,7 +145,7 @@ class Harness:
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return FAILED, f"over its limit of {limit_s:.0f} s, and killed; the log says where it was"
+            return FAILED, f"over its limit of {limit_s:.0f} s, and killed; see the end of its log"
         finally:
             _end(process)
         if code == 0:

@@ -26,7 +26,7 @@ def page(request: Request, note: Note) -> None:
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the page. A stage with several attempts shows its best one."""
     last = _last_attempts(rows)
-    yield "# What does a GPU do with penstock?"
+    yield "# GPU benchmark of penstock"
     yield ""
     yield from _facts(last.get("facts", []))
     yield from _table("stage | how it ended | seconds | said", _outcomes(last))
@@ -46,7 +46,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield "Ours, of the same layers and tokens, are `eight-layers` and `lora` above."
     yield from _section("Host and link")
-    yield from _table("what | size | rate", _host_rows(last.get("host", [])))
+    yield from _table("quantity | size | rate", _host_rows(last.get("host", [])))
     yield from _section("Kernels")
     yield from _table("kernel | forward | backward", _kernel_rows(last.get("kernels", [])))
 

@@ -73,7 +73,7 @@ def _collective_s(row: OpRow, profile: Profile) -> float:
     name = COLLECTIVES.get(row.kernel)
     law = None if name is None or profile.peers is None else profile.peers.collectives.get(name)
     if law is None:
-        raise CannotSayError(f"the profile says nothing of {row.kernel} among devices of one host")
+        raise CannotSayError(f"the profile has no rates of {row.kernel} among devices of one host")
     return law.latency_of(row.sizes["gpus"]) + law.moving_s(row.sizes["gpus"], row.sizes["bytes"])
 
 

@@ -136,7 +136,7 @@ class _Reading:
 
     def row(self) -> OpRow:
         if any(value is None for value in self.fields.values()) or None in self.fields:
-            self.fail("has not as many fields as the header", "give each its own")
+            self.fail("differs from the header in its number of fields", "give each its own")
         kind, machine = self.text("kind"), self.text("machine")
         if kind not in KINDS:
             self.unknown("kind", kind, KINDS)
@@ -184,7 +184,7 @@ class _Reading:
             self.fail(f"causal is {sizes['causal']}", "write 1, or 0 where nothing is masked")
         missing = [key for key in expected.keys if key not in sizes and not (key == "model" and model)]
         if missing:
-            self.fail(f"the shape says no {missing[0]}", f"write {';'.join(f'{key}=...' for key in expected.keys)}")
+            self.fail(f"the shape has no {missing[0]}", f"write {';'.join(f'{key}=...' for key in expected.keys)}")
         return sizes, model
 
     def number(self, name: str) -> float:

@@ -31,7 +31,7 @@ class Program:
     def add(self, queue: str, demand: Demand, *dependencies: int | None) -> int:
         """Issue a task. None in `after` is ignored."""
         earlier = tuple(sorted({i for i in dependencies if i is not None}))
-        assert all(i < len(self.tasks) for i in earlier), "a task can only wait for what was issued before it"
+        assert all(i < len(self.tasks) for i in earlier), "a task can only wait for earlier tasks"
         self.tasks.append(Task(queue, demand, earlier))
         return len(self.tasks) - 1
 
