@@ -20,7 +20,7 @@ from penstock.settings import DataSettings
 
 from .chat import ChatTemplate
 from .documents import Reader, cached_documents
-from .files import TRAIN, WANTED, DataFiles, find_files, parsed, rows_of
+from .files import TRAIN, WANTED, DataFiles, find_files, parse_line, rows_of
 from .formats import COLUMNS, LABELLED, NEEDED, PREFERENCE, ROLLOUTS, UNPAIRED, format_of, is_of, not_understood, renamed, shown
 from .packing import Shape, counts_text, pack
 from .sampling import MapStyleData, PackedSet, Stream, order_of, shares_of
@@ -32,7 +32,7 @@ EXTRA_NAMES = {UNPAIRED: ("label",), LABELLED: ("label",), ROLLOUTS: ("advantage
 Report = Callable[[str], None]  # callback that receives progress messages
 
 
-def needed(objective: Objective) -> str | None:
+def required_format(objective: Objective) -> str | None:
     """Return the row format that a loss requires, or None if it trains on any text or chat."""
     if objective.of is Of.TOKENS and {*EXTRA_NAMES[ROLLOUTS]} <= {*objective.extras}:
         return ROLLOUTS
@@ -121,8 +121,8 @@ def reader_of(
     of_rows = (
         format if format in NEEDED else next((k for k in (PREFERENCE, ROLLOUTS) if format == "auto" and is_of(k, first)), None)
     )
-    if (kind := needed(objective) if objective is not None else of_rows) is not None:
-        format = _needed(kind, format, [(where, first_row), *firsts], columns)
+    if (kind := required_format(objective) if objective is not None else of_rows) is not None:
+        format = _checked_format(kind, format, [(where, first_row), *firsts], columns)
     elif format == PREFERENCE:
         raise not_understood(where, {"chosen", "rejected"})
     elif format in NEEDED:
@@ -143,7 +143,7 @@ def reader_of(
     return Reader(files, columns, format, ChatTemplate(tokenizer), vocab_size, is_text)
 
 
-def _needed(kind: str, format: str, firsts: Iterable[tuple[str, Any]], columns: dict[str, str]) -> str:
+def _checked_format(kind: str, format: str, firsts: Iterable[tuple[str, Any]], columns: dict[str, str]) -> str:
     """Return the row format `kind` of a loss. DataError if a file or --format has another."""
     loss, names = NEEDED[kind]
     if format not in ("auto", kind):
@@ -163,11 +163,11 @@ def _first_rows(files: DataFiles, columns: dict[str, str]) -> Iterator[tuple[str
         for n, value in rows_of(file.path, file.kind, columns.values()) if file.kind != "text" else ():
             where = files.where(number, n)
             with suppress(DataError):  # skip a bad row
-                yield where, parsed(value, where) if isinstance(value, bytes) else value
+                yield where, parse_line(value, where) if isinstance(value, bytes) else value
                 break
         else:
             if isinstance(value, bytes):
-                parsed(value, where)
+                parse_line(value, where)
 
 
 def _packing(settings: DataSettings, reader: Reader, by_document: bool) -> tuple[Any, bool]:

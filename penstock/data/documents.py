@@ -22,9 +22,9 @@ from datasets.utils import tqdm
 from penstock.runtime.errors import DataError
 
 from .chat import ChatTemplate, Rendered, Span
-from .files import DataFile, DataFiles, parsed, rows_of
+from .files import DataFile, DataFiles, parse_line, rows_of
 from .formats import LABELLED, NEEDED, ROLLOUTS, UNPAIRED, Chat, Completion, answer, document, labelled, pair, renamed, rollouts
-from .tokenizer import is_of_library, reason_of
+from .tokenizer import is_tokenizer_error, reason_of
 
 Array = npt.NDArray[np.int64]
 _Read = tuple[Rendered, list[str], tuple[str | None, str | None], tuple[float, ...]]
@@ -85,7 +85,7 @@ class Reader:
             encoded = backend.encode_batch(texts, add_special_tokens=self.is_text)
             alone = [backend.encode_batch_fast(words, add_special_tokens=False) for _, _, words, *_ in inputs]
         except BaseException as error:
-            if not is_of_library(error):
+            if not is_tokenizer_error(error):
                 raise
             advice = "write it as UTF-8, and use a tokenizer with its letters"
             where = self.files.where(*places[0])
@@ -100,7 +100,7 @@ class Reader:
         """Return the documents of a pre-tokenised row, as tuples in the order of `features`."""
         where = self.files.where(file, row)
         try:
-            fields = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
             completions = rollouts(fields, self.vocab_size, where)
         except DataError as error:
             return [((), (), 0, 0, 0, file, row, 0, str(error), None, ())]
@@ -112,7 +112,7 @@ class Reader:
         a conversation has contents and roles."""
         where = self.files.where(file, row)
         try:
-            fields = renamed(parsed(value, where) if isinstance(value, bytes) else value, self.columns)
+            fields = renamed(parse_line(value, where) if isinstance(value, bytes) else value, self.columns)
             if self.format not in NEEDED:
                 return self._rendered(document(fields, self.format, where), where)
             parse = {UNPAIRED: answer, LABELLED: labelled}.get(self.format)

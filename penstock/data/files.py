@@ -82,7 +82,7 @@ class DataFiles:
                         head, _ = stream.read(_EDGE_BYTES), stream.seek(max(0, n_bytes - _EDGE_BYTES))
                         digest = hashlib.sha256(head + stream.read(_EDGE_BYTES))
             except OSError as error:
-                raise unreadable(file.path, error) from None
+                raise read_error(file.path, error) from None
             total.update(json.dumps([file.name, n_bytes, digest.hexdigest()]).encode())
         return total.hexdigest()
 
@@ -114,7 +114,7 @@ def _in_folder(path: Path, root: Path, run: Path) -> DataFiles:
         raise DataError(f"{path}: the run writes to this folder too, and would read that as data; choose another --out")
 
     def refuse(error: OSError) -> None:
-        raise unreadable(Path(error.filename), error)
+        raise read_error(Path(error.filename), error)
 
     files: list[DataFile] = []
     for folder, folders, names in os.walk(path, onerror=refuse):
@@ -172,7 +172,7 @@ def kind_of(file: Path) -> Kind:
         with _opened(file) as stream:
             begins = stream.read(_LOOK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise read_error(file, error) from None
     return "list" if begins.startswith(b"[") else "lines" if _OBJECT_A_LINE.match(begins) else "text"
 
 
@@ -186,10 +186,10 @@ def rows_of(file: Path, kind: Kind, mapped: Collection[str] = ()) -> Iterator[tu
     try:
         yield from _parquet(file, mapped) if kind == "parquet" else readers[kind](file)
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise read_error(file, error) from None
 
 
-def parsed(line: bytes, where: str) -> Any:
+def parse_line(line: bytes, where: str) -> Any:
     """Parse a line of JSON."""
     try:
         return json.loads(line)
@@ -197,7 +197,7 @@ def parsed(line: bytes, where: str) -> Any:
         raise DataError(f"{where}: {str(error)[:80]}; each line is {EXAMPLE} or a chat, in UTF-8") from None
 
 
-def unreadable(file: Path, error: OSError) -> DataError:
+def read_error(file: Path, error: OSError) -> DataError:
     """Return the error for a file that the system or a decompressor cannot read."""
     advice = "copy it again" if file.suffix in COMPRESSED and not error.strerror else "make it readable"
     return DataError(f"{file}: cannot be read ({error.strerror or str(error)[:80]}); {advice}")

@@ -71,7 +71,7 @@ def read_tokenizer(folder: Path | None) -> ModelTokenizer:
         backend.no_padding()
         begin = backend.encode("").tokens
     except BaseException as error:
-        if not is_of_library(error):
+        if not is_tokenizer_error(error):
             raise
         raise DataError(f"{folder}: its tokenizer.json cannot be used ({reason_of(error)}); copy it again from the model") from None
     if getattr(backend.model, "dropout", None):
@@ -108,7 +108,7 @@ def _ends(folder: Path, library: PreTrainedTokenizerFast) -> list[int]:
     return ids
 
 
-def is_of_library(error: BaseException) -> bool:
+def is_tokenizer_error(error: BaseException) -> bool:
     """Return True for errors of `tokenizers`: any exception, or a Rust panic, which is a BaseException in Python."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 

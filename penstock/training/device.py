@@ -25,7 +25,7 @@ def device_of(requested: str) -> str:
     return "cpu"
 
 
-def settle_kernels(plan: Plan, device: str, deterministic: bool) -> None:
+def select_kernels(plan: Plan, device: str, deterministic: bool) -> None:
     """Select the plan's kernels on the GPU. PlanError if a kernel is not available or the plan requires another device."""
     if device != "emulated":
         refuse_missing_libraries(plan.semantics, device)

@@ -17,11 +17,11 @@ from penstock.runtime.machines.torch_machine import TorchMachine
 from penstock.runtime.plan import PlanFile
 from penstock.settings import RunSettings
 
-from .device import refuse_what_does_not_fit, settle_kernels
-from .inputs import data_of, fill, own_model, weights_of
+from .device import refuse_what_does_not_fit, select_kernels
+from .inputs import data_of, fill, plan_of_folder, weights_of
 from .rank0 import obey
-from .references import mapped, put_reference, refer
-from .session import machine_of, optimizer_of, read_by_all, steps_of, with_rate
+from .references import attach_file, attach_reference, sets_with_reference
+from .session import input_digests, machine_of, optimizer_of, steps_of, with_defaults
 from .trainer import device_memory_named
 
 
@@ -43,7 +43,7 @@ def follow(
             return 1
         status: dict[str, Any] = {}
         with _errors_in(status):
-            settle_kernels(file.plan, device, settings.deterministic)
+            select_kernels(file.plan, device, settings.deterministic)
             is_first_here = ranks.rank % ranks.n_here == 0  # checks for all ranks of its host, before any allocates
             if device == "cuda" or is_first_here:
                 refuse_what_does_not_fit(file.plan, device, settings.device, ranks.n_here, is_first_here)
@@ -51,24 +51,24 @@ def follow(
             return 1
         store: TorchMachine | None = None
         with _errors_in(status):
-            plan, folder = own_model(file.plan, settings.model)
+            plan, folder = plan_of_folder(file.plan, settings.model)
             state = None if message["resume"] is None else load_state(Path(message["resume"]))
             data = data or data_of(settings, plan, folder)
-            of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, steps_of(settings, data))
+            of_step, _ = optimizer_of(with_defaults(settings, plan).optimizer, steps_of(settings, data))
             weights = weights_of(settings, plan, folder, state)
             loss = planned_loss(plan.semantics.objective, user_loss or settings.loss)
-            maps = mapped(plan.semantics.objective, data)
-            refer(settings, plan, maps, folder)
+            maps = sets_with_reference(plan.semantics.objective, data)
+            attach_reference(settings, plan, maps, folder)
             store = machine_of(device, plan, data, of_step, settings.seed, ranks, loss)
             fill(store, settings, data, weights, state)
-            status |= read_by_all(data, weights)
+            status |= input_digests(data, weights)
         if any(rank_status != status for rank_status in ranks.gathered(status)) or store is None:
             return 1
 
         def refer_to(path: Path) -> dict[str, Any]:
             wrong: dict[str, Any] = {}
             with _errors_in(wrong):
-                put_reference(path, plan, maps)
+                attach_file(path, plan, maps)
             return wrong
 
         with device_memory_named():

@@ -43,7 +43,7 @@ class Prompts:
     tokenizer: ModelTokenizer
 
 
-def own_model(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
+def plan_of_folder(plan: Plan, path: str | None) -> tuple[Plan, Path | None]:
     """Return the plan with the configuration in the model's folder, and that folder. None if neither plan nor settings name a
     folder."""
     folder = Path(path) if path is not None else Path(plan.model.path) if plan.model.path is not None else None

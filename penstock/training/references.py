@@ -20,7 +20,7 @@ import torch
 from penstock.checkpoint.disk import writing
 from penstock.checkpoint.model_files import weights_digest
 from penstock.checkpoint.tensor_files import read_tensors, write_tensors
-from penstock.data.data import EXTRA_NAMES, Report, RunData, needed, no_report
+from penstock.data.data import EXTRA_NAMES, Report, RunData, no_report, required_format
 from penstock.data.sampling import MapStyleData, PackedSet, Stream
 from penstock.runtime.batch import Batch
 from penstock.runtime.errors import CheckpointError, DataError, PlanError
@@ -31,7 +31,7 @@ from penstock.runtime.plan.objective import LAST, REFERENCE, TEACHER, Objective
 from penstock.runtime.units import show_bytes
 from penstock.settings import RunSettings
 
-from .streamed_forward import each_pass
+from .streamed_forward import forward_passes
 
 FILE_NAME = "reference.safetensors"  # in a run's folder
 BASE = "base"  # the initial model is the reference
@@ -46,7 +46,7 @@ _ODD = {
 DIGEST, PIECE = "sha256", 2**24  # name of the checksum tensor; elements hashed at a time
 
 
-def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
+def attach_reference(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folder: Path | None) -> None:
     """Attach log-probabilities from the reference file in the settings, before memory is allocated."""
     if plan.semantics.objective.n_top is not None and maps and _is_base(settings):
         raise PlanError("--loss distill learns from a teacher's file: make one with `penstock forward`, and say --reference FILE")
@@ -54,10 +54,10 @@ def refer(settings: RunSettings, plan: Plan, maps: Sequence[MapStyleData], folde
         raise PlanError("--reference: the plan's loss takes none, or its batches bring their own; leave it out")
     if maps and not _is_base(settings):
         is_teacher = plan.semantics.objective.n_top is not None
-        put_reference(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
+        attach_file(Path(settings.reference or ""), plan, maps, {} if is_teacher else _of_weights(settings, folder))
 
 
-def refer_to_base(
+def attach_base_reference(
     settings: RunSettings,
     store: TorchMachine,
     maps: Sequence[MapStyleData],
@@ -77,7 +77,7 @@ def refer_to_base(
             write_reference(path, settings, folder, store, maps, report, stop)
         except Abandoned:
             raise PlanError("asked to end while the reference was made, before any step: nothing is saved; run again") from None
-    put_reference(path, plan, maps)  # accept the run's file, even if a resumed run has another model folder
+    attach_file(path, plan, maps)  # accept the run's file, even if a resumed run has another model folder
     return path
 
 
@@ -122,7 +122,7 @@ def write_reference(
         for name, (data, k) in parts.items():
             n = len(data.parts[k].sequences)
             report(f"log-probabilities of {n:,} samples under the reference")
-            for outputs, _ in each_pass(machine, partial(_sample, data, k), n, stop):
+            for outputs, _ in forward_passes(machine, partial(_sample, data, k), n, stop):
                 values = outputs[:, :, : outlines[name].shape[2]].contiguous() if outputs.dim() > 2 else outputs
                 digest.update(values.numpy().data)
                 yield values
@@ -173,7 +173,7 @@ def _meta_tensor(part: PackedSet, plan: Plan) -> torch.Tensor:
     )
 
 
-def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Mapping[str, str] = MappingProxyType({})) -> None:
+def attach_file(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: Mapping[str, str] = MappingProxyType({})) -> None:
     """Memory-map a reference file and attach it to each data set. CheckpointError if the file is damaged or of other data. `extra`:
     extra key fields that must match."""
     objective = plan.semantics.objective
@@ -216,11 +216,11 @@ def put_reference(path: Path, plan: Plan, sets: Iterable[MapStyleData], extra: M
         raise CheckpointError(f"{path}: the teacher has id {largest}, and this model has {n_ids} ids; distil into one that has it")
 
 
-def mapped(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
+def sets_with_reference(objective: Objective, data: RunData, held_out: RunData | None = None) -> list[MapStyleData]:
     """Return the data sets that need a reference file. DataError if the loss requires extras that files cannot have."""
     is_used = objective.has_first_pass or objective.n_top is not None
     used, from_file = [data, held_out if is_used else None], {REFERENCE, TEACHER}.intersection(objective.extras)
-    available = (*from_file, *([LAST] if objective.n_labels else []), *EXTRA_NAMES.get(needed(objective) or "", ()))
+    available = (*from_file, *([LAST] if objective.n_labels else []), *EXTRA_NAMES.get(required_format(objective) or "", ()))
     for missing in (name for name in objective.extras if name not in available):
         if any(isinstance(source, MapStyleData | Stream) for source in used):
             raise DataError(

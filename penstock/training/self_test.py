@@ -69,7 +69,7 @@ def _tried(key: str, semantics: Semantics, name: str) -> str | None:
     try:
         tree = outlines(Model(config), semantics.attention, 1, semantics.seq_len)
         kinds = [[tree["kinds"][kind][field] for field in ("parameters", "attention")] for kind in tree["layers"]]
-        step = own_step(cut_down(config, kinds), semantics)
+        step = reference_step(cut_down(config, kinds), semantics)
     except Exception as error:  # transformers may raise anything for a smaller configuration
         return " ".join(f"{type(error).__name__}: {error}".split())[:160]
     if not step.is_same_without_grad:
@@ -83,7 +83,7 @@ def _tried(key: str, semantics: Semantics, name: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnStep:
+class ReferenceStep:
     """Result of transformers' forward and backward: a model with gradients, its loss, and the inputs."""
 
     model: Any
@@ -94,7 +94,7 @@ class OwnStep:
     is_same_without_grad: bool
 
 
-def own_step(config: dict[str, Any], source: Semantics, compute_dtype: Dtype = "fp32") -> OwnStep:
+def reference_step(config: dict[str, Any], source: Semantics, compute_dtype: Dtype = "fp32") -> ReferenceStep:
     """Run a step of a small model with random weights in transformers."""
     semantics = Semantics(
         *(TOKENS, SEQUENCES, SEQUENCES), attention=source.attention, experts=source.experts, compute_dtype=compute_dtype,
@@ -124,10 +124,10 @@ def own_step(config: dict[str, Any], source: Semantics, compute_dtype: Dtype = "
             is_same = torch.equal(model(**arguments).logits, out.logits)
     if not out.loss.isfinite():
         raise WorkloadError("random weights have no finite loss")
-    return OwnStep(model, semantics, config, Batch(tokens_BT, targets_BT), out.loss.detach(), is_same)
+    return ReferenceStep(model, semantics, config, Batch(tokens_BT, targets_BT), out.loss.detach(), is_same)
 
 
-def differences(expected: OwnStep, is_same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal) -> list[str]:
+def differences(expected: ReferenceStep, is_same: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal) -> list[str]:
     """Return the names that differ between a streamed step and transformers, for two policies: `loss`, or parameters."""
     model, workload = Model(expected.config), build_workload(Model(expected.config), expected.semantics)
     layers = tuple(range(1, workload.n_layers + 1))
@@ -141,7 +141,7 @@ def differences(expected: OwnStep, is_same: Callable[[torch.Tensor, torch.Tensor
     return [*different]
 
 
-def _streamed(expected: OwnStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[str]:
+def _streamed(expected: ReferenceStep, plan: Plan, is_same: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[str]:
     """Yield the names that differ in one step of the plan."""
     weights = dict(expected.model.named_parameters())
     exactly = AdamW(lr=1e-9, beta1=0.0)  # the first moment is the gradient

@@ -14,7 +14,7 @@ from penstock.checkpoint.checkpoint import State, identity, refuse_another, refu
 from penstock.checkpoint.conversion import scoring_config
 from penstock.checkpoint.model_files import towers_bytes, weights_digest
 from penstock.checkpoint.retention import refuse_without_room
-from penstock.data.data import Report, RunData, needed, no_report
+from penstock.data.data import Report, RunData, no_report, required_format
 from penstock.data.sampling import MapStyleData
 from penstock.hwprofiles.schema import Profile
 from penstock.own_loss import planned_loss
@@ -42,11 +42,11 @@ from penstock.runtime.ranks import Ranks
 from penstock.runtime.units import on_one_line, show_bytes
 from penstock.settings import ADAPTERS_LR, LION, CheckpointSettings, OptimizerSettings, RunSettings
 
-from .device import device_of, refuse_what_does_not_fit, settle_kernels
-from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, own_model, prompts_of, weights_of
+from .device import device_of, refuse_what_does_not_fit, select_kernels
+from .inputs import Prompts, are_saved_whole, data_of, file_on_disk, fill, held_out_of, plan_of_folder, prompts_of, weights_of
 from .monitors import refuse_missing
 from .rank0 import Leader, begin, wait_for_others
-from .references import mapped, refer, refer_to_base, write_reference
+from .references import attach_base_reference, attach_reference, sets_with_reference, write_reference
 from .run_folder import run_folder, state_to_resume
 from .schedules import Rates, learning_rates
 from .self_test import self_test
@@ -99,7 +99,7 @@ class Session:
         return settings if self.leader is None else replace(settings, background=False)
 
     @property
-    def of_head(self) -> dict[str, Any]:
+    def head_config(self) -> dict[str, Any]:
         """Configuration fields of a task head, for checkpoints."""
         config, n = self.plan.model.config, self.plan.semantics.objective.n_labels
         pad_id = self.data.parts[0].shape.pad_id if isinstance(self.data, MapStyleData) else config.get("pad_token_id")
@@ -150,12 +150,12 @@ def open_session(
     if settings.device == "auto" and device == "cpu" and plan.profile["device"]["kind"] == "cuda":
         say(f"no GPU found: the plan for {on_one_line(plan.profile['name'])} trains on this CPU")
     refuse_missing(settings.monitors)
-    settle_kernels(plan, device, settings.deterministic)
+    select_kernels(plan, device, settings.deterministic)
     with run_folder(out):
         if resume or resume_from is not None:
             report("reading the checkpoint")
         state = state_to_resume(out, resume, resume_from)
-        settings = with_rate(settings, plan)
+        settings = with_defaults(settings, plan)
         _refuse_unknown_parameters(settings.optimizer, plan)
         if device == "emulated":
             if state is not None or data is not None:
@@ -209,7 +209,7 @@ def _real(
     """Assemble a run of the plan's model on this machine. Cheap checks precede loading weights. `converts`: accept the state of
     another optimizer."""
     prediction, loss = predicted(plan)[2], planned_loss(plan.semantics.objective, user_loss or settings.loss)
-    plan, folder = own_model(plan, settings.model)
+    plan, folder = plan_of_folder(plan, settings.model)
     weights = weights_of(settings, plan, folder, state)
     of_weights = f"random, by seed {settings.seed}" if weights is None else weights_digest(weights)
     if state is None and settings.adapter is not None:
@@ -219,8 +219,8 @@ def _real(
     report("reading the data")
     data = data or data_of(settings, plan, folder, report=report)
     held_out = held_out_of(settings, plan, folder, report)
-    maps = mapped(plan.semantics.objective, data, held_out)
-    refer(settings, plan, maps, folder)
+    maps = sets_with_reference(plan.semantics.objective, data, held_out)
+    attach_reference(settings, plan, maps, folder)
     prompts = prompts_of(settings, plan, folder)
     n_steps, first_step = steps_of(settings, data), 0 if state is None else state.step
     saves_towers = has_towers(plan.model.config) and plan.semantics.train.lora is None
@@ -255,8 +255,8 @@ def _real(
     fill(store, settings, data, weights, state, report)
     if ranks is not None:
         report("waiting for all ranks")
-        wait_for_others(ranks, read_by_all(data, weights))
-    reference_file = refer_to_base(settings, store, maps, folder, state is None, report, stop)
+        wait_for_others(ranks, input_digests(data, weights))
+    reference_file = attach_base_reference(settings, store, maps, folder, state is None, report, stop)
     if reference_file is not None and session.leader is not None:
         session.leader.refer(reference_file)
     return session
@@ -272,15 +272,15 @@ def write_forward(settings: RunSettings, file: PlanFile, where: str, path: Path,
         raise PlanError(f"{where}: its loss scores texts, and has no log-probabilities to write; plan with another --loss")
     if settings.data.streaming:
         raise RunConfigError("a reference takes data that is read before training; leave out data.streaming")
-    settle_kernels(plan, device, settings.deterministic)
+    select_kernels(plan, device, settings.deterministic)
     loss = LossFunction(plan.semantics.objective, torch.zeros_like)  # not used in a forward pass
-    plan, folder = own_model(plan, settings.model)
+    plan, folder = plan_of_folder(plan, settings.model)
     weights = weights_of(settings, plan, folder, None)
     refuse_what_does_not_fit(plan, device, settings.device)
     report("reading the data")
     data = data_of(settings, plan, folder, report=report)
     sets = [source for source in (data, held_out_of(settings, plan, folder, report)) if isinstance(source, MapStyleData)]
-    of_step, _ = optimizer_of(with_rate(settings, plan).optimizer, 1)
+    of_step, _ = optimizer_of(with_defaults(settings, plan).optimizer, 1)
     disk = file_on_disk(settings, plan, f"random, by seed {settings.seed}" if weights is None else weights_digest(weights))
     store = machine_of(device, plan, data, of_step, settings.seed, None, loss, disk)
     fill(store, settings, data, weights, None, report)
@@ -294,16 +294,16 @@ def _weights_in_words(settings: RunSettings, weights: Path | None, state: State 
     return text if settings.adapter is None else f"{text}, with the adapter {settings.adapter}"
 
 
-def read_by_all(data: RunData, weights: Path | None) -> dict[str, str]:
+def input_digests(data: RunData, weights: Path | None) -> dict[str, str]:
     """Return digests of the inputs that every rank reads, by name."""
     return {"data": str(data.fingerprint)} | ({} if weights is None else {"weights": weights_digest(weights)})
 
 
 def _emulated(settings: RunSettings, plan: Plan, report: Report, time_scale: float | None) -> Session:
     """Assemble a run at the pace of the machine in the profile, on a stand-in model without checkpoints."""
-    if (kind := needed(plan.semantics.objective)) is not None:
+    if (kind := required_format(plan.semantics.objective)) is not None:
         raise RunConfigError(f"an emulated run trains on sequences too short for {kind} rows; emulate the plan of another --loss")
-    refer(settings, plan, [], None)  # raises if the settings name a reference
+    attach_reference(settings, plan, [], None)  # raises if the settings name a reference
     small, (demands, region, prediction) = _stand_in(plan), predicted(plan)
     report("reading the data")
     data = data_of(replace(settings, tokenizer="bytes"), small, None, report=report)
@@ -355,7 +355,7 @@ def steps_of(settings: RunSettings, data: RunData) -> int:
     return max(1, math.ceil(Fraction(str(settings.epochs or 1)) * data.n_steps))  # exact: 0.1 of 30 is 3
 
 
-def with_rate(settings: RunSettings, plan: Plan) -> RunSettings:
+def with_defaults(settings: RunSettings, plan: Plan) -> RunSettings:
     """Return the settings with learning rate and beta2. Defaults depend on the optimizer, and on adapters or full training."""
     optimizer, is_lion = settings.optimizer, plan.semantics.optimizer.rule == "lion"
     if is_lion and optimizer.eps != AdamW().eps:

@@ -17,13 +17,13 @@ from penstock.runtime.plan import Plan
 def log_probabilities(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Concatenate the results of `each_pass` for all samples, and the extras of their batches."""
-    results = [torch.cat(column) for column in zip(*each_pass(machine, sample, n_samples, stop), strict=True)]
+    """Concatenate the results of `forward_passes` for all samples, and the extras of their batches."""
+    results = [torch.cat(column) for column in zip(*forward_passes(machine, sample, n_samples, stop), strict=True)]
     extras = [sample(i).extras for i in range(n_samples)]
     return results[0], results[1], {name: torch.cat([extra[name] for extra in extras]) for name in extras[0]}
 
 
-def each_pass(
+def forward_passes(
     machine: TorchMachine, sample: Callable[[int], Batch], n_samples: int, stop: Stop | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield per pass the summed log-probability and number of target tokens, fp64 and int64, (samples of the pass, sequences per

@@ -248,7 +248,7 @@ class Trainer:
 
         state = session.store.host if session.leader is None else session.leader.state()
         arguments = (session.tokenizer_from, session.say, session.first_step, session.towers_from)
-        return Saver(state, session.folder, session.checkpoint, fields, *arguments, session.of_head)
+        return Saver(state, session.folder, session.checkpoint, fields, *arguments, session.head_config)
 
     # -- validate ---------------------------------------------------------------------------------------------------
 

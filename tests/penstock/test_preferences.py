@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import penstock
-from penstock.data.data import needed, read_data
+from penstock.data.data import read_data, required_format
 from penstock.data.user_batches import UserBatches
 from penstock.own_loss import function_in, own_loss, planned_loss
 from penstock.runtime.batch import Batch
@@ -169,7 +169,7 @@ def test_parquet_has_the_rows_that_a_loss_asks_for(tmp_path, loss, row):
     found, expected = (read_data(each, None, 300, 64, 4, 3, cache, objective=objective).batch(0) for each in of)
     assert torch.equal(found.input_ids, expected.input_ids)
     assert {name: of.tolist() for name, of in found.extras.items()} == {name: of.tolist() for name, of in expected.extras.items()}
-    assert needed(replace(objective, name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
+    assert required_format(replace(objective, name="own.py:f", numbers={}, of=Of.SEQUENCES, sha256="0" * 64)) is None
 
 
 def test_a_group_of_rollouts_is_a_sequence_for_each(tmp_path):
