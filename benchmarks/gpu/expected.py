@@ -59,7 +59,7 @@ UNITS = {
 
 
 def expectation(stage: str, line: str, values: Mapping[str, Any]) -> Expected | None:
-    """Return the entry of a line: by `what`, by its name, or by both."""
+    """Return the entry of a line: by its title, by its name, or by both."""
     names = (line, str(values.get("name")), f"{line} {values.get('name')}")
     return next((EXPECTED[stage, name] for name in names if (stage, name) in EXPECTED), None)
 

@@ -19,7 +19,7 @@ class WheelsError(Exception):
 
 
 def missing(names: Iterable[str], extra: Path | None = None) -> list[str]:
-    """Return the packages that cannot be imported here or from the folder `beside`."""
+    """Return the packages that cannot be imported here or from the folder `extra`."""
     folder = [str(extra)] if extra is not None else []
     return [name for name in names if find_spec(name) is None and PathFinder.find_spec(name, folder) is None]
 

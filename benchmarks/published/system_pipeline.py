@@ -29,7 +29,7 @@ class Program:
     tasks: list[Task] = field(default_factory=list)
 
     def add(self, queue: str, demand: Demand, *dependencies: int | None) -> int:
-        """Issue a task. None in `after` is ignored."""
+        """Issue a task. None in `dependencies` is ignored."""
         earlier = tuple(sorted({i for i in dependencies if i is not None}))
         assert all(i < len(self.tasks) for i in earlier), "a task can only wait for earlier tasks"
         self.tasks.append(Task(queue, demand, earlier))

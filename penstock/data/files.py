@@ -70,7 +70,7 @@ class DataFiles:
         return replace(self, files=row_files, n_left_out=self.n_left_out + len(self.files) - len(row_files))
 
     def content_hash(self, full: bool) -> str:
-        """SHA-256 of names and contents of all files. If not `whole`: of names, sizes, heads and tails."""
+        """SHA-256 of names and contents of all files. If not `full`: of names, sizes, heads and tails."""
         total = hashlib.sha256()
         for file in self.files:
             try:

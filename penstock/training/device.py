@@ -41,7 +41,7 @@ def select_kernels(plan: Plan, device: str, deterministic: bool) -> None:
 
 def refuse_what_does_not_fit(plan: Plan, device: str, requested: str, n_ranks_here: int = 1, of_host: bool = True) -> None:
     """DoesNotFitError if the GPU, or the host (with `of_host`, for all ranks on it), has less free memory than the plan needs.
-    Without a GPU, device arenas are allocated in host memory. `asked`: the device in the settings."""
+    Without a GPU, device arenas are allocated in host memory. `requested`: the device in the settings."""
     device_bytes = sum(planned_device_needs(plan, device == "cuda").values())
     host_bytes = sum(host_needs(plan, n_ranks_here).values())
     where = "here"

@@ -33,8 +33,8 @@ def follow(
     data: RunData | None = None,
     user_loss: Callable[..., Any] | None = None,
 ) -> int:
-    """Train on the commands of rank 0. Return the exit code. Rank 0 alone reports errors. `data`, `own`: batches and loss of a
-    user's program."""
+    """Train on the commands of rank 0. Return the exit code. Rank 0 alone reports errors. `data`, `user_loss`: batches and loss
+    of a user's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 handles signals and notifies the other ranks
     try:

@@ -15,7 +15,7 @@ DECAY_FRACTION = 0.1  # of a run: default decay of warmup-stable-decay
 
 @dataclass(slots=True)
 class Rates:
-    """Hyperparameters of each step. `asked` overrides the scheduled learning rate; it is set while no lane is busy."""
+    """Hyperparameters of each step. `fixed_lr` overrides the scheduled learning rate; it is set while no lane is busy."""
 
     settings: OptimizerSettings
     scheduled: Callable[[int], float]

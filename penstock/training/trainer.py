@@ -253,7 +253,7 @@ class Trainer:
     # -- validate ---------------------------------------------------------------------------------------------------
 
     def due_validations(self, n_done: int) -> list[Validation]:
-        """Return validations due after `done` steps and not logged yet. A resumed run repeats missing ones."""
+        """Return validations due after `n_done` steps and not logged yet. A resumed run repeats missing ones."""
         every, is_last = self.session.settings.evaluation.every, n_done == self.session.n_steps
         is_due = is_last or (every is not None and n_done % every == 0)
         due = [validation for validation in self.validations if (is_due if n_done else validation.first)]
