@@ -4,6 +4,7 @@
 `pairs`: two rows per sample, the chosen and the rejected answer. `answers` (KTO): for each answer of a group two rows, the answer
 itself and its prompt with the previous answer of the group. If pairs or groups share sequences (`shares`), a sample has the same
 number of rows and holds several pairs or groups, first fit.
+Example, 6 tokens, documents aaa, bb, cccc. joined: aaabbc ccc___; documents: aaabb_ cccc__; one: aaa___ bb____ cccc__.
 
 Targets follow Hugging Face: position t is supervised with token t + 1 of its sequence. The last position of a sequence and padding
 have no target. With whole documents, the last position of each document has none either.
