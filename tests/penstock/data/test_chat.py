@@ -211,5 +211,5 @@ def test_roles_that_the_template_drops_are_named(tmp_path):
     path = write_lines(tmp_path / "data" / "a.jsonl", [{"messages": [*extra, *TALK]} for extra in ([told], [], [told, told])])
     found = read_data(DataSettings(str(path)), tmp_path / "model", size, 64, 8, 0, tmp_path / "run" / "tokens")
     said = found.words()
-    assert "drops what developer (in 2 rows) say" in said["warning, roles"]
+    assert "drops messages of developer (in 2 rows)" in said["warning, roles"]
     assert said["warning, few"].startswith("a step of 8 sequences trains on some of these 3 more than once")

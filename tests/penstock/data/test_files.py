@@ -58,7 +58,7 @@ FILES = {
 def test_every_kind_of_file_gives_its_rows_as_written(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
     (file,) = find_files(tmp_path, tmp_path / "run").files
-    found = [rows.parsed(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
+    found = [rows.parse_line(row, "") if isinstance(row, bytes) else row for _, row in rows.rows_of(file.path, file.kind)]
     assert found == ROWS
     assert texts_of(read(tmp_path / name)) == [f"<|user|>\n{r['question']}<|assistant|>\n{r['answer']}" for r in ROWS]
 
@@ -67,7 +67,7 @@ def test_arguments_of_a_tool_are_not_filled_from_other_rows(tmp_path):
     """As a schema for a whole file would."""
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "x"}}]
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "tool_calls": [call]}]} for call in calls])
-    found = [rows.parsed(row, "") for _, row in rows.rows_of(path, "lines")]
+    found = [rows.parse_line(row, "") for _, row in rows.rows_of(path, "lines")]
     assert [row["messages"][0]["tool_calls"] for row in found] == [[call] for call in calls]
 
 
